@@ -19,7 +19,7 @@ use std::{
 use hmem::{
     Access, Address, AddressRange, Rejected, Result,
     cache::{Cache, CacheBackend, Key, Limits},
-    monitor::{Cause, Change, Invalidator, Monitor, Subscription},
+    monitor::{InvalidationCause, InvalidationToken, Invalidator, Monitor, Subscription},
     system::monitor::{Layered, MemHooks, UserFaultFd},
 };
 use report::{
@@ -37,16 +37,16 @@ const PAGE: usize = 4096;
 struct Ignorant(AtomicU64);
 
 impl Invalidator for Ignorant {
-    fn invalidate(&self, _: AddressRange, _: Cause) {
+    fn invalidate(&self, _: AddressRange, _: InvalidationCause) {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
 
-    fn begin(&self, range: AddressRange, cause: Cause) -> Change {
+    fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         self.invalidate(range, cause);
-        Change(0)
+        InvalidationToken(0)
     }
 
-    fn end(&self, _: Change) {}
+    fn invalidate_end(&self, _: InvalidationToken) {}
 
     fn close_gate(&self) {}
 

@@ -17,7 +17,7 @@ use std::{
 
 use hmem::{
     Access, Address, AllocationKind, DeviceBuffer, DeviceId, DomainAttr, Endpoint, Hmem, Iface,
-    IfaceExt, MrMode, RegionSlice, Registered, RemoteKey,
+    IfaceExt, MrMode, OwnedRegion, RegionSlice, RemoteKey,
     iface::AllocRequest,
     loopback::{Loopback, Progress},
     path::P2pPolicy,
@@ -44,9 +44,9 @@ struct Net {
     cq: Arc<dyn CompletionQueue>,
     peer: PeerId,
     key: RemoteKey,
-    _remote: Registered<Vec<u8>>,
-    staged: Registered<DeviceBuffer>,
-    host: Registered<Vec<u8>>,
+    _remote: OwnedRegion<Vec<u8>>,
+    staged: OwnedRegion<DeviceBuffer>,
+    host: OwnedRegion<Vec<u8>>,
     device: Arc<Simulated>,
     /// A device whose engine is held to nothing, and memory of it.
     unlimited: (Arc<Simulated>, DeviceBuffer),

@@ -1,6 +1,9 @@
 //! Putting ifaces, providers and the path decision together.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, OnceLock},
+};
 
 use hmem_core::{
     CacheAttr, Domain, DomainAttr, Error, ErrorKind, Iface, IfaceKind, ProcessMark, Registry,
@@ -12,9 +15,12 @@ use hmem_core::{
 };
 use hmem_iface_system::{
     System,
-    monitor::{MonitorKind, SystemMonitor},
+    monitor::{HostMonitorKind, SystemMonitor},
 };
-use hmem_p2p::path::{DefaultPathSelector, ExplainRequest, Explanation};
+use hmem_p2p::{
+    path::{DefaultPathSelector, ExplainRequest, Explanation},
+    topology::Topology,
+};
 
 use crate::env;
 
@@ -32,6 +38,7 @@ pub struct Hmem {
     cache_of_builder: CacheAttr,
     /// The process that built it, the only one in which it opens domains.
     process: ProcessMark,
+    topology: OnceLock<Topology>,
 }
 
 /// Builds a [`Hmem`].
@@ -45,16 +52,17 @@ pub struct Builder {
     skip_vendors: bool,
     cache_monitor: Option<CacheMonitor>,
     cache: CacheAttr,
+    topology: Option<Topology>,
 }
 
 /// What the application said about the monitor of host memory.
 #[derive(Debug)]
 enum CacheMonitor {
-    Kind(MonitorKind),
+    Kind(HostMonitorKind),
     Imported(Arc<dyn Monitor>),
 }
 
-/// Who turned something of the caches off where it was no variable.
+/// The setting that turned caching off, if it was no environment variable.
 const BUILDER_CACHE: &str = "Builder::cache";
 
 impl Hmem {
@@ -80,7 +88,7 @@ impl Hmem {
         self.registry.get(kind)
     }
 
-    /// Whether device memory is kept from every NIC, by the builder or by `FI_HMEM_DISABLE_P2P`.
+    /// Returns true if the builder or `FI_HMEM_DISABLE_P2P` keeps device memory from every NIC.
     #[must_use]
     pub fn p2p_disabled(&self) -> bool {
         self.p2p_disabled
@@ -111,8 +119,8 @@ impl Hmem {
         }
     }
 
-    /// What turns the caches of domains off that do not say it themselves: the variable of the
-    /// environment that is 0, or `Builder::cache`. `None` where they cache.
+    /// Returns the setting that disabled caching by default (`FI_MR_CACHE_MAX_COUNT=0`, say, or
+    /// `Builder::cache`), or `None` if caching is on.
     #[must_use]
     pub fn cache_off_by(&self) -> Option<&'static str> {
         let (limits, said) = (self.cache_limits(), &self.cache_of_builder);
@@ -124,9 +132,9 @@ impl Hmem {
         off.map(|(_, by_builder, variable)| if by_builder { BUILDER_CACHE } else { variable })
     }
 
-    /// What leaves the monitor of an iface out of the caches of domains that do not say it
-    /// themselves, so that its memory is registered uncached: the variable of the environment,
-    /// or `Builder::cache`. `None` where the monitor is used.
+    /// Returns the setting that disabled the monitor of an iface by default, so that its memory is
+    /// registered uncached: an environment variable or `Builder::cache`. Returns `None` if the
+    /// monitor is used.
     #[must_use]
     pub fn cache_monitor_left_out_by(&self, iface: IfaceKind) -> Option<&'static str> {
         if !self.cache.without_monitors.as_ref().is_some_and(|without| without.contains(&iface)) {
@@ -204,6 +212,22 @@ impl Hmem {
         attr.cache = attr.cache.map(|cache| filled_in(cache, &self.cache));
         let selector: Arc<dyn PathSelector> = Arc::clone(&self.paths) as _;
         Domain::open(provider, Arc::clone(&self.registry), selector, attr)
+    }
+
+    /// Returns the wiring of the machine, by which the NICs nearest to memory are chosen: that of
+    /// [`Builder::topology`], or else that of this machine, read at the first call. A device that is
+    /// plugged in later is not in it.
+    ///
+    /// # Errors
+    /// As [`Topology::read`]. The next call tries again.
+    pub fn topology(&self) -> Result<&Topology> {
+        match self.topology.get() {
+            Some(topology) => Ok(topology),
+            None => {
+                let topology = Topology::read()?;
+                Ok(self.topology.get_or_init(|| topology))
+            }
+        }
     }
 
     /// The path decisions of its domains: what is remembered, and how to have it forgotten.
@@ -307,18 +331,26 @@ impl Builder {
     }
 
     /// Watches host memory by this monitor; overrides `FI_MR_CACHE_MONITOR`. Without either it is
-    /// [`MonitorKind::Auto`], started when it is first needed.
+    /// [`HostMonitorKind::Auto`], started when it is first needed.
     #[must_use]
-    pub fn cache_monitor(mut self, kind: MonitorKind) -> Self {
+    pub fn cache_monitor(mut self, kind: HostMonitorKind) -> Self {
         self.cache_monitor = Some(CacheMonitor::Kind(kind));
         self
     }
 
-    /// Watches host memory by the application's own monitor, [`hmem_iface_system::monitor::Import`]
-    /// for one.
+    /// Watches host memory by the application's own monitor,
+    /// [`hmem_iface_system::monitor::ImportMonitor`] for one.
     #[must_use]
     pub fn imported_cache_monitor(mut self, monitor: Arc<dyn Monitor>) -> Self {
         self.cache_monitor = Some(CacheMonitor::Imported(monitor));
+        self
+    }
+
+    /// Sets the wiring of the machine, by which the NICs nearest to memory are chosen: a recording,
+    /// for one. Without it the machine's own is read when it is first needed.
+    #[must_use]
+    pub fn topology(mut self, topology: Topology) -> Self {
+        self.topology = Some(topology);
         self
     }
 
@@ -336,9 +368,11 @@ impl Builder {
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for an unknown name in the filter, an environment variable
     /// that cannot be read where the builder does not override it, or a kind or provider name
-    /// that was added twice. Why a cache monitor that was asked for by name does not work here.
+    /// that was added twice. [`ErrorKind::Unsupported`] for an iface that the filter names and whose
+    /// cargo feature was left out. Why a cache monitor that was asked for by name does not work here.
     pub fn build(self) -> Result<Hmem> {
         let process = ProcessMark::current()?;
+        let by_builder = self.filter.is_some();
         let filter = match self.filter {
             Some(names) => Some(Filter::parse(&names, &self.plug_ins)?),
             None => env::text(env::HMEM)?
@@ -363,6 +397,14 @@ impl Builder {
             } else {
                 match start() {
                     Ok(iface) => registry.add(iface)?,
+                    // Asked for by name, and in no build of these features.
+                    Err(why) if filter.is_some() && why.context_value("feature").is_some() => {
+                        return Err(if by_builder {
+                            why
+                        } else {
+                            why.context("variable", env::HMEM)
+                        });
+                    }
                     Err(why) => {
                         tracing_absent(kind, &why);
                         registry.add_absent(kind, why);
@@ -398,18 +440,19 @@ impl Builder {
             cache,
             cache_of_builder: self.cache,
             process,
+            topology: self.topology.map(OnceLock::from).unwrap_or_default(),
         })
     }
 }
 
 /// What `first` says, and where it says nothing what `second` says.
-fn filled_in(first: CacheAttr, second: &CacheAttr) -> CacheAttr {
-    CacheAttr {
-        max_count: first.max_count.or(second.max_count),
-        max_bytes: first.max_bytes.or(second.max_bytes),
-        merge: first.merge.or(second.merge),
-        without_monitors: first.without_monitors.or_else(|| second.without_monitors.clone()),
-    }
+fn filled_in(mut first: CacheAttr, second: &CacheAttr) -> CacheAttr {
+    first.max_count = first.max_count.or(second.max_count);
+    first.max_bytes = first.max_bytes.or(second.max_bytes);
+    first.merge = first.merge.or(second.merge);
+    first.growth = first.growth.or(second.growth);
+    first.without_monitors = first.without_monitors.or_else(|| second.without_monitors.clone());
+    first
 }
 
 /// Host memory with the monitor that was asked for. `Auto` waits until it is needed.
@@ -425,10 +468,10 @@ fn system(asked: Option<CacheMonitor>) -> Result<System> {
                     .map_err(|error: Error| error.context("variable", env::CACHE_MONITOR))?,
                 Some(env::CACHE_MONITOR),
             ),
-            None => (MonitorKind::Auto, None),
+            None => (HostMonitorKind::Auto, None),
         },
     };
-    if kind == MonitorKind::Auto {
+    if kind == HostMonitorKind::Auto {
         return Ok(System::new());
     }
     let monitor = SystemMonitor::start(kind).map_err(|error| {
@@ -437,8 +480,8 @@ fn system(asked: Option<CacheMonitor>) -> Result<System> {
             None => error,
         };
         match kind {
-            MonitorKind::Import => error.remedy(
-                "an imported monitor is the application's: make it with Import::new and pass it to \
+            HostMonitorKind::Import => error.remedy(
+                "an imported monitor is the application's: make it with ImportMonitor::new and pass it to \
                  Builder::imported_cache_monitor, or ask for another one",
             ),
             _ => error,
@@ -484,8 +527,13 @@ fn tracing_absent(kind: IfaceKind, why: &Error) {
 
 type Start = fn() -> Result<Arc<dyn Iface>>;
 
-const VENDORS: [(IfaceKind, Start); 3] =
-    [(IfaceKind::CUDA, start_cuda), (IfaceKind::ROCR, start_rocr), (IfaceKind::ZE, start_ze)];
+const VENDORS: [(IfaceKind, Start); 5] = [
+    (IfaceKind::CUDA, start_cuda),
+    (IfaceKind::ROCR, start_rocr),
+    (IfaceKind::ZE, start_ze),
+    (IfaceKind::NEURON, start_neuron),
+    (IfaceKind::SYNAPSEAI, start_synapseai),
+];
 
 macro_rules! vendor {
     ($start:ident, $feature:literal, $kind:expr, $open:expr) => {
@@ -507,6 +555,13 @@ macro_rules! vendor {
 vendor!(start_cuda, "cuda", IfaceKind::CUDA, hmem_iface_cuda::Cuda::open());
 vendor!(start_rocr, "rocr", IfaceKind::ROCR, hmem_iface_rocr::Rocr::open());
 vendor!(start_ze, "ze", IfaceKind::ZE, hmem_iface_ze::LevelZero::open());
+vendor!(start_neuron, "neuron", IfaceKind::NEURON, hmem_iface_neuron::Neuron::open());
+vendor!(
+    start_synapseai,
+    "synapseai",
+    IfaceKind::SYNAPSEAI,
+    hmem_iface_synapseai::SynapseAi::open()
+);
 
 /// A provider, and those of its NICs that cannot be opened.
 type Started = (Arc<dyn Provider>, Vec<(String, Error)>);
@@ -537,8 +592,7 @@ mod tests {
     #[test]
     fn the_builder_is_named_where_it_turned_the_cache_or_a_monitor_off() {
         let built = |cache| Hmem::builder().without_vendor_ifaces().cache(cache).build().unwrap();
-        let without =
-            CacheAttr { without_monitors: Some(vec![IfaceKind::ZE]), ..CacheAttr::default() };
+        let without = CacheAttr::default().without_monitors(vec![IfaceKind::ZE]);
         for off in [without.clone().max_count(0), without.clone().max_bytes(0)] {
             assert_eq!(built(off).cache_off_by(), Some("Builder::cache"));
         }

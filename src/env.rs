@@ -41,7 +41,11 @@ pub(crate) fn cache(said: &CacheAttr) -> Result<CacheAttr> {
         Some(without) => Some(without.clone()),
         None => without_monitors()?,
     };
-    Ok(CacheAttr { max_count, max_bytes, merge, without_monitors })
+    let mut cache = CacheAttr::default();
+    (cache.max_count, cache.max_bytes) = (max_count, max_bytes);
+    (cache.merge, cache.without_monitors) = (merge, without_monitors);
+    cache.growth = said.growth;
+    Ok(cache)
 }
 
 /// The ifaces whose monitors the environment leaves out.

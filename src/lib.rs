@@ -1,5 +1,5 @@
-//! `hmem` registers memory of any kind (host, CUDA, ROCr, Level Zero, plug-ins) with RDMA hardware,
-//! and says why it did so the way it did.
+//! `hmem` registers memory of any kind (host, CUDA, ROCr, Level Zero, Neuron, Gaudi, plug-ins) with
+//! RDMA hardware, and says why it did so the way it did.
 //!
 //! An application names a buffer or a range and gets back a memory region whose keys a NIC accepts,
 //! over the best path that this machine allows, with the reason for that path kept at the region.
@@ -20,18 +20,24 @@
 //!
 //! - `env`
 //! - `builder`
+//! - `nearest`
 
 #![deny(unsafe_code)]
 
 mod builder;
 mod env;
+mod nearest;
 
 pub use builder::{Builder, Hmem};
 pub use hmem_core::*;
 #[cfg(feature = "cuda")]
 pub use hmem_iface_cuda as cuda;
+#[cfg(feature = "neuron")]
+pub use hmem_iface_neuron as neuron;
 #[cfg(feature = "rocr")]
 pub use hmem_iface_rocr as rocr;
+#[cfg(feature = "synapseai")]
+pub use hmem_iface_synapseai as synapseai;
 pub use hmem_iface_system as system;
 #[cfg(feature = "ze")]
 pub use hmem_iface_ze as ze;

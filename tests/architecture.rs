@@ -1,4 +1,5 @@
-//! Dependencies between crates: `hook -> core`, `iface-* -> core, hook`, `p2p -> core`,
+//! Dependencies between crates: `hook -> core`, `iface-* -> core, hook`,
+//! `iface-neuron, iface-synapseai -> core, iface-announced`, `p2p -> core`,
 //! `provider-* -> core, p2p`, `conformance -> core, p2p, iface-system, provider-loopback`, `hmem ->`
 //! ifaces and providers, `hmem-cli -> hmem`.
 
@@ -62,6 +63,19 @@ fn dependencies_run_one_way() {
                 let only_cuda = BTreeSet::from(["hmem-iface-cuda".to_owned()]);
                 assert_eq!(targets, &only_cuda, "a fake driver knows the table that it fills");
             }
+            "hmem-fake-rocr" => {
+                let only_rocr = BTreeSet::from(["hmem-iface-rocr".to_owned()]);
+                assert_eq!(targets, &only_rocr, "a fake runtime knows the table that it fills");
+            }
+            "hmem-fake-accelerators" => assert!(targets.is_empty(), "fakes answer by the headers"),
+            "hmem-iface-neuron" | "hmem-iface-synapseai" => {
+                let may = ["hmem-core", "hmem-iface-announced"].map(str::to_owned).into();
+                assert_eq!(targets, &may, "{package} is a driver of the iface over a table");
+            }
+            "hmem-fake-ze" => {
+                let only_ze = BTreeSet::from(["hmem-iface-ze".to_owned()]);
+                assert_eq!(targets, &only_ze, "a fake driver knows the table that it fills");
+            }
             iface if iface.starts_with("hmem-iface-") => {
                 let may = BTreeSet::from(["hmem-core".to_owned(), "hmem-hook".to_owned()]);
                 assert!(
@@ -72,5 +86,5 @@ fn dependencies_run_one_way() {
             other => panic!("say in this test what {other} may depend on"),
         }
     }
-    assert!(arrows.len() >= 13, "{arrows:?}");
+    assert!(arrows.len() >= 17, "{arrows:?}");
 }

@@ -9,7 +9,7 @@ use hmem::{
     loopback::Loopback,
     provider::{
         CompletionQueue, DomainRequest, EndpointAttr, Features, LiveObjects, Piece, Provider,
-        ProviderAttr, ProviderDomain, ProviderEndpoint, ProviderRegion, Registration, WindowType,
+        ProviderAttr, ProviderDomain, ProviderEndpoint, ProviderRegion, Registration,
     },
 };
 
@@ -110,7 +110,7 @@ fn calls_that_need_a_missing_facet_are_refused() {
     let raw = RawKey(vec![0; 32]);
     refused(domain.map_raw(Iova(0), 64, &raw).unwrap_err(), ErrorKind::Unsupported);
     refused(domain.unmap_key(&region.key().expect("key")).unwrap_err(), ErrorKind::Unsupported);
-    refused(domain.alloc_window(WindowType::One).unwrap_err(), ErrorKind::Unsupported);
+    refused(domain.alloc_type_1_window().unwrap_err(), ErrorKind::Unsupported);
     let count = region.bind_counter(&Arc::default(), BindFlags::REMOTE_WRITE);
     refused(count.unwrap_err(), ErrorKind::NoSys);
     assert_eq!(domain.live().regions, 1);

@@ -14,11 +14,11 @@ use hmem::{
     cache::UncachedReason,
     iface::AllocRequest,
     loopback::{Loopback, Memory},
-    monitor::Cause,
+    monitor::InvalidationCause,
     provider::{CompletionQueue, EndpointAttr},
     system::{
-        AddressReuse, SIMULATED, Simulated, Style,
-        monitor::{Import, MonitorKind, Watcher},
+        AddressReuse, FreeDetection, SIMULATED, Simulated,
+        monitor::{HostMonitorKind, ImportCallbacks, ImportMonitor},
     },
     transfer::RemoteSegment,
 };
@@ -81,9 +81,11 @@ fn loopback() -> Loopback {
     Loopback::builder().memory(Memory::Pinned).build().expect("a software NIC")
 }
 
-fn simulated(style: Style) -> Arc<Simulated> {
-    let builder =
-        Simulated::builder().devices(2).style(style).address_reuse(AddressReuse::JustFreed);
+fn simulated(style: FreeDetection) -> Arc<Simulated> {
+    let builder = Simulated::builder()
+        .devices(2)
+        .free_detection(style)
+        .address_reuse(AddressReuse::JustFreed);
     Arc::new(builder.build().expect("a simulated device"))
 }
 
@@ -159,7 +161,7 @@ fn stale_reads(hmem: &Hmem, rounds: u32) -> u32 {
 #[derive(Debug, Default)]
 struct Silent(Mutex<Vec<AddressRange>>);
 
-impl Watcher for Silent {
+impl ImportCallbacks for Silent {
     fn subscribe(&self, range: AddressRange) -> Result<()> {
         self.0.lock().unwrap().push(range);
         Ok(())
@@ -179,7 +181,7 @@ fn memory_that_comes_back_at_its_address_is_never_a_stale_hit_under_memhooks() {
     if !alone(name, &[]) {
         return;
     }
-    let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(MonitorKind::MemHooks);
+    let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(HostMonitorKind::MemHooks);
     let hmem = builder.provider(loopback()).build().expect("memhooks work here");
     assert_eq!(stale_reads(&hmem, 10_000), 0);
 }
@@ -187,7 +189,7 @@ fn memory_that_comes_back_at_its_address_is_never_a_stale_hit_under_memhooks() {
 /// MR-07
 #[test]
 fn with_a_monitor_that_says_nothing_the_same_rounds_are_stale() {
-    let monitor = Import::new(Arc::new(Silent::default())).expect("a monitor");
+    let monitor = ImportMonitor::new(Arc::new(Silent::default())).expect("a monitor");
     let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(monitor);
     let hmem = builder.provider(loopback()).build().expect("nothing in the way");
     assert_eq!(stale_reads(&hmem, 50), 49, "the rounds do not notice a stale registration");
@@ -196,9 +198,10 @@ fn with_a_monitor_that_says_nothing_the_same_rounds_are_stale() {
 /// MON-07
 #[test]
 fn device_memory_freed_and_allocated_again_at_its_address_is_never_a_hit() {
-    for style in [Style::Identity, Style::Callback] {
+    for style in [FreeDetection::Identity, FreeDetection::Callback] {
         let device = simulated(style);
-        let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(MonitorKind::Disabled);
+        let builder =
+            Hmem::builder().without_vendor_ifaces().cache_monitor(HostMonitorKind::Disabled);
         let hmem = builder
             .shared_iface(Arc::clone(&device) as _)
             .provider(loopback())
@@ -226,7 +229,11 @@ fn device_memory_freed_and_allocated_again_at_its_address_is_never_a_hit() {
         assert!(addresses.iter().all(|at| *at == addresses[0]), "the address did not come back");
         let now = cache.statistics();
         assert_eq!((now.registrations, now.hits), (50, 50));
-        let cause = if style == Style::Identity { Cause::Identity } else { Cause::Free };
+        let cause = if style == FreeDetection::Identity {
+            InvalidationCause::Identity
+        } else {
+            InvalidationCause::Free
+        };
         assert!(now.invalidations(cause) >= 49, "{now:?}");
         cache.evict_idle();
         cache.reclaim();
@@ -237,9 +244,9 @@ fn device_memory_freed_and_allocated_again_at_its_address_is_never_a_hit() {
 /// CACHE-02
 #[test]
 fn another_allocation_at_the_address_and_another_device_are_other_entries() {
-    let device = simulated(Style::Identity);
+    let device = simulated(FreeDetection::Identity);
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
-    let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(MonitorKind::Disabled);
+    let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(HostMonitorKind::Disabled);
     let hmem = builder
         .shared_iface(Arc::clone(&device) as _)
         .provider(loopback())
@@ -277,6 +284,10 @@ fn another_allocation_at_the_address_and_another_device_are_other_entries() {
         let refused =
             unsafe { cache.get_or_register_on(at, REMOTE, SIMULATED, other) }.unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
+        let wrong = Access::from_bits_retain(1 << 40);
+        // SAFETY: nothing is registered.
+        let refused = unsafe { cache.get_or_register_on(at, wrong, SIMULATED, None) }.unwrap_err();
+        assert_eq!(refused.operation(), "get_or_register_on", "{refused}");
     }
     assert!(
         identities.iter().all(|(at, _)| *at == identities[0].0),
@@ -293,11 +304,14 @@ fn another_allocation_at_the_address_and_another_device_are_other_entries() {
 /// CACHE-01
 #[test]
 fn a_burst_of_a_domain_hits_what_is_cached_and_registers_what_is_not() {
-    let device = simulated(Style::Callback);
+    let device = simulated(FreeDetection::Callback);
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let builder = Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(&device) as _);
-    let hmem =
-        builder.cache_monitor(MonitorKind::MemHooks).provider(loopback()).build().expect("started");
+    let hmem = builder
+        .cache_monitor(HostMonitorKind::MemHooks)
+        .provider(loopback())
+        .build()
+        .expect("started");
     let net = Net::open(&hmem, CacheAttr::default());
     let cache = net.target.cache().expect("a cache");
     let request = AllocRequest { len: 8192, device: DeviceId(1), kind: AllocationKind::Device };
@@ -333,22 +347,22 @@ fn a_burst_of_a_domain_hits_what_is_cached_and_registers_what_is_not() {
 /// MON-09
 #[test]
 fn monitors_of_different_ifaces_start_and_fail_apart() {
-    let device = simulated(Style::Callback);
+    let device = simulated(FreeDetection::Callback);
     let request = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let buffer = DeviceBuffer::allocate(&iface, &request).expect("device memory");
     let host = map(None, PAGE);
     // Which of the two is watched.
     let cases = [
-        (MonitorKind::Disabled, None, false, true),
-        (MonitorKind::Import, Some(vec![SIMULATED]), true, false),
-        (MonitorKind::Import, None, true, true),
+        (HostMonitorKind::Disabled, None, false, true),
+        (HostMonitorKind::Import, Some(vec![SIMULATED]), true, false),
+        (HostMonitorKind::Import, None, true, true),
     ];
     for (system, without_monitors, host_cached, device_cached) in cases {
         let builder = Hmem::builder().without_vendor_ifaces();
         let builder = match system {
-            MonitorKind::Import => {
-                let monitor = Import::new(Arc::new(Silent::default())).expect("a monitor");
+            HostMonitorKind::Import => {
+                let monitor = ImportMonitor::new(Arc::new(Silent::default())).expect("a monitor");
                 builder.imported_cache_monitor(monitor)
             }
             other => builder.cache_monitor(other),
@@ -358,7 +372,9 @@ fn monitors_of_different_ifaces_start_and_fail_apart() {
             .provider(loopback())
             .build()
             .expect("started");
-        let net = Net::open(&hmem, CacheAttr { without_monitors, ..CacheAttr::default() });
+        let mut cache = CacheAttr::default();
+        cache.without_monitors = without_monitors;
+        let net = Net::open(&hmem, cache);
         let cache = net.target.cache().expect("a cache");
         for (at, cached, iface) in [
             (range(host, PAGE), host_cached, IfaceKind::SYSTEM),
@@ -380,7 +396,7 @@ fn monitors_of_different_ifaces_start_and_fail_apart() {
 #[test]
 fn subscriptions_of_cached_regions_come_in_pairs() {
     let watcher = Arc::new(Silent::default());
-    let monitor = Import::new(Arc::clone(&watcher) as _).expect("a monitor");
+    let monitor = ImportMonitor::new(Arc::clone(&watcher) as _).expect("a monitor");
     let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(monitor);
     let hmem = builder.provider(loopback()).build().expect("started");
     let net = Net::open(&hmem, CacheAttr::default().max_count(4));
@@ -401,8 +417,8 @@ fn subscriptions_of_cached_regions_come_in_pairs() {
 /// CACHE-10
 #[test]
 fn entries_of_a_domain_name_their_path_and_a_domain_closes_with_idle_ones() {
-    let monitor = Import::new(Arc::new(Silent::default())).expect("a monitor");
-    let device = simulated(Style::Callback);
+    let monitor = ImportMonitor::new(Arc::new(Silent::default())).expect("a monitor");
+    let device = simulated(FreeDetection::Callback);
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let request = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
     let buffer = DeviceBuffer::allocate(&iface, &request).expect("device memory");
@@ -478,12 +494,13 @@ fn the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name()
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
             assert!(error.to_string().contains(&bad), "{error}");
             // What the builder says itself is not read.
-            let without_monitors = Some(vec![IfaceKind::ROCR]);
-            let said = CacheAttr {
-                without_monitors,
-                ..CacheAttr::default().max_count(2).max_bytes(4096).merge(false)
-            };
-            let builder = builder().cache_monitor(MonitorKind::Disabled).cache(said.clone());
+            let without_monitors = [IfaceKind::ROCR];
+            let said = CacheAttr::default()
+                .max_count(2)
+                .max_bytes(4096)
+                .merge(false)
+                .without_monitors(without_monitors);
+            let builder = builder().cache_monitor(HostMonitorKind::Disabled).cache(said.clone());
             let hmem = builder.build().expect("the builder wins over a bad value");
             assert_eq!(hmem.cache_attr(), &said);
             return;
@@ -508,7 +525,7 @@ fn the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name()
     let read = hmem.cache_attr();
     assert_eq!((read.max_bytes, read.max_count, read.merge), (Some(20480), Some(3), Some(true)));
     assert_eq!(read.without_monitors, Some(vec![IfaceKind::CUDA, IfaceKind::ROCR]));
-    let monitor = Import::new(Arc::new(Silent::default())).expect("a monitor");
+    let monitor = ImportMonitor::new(Arc::new(Silent::default())).expect("a monitor");
     let builder = builder()
         .imported_cache_monitor(monitor)
         .cache(CacheAttr::default().max_count(2).merge(false));

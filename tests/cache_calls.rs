@@ -13,7 +13,7 @@ use hmem::{
     cuda::{Cuda, sys::Functions},
     iface::AllocRequest,
     loopback::Loopback,
-    system::monitor::Import,
+    system::monitor::ImportMonitor,
 };
 use hmem_fake_cuda::{FakeDriver, Profile};
 use silent::Silent;
@@ -31,7 +31,7 @@ fn a_page_of_host_memory_takes_one_call_of_the_driver_and_a_cached_one_none() {
     let functions =
         unsafe { Functions::from_lookup(|name| driver.symbol(name)) }.expect("the table");
     let cuda: Arc<dyn Iface> = Arc::new(Cuda::builder().functions(functions).open().expect("open"));
-    let import = Import::new(Arc::new(Silent)).expect("a monitor");
+    let import = ImportMonitor::new(Arc::new(Silent)).expect("a monitor");
     let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(import);
     let builder = builder.provider(Loopback::builder().build().expect("a software NIC"));
     let hmem = builder.shared_iface(Arc::clone(&cuda)).build().expect("started");

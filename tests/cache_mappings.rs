@@ -8,7 +8,7 @@ use hmem::{
     Access, Address, AddressRange, CacheAttr, Domain, DomainAttr, Hmem, IfaceKind, MrMode,
     cache::CacheStatistics,
     loopback::{Loopback, Memory},
-    system::monitor::MonitorKind,
+    system::monitor::HostMonitorKind,
 };
 
 const PAGE: usize = 4096;
@@ -112,7 +112,7 @@ fn pass(hmem: &Hmem, pages: usize) -> (Domain, CacheStatistics) {
     (domain, statistics)
 }
 
-fn hmem(kind: Option<MonitorKind>) -> Hmem {
+fn hmem(kind: Option<HostMonitorKind>) -> Hmem {
     let loopback = Loopback::builder().memory(Memory::Pinned).build().expect("a software NIC");
     let builder = Hmem::builder().without_vendor_ifaces().provider(loopback);
     match kind {
@@ -135,7 +135,7 @@ fn with_defaults(pages: usize) {
 }
 
 fn with_userfaultfd_alone(pages: usize) {
-    let (domain, statistics) = pass(&hmem(Some(MonitorKind::UserFaultFd)), pages);
+    let (domain, statistics) = pass(&hmem(Some(HostMonitorKind::UserFaultFd)), pages);
     assert!(statistics.registrations > pages as u64 / 2, "{statistics:?}");
     let why = domain.cache().expect("a cache").monitor(IfaceKind::SYSTEM).expect("one").rationale();
     assert!(why.contains("refused so far"), "{why}");

@@ -25,7 +25,7 @@ use hmem::{
     loopback::{Loopback, Memory},
     monitor::Monitor,
     provider::{CompletionQueue, EndpointAttr, Provider},
-    system::monitor::{Import, Layered, MemHooks, UserFaultFd},
+    system::monitor::{ImportMonitor, Layered, MemHooks, UserFaultFd},
     transfer::{LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
 };
 use silent::Silent;
@@ -97,9 +97,9 @@ fn attached() -> *mut libc::c_void {
 /// Makes the page at an address another one.
 type Replace = fn(*mut libc::c_void);
 /// What happens, to which memory, and how.
-type Cause = (&'static str, fn() -> *mut libc::c_void, Replace);
+type InvalidationCause = (&'static str, fn() -> *mut libc::c_void, Replace);
 
-const HOOKED: [Cause; 7] = [
+const HOOKED: [InvalidationCause; 7] = [
     ("munmap", own, |at| {
         unmap(at);
         raw_map(at);
@@ -137,7 +137,7 @@ const HOOKED: [Cause; 7] = [
 
 /// What the kernel's events do not tell: userfaultfd does not watch such memory, or gets none of
 /// it.
-const SEGMENTS: [Cause; 2] = [
+const SEGMENTS: [InvalidationCause; 2] = [
     ("shmdt", attached, |at| {
         // SAFETY: attached by the test, and attached anew past the C library.
         unsafe {
@@ -154,7 +154,7 @@ const SEGMENTS: [Cause; 2] = [
     }),
 ];
 
-const RAW: [Cause; 3] = [
+const RAW: [InvalidationCause; 3] = [
     ("raw mremap", own, |at| {
         let elsewhere = map(ptr::null_mut(), OWN);
         let how = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
@@ -204,7 +204,7 @@ impl Nic {
     }
 
     /// Whether a cause is shown over it: over a device of an emulated machine, one of each sort.
-    fn shows(&self, (name, ..): &&Cause) -> bool {
+    fn shows(&self, (name, ..): &&InvalidationCause) -> bool {
         let sorts = ["munmap", "MAP_FIXED", "madvise", "mremap", "raw munmap", "raw madvise"];
         matches!(self, Self::Pinned) || sorts.contains(name)
     }
@@ -233,7 +233,7 @@ fn verbs() -> Arc<dyn Provider> {
 
 /// Two endpoints of a domain with a cache, and a buffer to see what was moved.
 struct Net {
-    seen: hmem::Registered<Vec<u8>>,
+    seen: hmem::OwnedRegion<Vec<u8>>,
     key: RemoteKey,
     cq: Arc<dyn CompletionQueue>,
     endpoint: Endpoint,
@@ -311,7 +311,7 @@ impl Net {
 fn stale(
     nic: &Nic,
     monitor: &Arc<dyn Monitor>,
-    (_, memory, replace): &Cause,
+    (_, memory, replace): &InvalidationCause,
     rounds: u64,
     adversary: bool,
 ) -> (u64, u64) {
@@ -366,7 +366,12 @@ impl Drop for Stop<'_> {
     }
 }
 
-fn none(monitor: &Arc<dyn Monitor>, causes: &[Cause], rounds: Option<u64>, adversary: bool) {
+fn none(
+    monitor: &Arc<dyn Monitor>,
+    causes: &[InvalidationCause],
+    rounds: Option<u64>,
+    adversary: bool,
+) {
     for nic in nics() {
         for cause in causes.iter().filter(|cause| nic.shows(cause)) {
             let rounds = rounds.unwrap_or(nic.rounds());
@@ -386,7 +391,7 @@ fn none(monitor: &Arc<dyn Monitor>, causes: &[Cause], rounds: Option<u64>, adver
     }
 }
 
-fn some(monitor: &Arc<dyn Monitor>, causes: &[Cause]) {
+fn some(monitor: &Arc<dyn Monitor>, causes: &[InvalidationCause]) {
     for nic in nics() {
         for cause in causes.iter().filter(|cause| nic.shows(cause)) {
             let (stale, _) = stale(&nic, monitor, cause, 40, false);
@@ -444,7 +449,7 @@ fn both(rounds: Option<u64>) {
 #[test]
 fn without_a_monitor_every_cause_leaves_stale_hits() {
     alone("without_a_monitor_every_cause_leaves_stale_hits", || {
-        let silent: Arc<dyn Monitor> = Import::new(Arc::new(Silent)).expect("a monitor");
+        let silent: Arc<dyn Monitor> = ImportMonitor::new(Arc::new(Silent)).expect("a monitor");
         some(&silent, &HOOKED);
         some(&silent, &SEGMENTS);
         some(&silent, &RAW);

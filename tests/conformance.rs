@@ -10,28 +10,40 @@ use hmem::{
         AllocRequest, Allocator, Device, DmaBufExporter, Facet, Ipc, MonitorSource, SegmentMap,
     },
     loopback::{Loopback, Memory, Progress},
-    system::{DmaBufKind, Simulated, Style, System},
+    system::{DmaBufKind, FreeDetection, Simulated, System},
 };
 use hmem_conformance::Suite;
 
 #[path = "../examples/plug_in_iface.rs"]
 mod plug_in_iface;
+#[cfg(feature = "rocr")]
+#[path = "rocr/model.rs"]
+mod rocr_model;
 
 fn main() -> ExitCode {
     let mut suite = Suite::from_args();
     suite.iface("system", || Ok(Arc::new(System::new())));
     suite.iface("system-files", || Ok(Arc::new(Files(System::new()))));
     for (name, style, exports) in [
-        ("simulated", Style::Identity, DmaBufKind::Auto),
-        ("simulated-callback", Style::Callback, DmaBufKind::MemFd),
-        ("simulated-without-dma-bufs", Style::Identity, DmaBufKind::None),
+        ("simulated", FreeDetection::Identity, DmaBufKind::Auto),
+        ("simulated-callback", FreeDetection::Callback, DmaBufKind::MemFd),
+        ("simulated-without-dma-bufs", FreeDetection::Identity, DmaBufKind::None),
     ] {
-        let device = move || Simulated::builder().devices(2).style(style).dma_buf(exports).build();
+        let device =
+            move || Simulated::builder().devices(2).free_detection(style).dma_buf(exports).build();
         suite.iface(name, move || Ok(Arc::new(device()?)));
     }
     suite.iface("plug-in", || Ok(Arc::new(plug_in_iface::FileMemory::default())));
     #[cfg(feature = "cuda")]
     cuda(&mut suite);
+    #[cfg(feature = "rocr")]
+    rocr(&mut suite);
+    #[cfg(feature = "ze")]
+    level_zero(&mut suite);
+    #[cfg(feature = "neuron")]
+    neuron(&mut suite);
+    #[cfg(feature = "synapseai")]
+    synapseai(&mut suite);
 
     let hardware = MrMode::LOCAL | MrMode::ALLOCATED | MrMode::HMEM | MrMode::BASIC_MEANS;
     for (name, mode) in [
@@ -46,7 +58,7 @@ fn main() -> ExitCode {
     }
     suite.provider("loopback-pinned", move || {
         let builder = Loopback::builder().needs(hardware).key_size(4).memory(Memory::Pinned);
-        Ok(Arc::new(builder.progress(Progress::Thread).build()?))
+        Ok(Arc::new(builder.cq_data_size(4).progress(Progress::Thread).build()?))
     });
     #[cfg(feature = "verbs")]
     verbs(&mut suite);
@@ -74,44 +86,123 @@ fn cuda(suite: &mut Suite) {
     }
 }
 
+/// The ROCr iface over the fake runtime in each profile, or over AMD's own runtime with a model GPU
+/// where `HMEM_ROCR=model` asks for it (`tests/rocr/run`).
+#[cfg(feature = "rocr")]
+fn rocr(suite: &mut Suite) {
+    use hmem::rocr::{Rocr, sys::Functions};
+    use hmem_fake_rocr::{Profile, restart};
+
+    if std::env::var("HMEM_ROCR").is_ok_and(|name| name == "model") {
+        return suite.iface("rocr-model", || {
+            let rocr = Rocr::builder().functions(rocr_model::functions()).open()?;
+            Ok(Arc::new(rocr))
+        });
+    }
+    for profile in Profile::all() {
+        suite.iface(&format!("rocr-{}", profile.name), move || {
+            // SAFETY: each function has the signature of its name in AMD's headers, and functions
+            // live forever.
+            let functions = unsafe { Functions::from_lookup(restart(profile.clone())) }?;
+            Ok(Arc::new(Rocr::builder().functions(functions).open()?))
+        });
+    }
+}
+
+/// The Level Zero iface over the fake driver in each profile, or over the driver that
+/// `HMEM_ZE=real` asks for.
+#[cfg(feature = "ze")]
+fn level_zero(suite: &mut Suite) {
+    use hmem::ze::{LevelZero, sys::Functions};
+    use hmem_fake_ze::{Profile, restart};
+
+    if std::env::var("HMEM_ZE")
+        .is_ok_and(|names| names.split(',').any(|name| name.trim() == "real"))
+    {
+        return suite.iface("ze", || Ok(Arc::new(LevelZero::open()?)));
+    }
+    for profile in Profile::all() {
+        suite.iface(&format!("ze-{}", profile.name), move || {
+            // SAFETY: each function has the signature of its name in `ze_api.h`, and functions live
+            // forever.
+            let functions = unsafe { Functions::from_lookup(restart(profile.clone())) }?;
+            Ok(Arc::new(LevelZero::builder().functions(functions).open()?))
+        });
+    }
+}
+
+/// The Neuron iface over the fake runtime, with both versions of the export call and without it, or
+/// over a device where `HMEM_NEURON=real` asks for one.
+#[cfg(feature = "neuron")]
+fn neuron(suite: &mut Suite) {
+    use hmem::neuron::{Neuron, sys::Functions};
+    use hmem_fake_accelerators::{Profile, restart};
+
+    if std::env::var("HMEM_NEURON").is_ok_and(|asked| asked == "real") {
+        let open = || Ok(Arc::new(Neuron::builder().start_runtime(true).open()?) as _);
+        return suite.iface("neuron", open);
+    }
+    const EXPORTS: [&str; 2] = ["nrt_get_dmabuf_fd_v2", "nrt_get_dmabuf_fd"];
+    for (name, absent) in
+        [("neuron", 0), ("neuron-first-export-call", 1), ("neuron-without-dma-bufs", EXPORTS.len())]
+    {
+        suite.iface(name, move || {
+            // SAFETY: each function has the signature of its name in `nrt.h`, and functions live
+            // forever.
+            let functions = unsafe {
+                Functions::from_lookup(restart(Profile::running().without(&EXPORTS[..absent])))
+            }?;
+            Ok(Arc::new(Neuron::builder().functions(functions).open()?))
+        });
+    }
+}
+
+/// The SynapseAI iface over the fake runtime, or over a device where `HMEM_SYNAPSEAI=real` asks for
+/// one.
+#[cfg(feature = "synapseai")]
+fn synapseai(suite: &mut Suite) {
+    use hmem::synapseai::{
+        SynapseAi,
+        sys::{hlthunk, synapse},
+    };
+    use hmem_fake_accelerators::{Profile, restart};
+
+    if std::env::var("HMEM_SYNAPSEAI").is_ok_and(|asked| asked == "real") {
+        let open = || Ok(Arc::new(SynapseAi::builder().acquire_device(true).open()?) as _);
+        return suite.iface("synapseai", open);
+    }
+    suite.iface("synapseai", || {
+        let lookup = restart(Profile::running());
+        // SAFETY: each function has the signature of its name in the vendor's header, and functions
+        // live forever.
+        let (synapse, hlthunk) = unsafe {
+            (synapse::Functions::from_lookup(&lookup)?, hlthunk::Functions::from_lookup(&lookup)?)
+        };
+        Ok(Arc::new(SynapseAi::builder().functions(synapse, Some(hlthunk)).open()?))
+    });
+}
+
 /// RDMA devices, where `HMEM_VERBS_DEVICE` asks for them.
 #[cfg(feature = "verbs")]
 fn verbs(suite: &mut Suite) {
-    use hmem::{
-        ErrorKind,
-        provider::Provider,
-        verbs::{Verbs, VerbsOptions},
-    };
+    use hmem::{ErrorKind, provider::Provider, verbs::Verbs};
 
     let device = std::env::var("HMEM_VERBS_DEVICE").unwrap_or_default();
     let is_rxe = device.starts_with("rxe");
-    let open = move |options| -> Result<Arc<dyn Provider>> {
+    let open = move || -> Result<Arc<dyn Provider>> {
         if device.is_empty() {
             return Err(Error::new(ErrorKind::Unavailable, "verbs")
                 .remedy("name an RDMA device in HMEM_VERBS_DEVICE"));
         }
         // Endpoints are connected, and after an error connected anew, as if there were no
         // connections.
-        Ok(Arc::new(Verbs::builder().connect_in_process(true).options(options).build()?))
+        Ok(Arc::new(Verbs::builder().connect_in_process(true).build()?))
     };
-    let with_windows = open.clone();
-    suite.provider("verbs", move || open(VerbsOptions::empty()));
-    suite.provider("verbs-windows", move || with_windows(VerbsOptions::MW_BIND));
-    for behaviour in [
-        "window_is_reached_until_it_is_invalidated",
-        "nothing_is_reached_outside_a_window",
-        "region_with_a_bound_window_is_busy",
-    ] {
-        suite.ignore(&format!("verbs::{behaviour}"), "its regions take no windows");
-    }
+    suite.provider("verbs", open);
     if is_rxe {
         suite.ignore(
-            "verbs-windows::nothing_is_reached_outside_a_window",
+            "verbs::nothing_is_reached_outside_a_window",
             "rdma_rxe enforces the bounds of a window's region, not those of the window",
-        );
-        suite.ignore(
-            "verbs-windows::device_memory_is_reached_by_its_dma_buf",
-            "the VM tier's rdma_rxe binds windows to host memory only",
         );
     }
 }

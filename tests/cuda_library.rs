@@ -13,7 +13,7 @@ use hmem::{
         sys::{CuContext, CuDevicePtr, CuResult, Functions},
     },
     loopback::{Loopback, Memory},
-    monitor::Cause,
+    monitor::InvalidationCause,
 };
 use libloading::os::unix::Library;
 
@@ -88,7 +88,7 @@ fn frees_straight_through_a_loaded_library_kill_what_is_cached_before_the_memory
     assert_eq!(reused, 499, "the address did not come back");
     let now = cache.statistics();
     assert_eq!(
-        (now.registrations, now.hits, now.invalidations(Cause::Free)),
+        (now.registrations, now.hits, now.invalidations(InvalidationCause::Free)),
         (500, 500, 500),
         "{now:?}"
     );

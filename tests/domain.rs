@@ -1,6 +1,8 @@
 //! What the domain promises whatever the world: closing, bounds, owners, and the switch that keeps
 //! devices from NICs.
 
+mod counted;
+
 use std::{
     sync::{
         Arc,
@@ -9,15 +11,16 @@ use std::{
     time::Duration,
 };
 
+use counted::Counted;
 use hmem::{
     Access, Address, AddressRange, Addressing, AllocationKind, DeviceBuffer, DeviceId, Domain,
     DomainAttr, DomainBindFlags, Errno, ErrorKind, Hmem, IfaceKind, MrFlags, MrMode, OwnedBuffer,
-    Path, Rejected, Result,
+    Path, Rejected, Type2Bind, Type2Kind,
     event_queue::EventQueue,
     iface::AllocRequest,
     loopback::{Call, Faults, Loopback},
     path::P2pPolicy,
-    provider::{EndpointAttr, WindowType},
+    provider::EndpointAttr,
     system::{SIMULATED, Simulated},
 };
 
@@ -133,11 +136,14 @@ fn window_requests_go_to_endpoints_of_the_windows_own_domain() {
         domain.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint")
     };
     let (at_home, abroad) = (endpoint(&ours), endpoint(&theirs));
-    let region = ours.register(vec![0u8; 4096], Access::REMOTE_WRITE).expect("registers");
-    let window = ours.alloc_window(WindowType::TwoB).expect("the loopback has them");
+    let region =
+        ours.register(vec![0u8; 4096], Access::REMOTE_WRITE | Access::MW_BIND).expect("registers");
+    let window = ours.alloc_type_2_window(Type2Kind::B).expect("the loopback has them");
     let bind = |endpoint| {
         let (addressing, access) = (Addressing::ZeroBased, Access::REMOTE_WRITE);
-        window.post_bind(endpoint, &region, (0, 64), access, addressing, 1, 0)
+        let region = &region;
+        let bind = Type2Bind { region, offset: 0, len: 64, access, addressing, tag: 1 };
+        window.post_bind(endpoint, &bind, 0)
     };
     assert_eq!(bind(&abroad).unwrap_err().kind(), ErrorKind::InvalidArgument);
     assert_eq!(window.post_invalidate(&abroad, 0).unwrap_err().kind(), ErrorKind::InvalidArgument);
@@ -193,42 +199,6 @@ fn direct_access_switched_off_stages_device_memory_whatever_the_policy() {
     }
 }
 
-/// Heap memory whose end is counted.
-struct Counted(Vec<u8>, Arc<AtomicUsize>);
-
-struct CountedParts(<Vec<u8> as OwnedBuffer>::Parts, Arc<AtomicUsize>);
-
-impl Drop for CountedParts {
-    fn drop(&mut self) {
-        self.1.fetch_add(1, Ordering::SeqCst);
-    }
-}
-
-// SAFETY: the memory is that of a `Vec`, whose own implementation keeps the promises.
-unsafe impl OwnedBuffer for Counted {
-    type Parts = CountedParts;
-
-    fn into_parts(self) -> CountedParts {
-        CountedParts(OwnedBuffer::into_parts(self.0), self.1)
-    }
-
-    fn from_parts(_: CountedParts) -> Self {
-        unreachable!("these tests drop their regions")
-    }
-
-    fn range(parts: &CountedParts) -> AddressRange {
-        <Vec<u8> as OwnedBuffer>::range(&parts.0)
-    }
-
-    fn read(parts: &CountedParts, offset: u64, into: &mut [u8]) -> Result<()> {
-        <Vec<u8> as OwnedBuffer>::read(&parts.0, offset, into)
-    }
-
-    fn write(parts: &CountedParts, offset: u64, from: &[u8]) -> Result<()> {
-        <Vec<u8> as OwnedBuffer>::write(&parts.0, offset, from)
-    }
-}
-
 /// MR-05
 #[test]
 fn memory_whose_deregistration_failed_is_not_given_back() {
@@ -237,7 +207,7 @@ fn memory_whose_deregistration_failed_is_not_given_back() {
         let hmem = hmem(&faults);
         let domain = domain(&hmem);
         let ends = Arc::new(AtomicUsize::new(0));
-        let buffer = Counted(vec![0; 64], Arc::clone(&ends));
+        let buffer = Counted::new(64, &ends);
         let region =
             domain.register(buffer, Access::REMOTE_WRITE).map_err(|Rejected { error, .. }| error);
         let region = region.expect("registers");
@@ -248,4 +218,34 @@ fn memory_whose_deregistration_failed_is_not_given_back() {
         assert_eq!(ends.load(Ordering::SeqCst), freed, "deregistration fails: {fails}");
         assert_eq!(domain.live().regions, u64::from(fails));
     }
+}
+
+/// CACHE-01
+///
+/// A range that ends outside its allocation, or begins in host memory and ends in a device's.
+#[test]
+fn cache_miss_refuses_a_range_that_leaves_its_allocation() {
+    let hmem = hmem(&Faults::new());
+    let attr = DomainAttr {
+        mr_mode: MrMode::empty(),
+        cache: Some(hmem::CacheAttr::default()),
+        ..DomainAttr::default()
+    };
+    let domain = hmem.domain("loopback", attr).expect("a domain");
+    let cache = domain.cache().expect("a cache");
+    let buffer = device_buffer(&hmem);
+    let whole = buffer.allocation().range;
+    let outside = [
+        AddressRange::new(whole.start(), whole.len() + 1),
+        AddressRange::new(Address(whole.start().0 + 8), whole.len()),
+        AddressRange::new(Address(whole.start().0 - 4096), 8192),
+    ];
+    for range in outside.map(|range| range.expect("no wrap")) {
+        // SAFETY: no transfer uses the region, which is refused.
+        let error = unsafe { cache.get_or_register(range, Access::REMOTE_READ) }.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{range}: {error}");
+        assert_eq!((domain.live().regions, cache.statistics().registrations), (0, 0), "{range}");
+    }
+    // SAFETY: no transfer uses the region.
+    unsafe { cache.get_or_register(whole, Access::REMOTE_READ) }.expect("the allocation itself");
 }

@@ -1,10 +1,10 @@
 //! HM-14: what a NIC wrote into a device's memory is flushed before whoever was told of it goes on.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use hmem::{
     Access, AllocationKind, Atomic, DeviceBuffer, DeviceId, Domain, DomainAttr, Endpoint, Errno,
-    Hmem, MrMode, OwnedBuffer, RegionSlice, Registered,
+    Hmem, MrMode, OwnedBuffer, OwnedRegion, RegionSlice,
     iface::AllocRequest,
     loopback::Loopback,
     provider::{CompletionQueue, EndpointAttr},
@@ -39,7 +39,14 @@ impl Side {
         done.remove(0)
     }
 
-    fn host(&self, access: Access) -> Registered<Vec<u8>> {
+    /// Waits for one completion that only this side has to move for.
+    fn waited(&self) -> Completion {
+        let mut done = Vec::new();
+        assert_eq!(self.cq.wait(&mut done, 1, Duration::MAX).expect("the queue"), 1);
+        done.remove(0)
+    }
+
+    fn host(&self, access: Access) -> OwnedRegion<Vec<u8>> {
         self.domain.register(vec![7_u8; LEN as usize], access).expect("host memory")
     }
 }
@@ -62,7 +69,7 @@ impl World {
         self.device.faults().count(Call::FlushInbound)
     }
 
-    fn on_device(&self, domain: &Domain, device: u32, access: Access) -> Registered<DeviceBuffer> {
+    fn on_device(&self, domain: &Domain, device: u32, access: Access) -> OwnedRegion<DeviceBuffer> {
         let iface = self.hmem.iface(SIMULATED).expect("it was added");
         let request =
             AllocRequest { len: LEN, device: DeviceId(device), kind: AllocationKind::Device };
@@ -71,7 +78,7 @@ impl World {
     }
 }
 
-fn slice<B: OwnedBuffer>(region: &Registered<B>) -> RegionSlice {
+fn slice<B: OwnedBuffer>(region: &OwnedRegion<B>) -> RegionSlice {
     region.slice(0, LEN).expect("all of it")
 }
 
@@ -113,6 +120,14 @@ fn a_receive_is_read_after_a_flush_of_every_device_that_nics_may_write_to() {
     let written = sender.completed(&target);
     assert_eq!((written.kind, written.result.expect("written")), (CompletionKind::Write, LEN));
     assert_eq!(send(slice(&host)), 2, "a message stands for the writes before it");
+
+    // A receive that is waited for is handed out after a flush too.
+    target.endpoint.receive(&[slice(&host)], None, 1).expect("posted");
+    sender.endpoint.send(&[slice(&source)], None, peer, 2).expect("posted");
+    sender.waited().result.expect("sent");
+    let before = world.flushes();
+    assert_eq!(target.waited().kind, CompletionKind::Receive);
+    assert_eq!(world.flushes() - before, 2);
 
     // What is read is read, though the device cannot be flushed.
     world.device.faults().fail_always(Call::FlushInbound, Errno(libc::EIO));

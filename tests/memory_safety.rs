@@ -1,6 +1,8 @@
 //! Misuse of memory that safe code cannot commit: free it while it is registered, register it as
 //! another's, or lose it in a panic.
 
+mod counted;
+
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
@@ -10,10 +12,10 @@ use std::{
     time::Duration,
 };
 
+use counted::Counted;
 use hmem::{
-    Access, AddressRange, AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, DomainAttr,
-    DomainBindFlags, Error, ErrorKind, Hmem, Iface, MrFlags, MrMode, OwnedBuffer, Registry,
-    Rejected, Result,
+    Access, AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, DomainAttr, DomainBindFlags,
+    Error, ErrorKind, Hmem, Iface, MrFlags, MrMode, Registry, Rejected, Result,
     event_queue::EventQueue,
     iface::AllocRequest,
     loopback::Loopback,
@@ -135,6 +137,7 @@ fn a_buffer_of_an_iface_that_the_domain_does_not_have_is_refused() {
         let refused = register_on(&[&domains[0], &domains[1]], buffer(&foreign, kind), REMOTE);
         let refused = refused.unwrap_err();
         assert_eq!(refused.error.kind(), ErrorKind::InvalidArgument, "{kind:?}: {refused}");
+        assert_eq!(refused.error.operation(), "register_on", "{refused}");
         assert!(refused.value.close().is_ok(), "nothing was registered");
     }
     assert_eq!((domains[0].live().regions, domains[1].live().regions), (0, 0));
@@ -177,49 +180,13 @@ impl Subscriber for PanicsAtRegistered {
     fn exit(&self, _: &span::Id) {}
 }
 
-/// Heap memory whose end is counted.
-struct Counted(Vec<u8>, Arc<AtomicUsize>);
-
-struct CountedParts(<Vec<u8> as OwnedBuffer>::Parts, Arc<AtomicUsize>);
-
-impl Drop for CountedParts {
-    fn drop(&mut self) {
-        self.1.fetch_add(1, Ordering::SeqCst);
-    }
-}
-
-// SAFETY: the memory is that of a `Vec`, whose own implementation keeps the promises.
-unsafe impl OwnedBuffer for Counted {
-    type Parts = CountedParts;
-
-    fn into_parts(self) -> CountedParts {
-        CountedParts(OwnedBuffer::into_parts(self.0), self.1)
-    }
-
-    fn from_parts(_: CountedParts) -> Self {
-        unreachable!("the test gets no buffer back")
-    }
-
-    fn range(parts: &CountedParts) -> AddressRange {
-        <Vec<u8> as OwnedBuffer>::range(&parts.0)
-    }
-
-    fn read(parts: &CountedParts, offset: u64, into: &mut [u8]) -> Result<()> {
-        <Vec<u8> as OwnedBuffer>::read(&parts.0, offset, into)
-    }
-
-    fn write(parts: &CountedParts, offset: u64, from: &[u8]) -> Result<()> {
-        <Vec<u8> as OwnedBuffer>::write(&parts.0, offset, from)
-    }
-}
-
 /// MR-18
 #[test]
 fn memory_whose_registration_panics_once_the_nic_has_it_is_not_freed() {
     let hmem = hmem(&simulated());
     let domain = domain(&hmem);
     let ends = Arc::new(AtomicUsize::new(0));
-    let register = || domain.register(Counted(vec![0; 64], Arc::clone(&ends)), REMOTE).is_ok();
+    let register = || domain.register(Counted::new(64, &ends), REMOTE).is_ok();
     // With one subscriber alone, tracing asks the thread that first comes to an event whether
     // anybody listens, which may be another test's.
     let _second = tracing::Dispatch::new(PanicsAtRegistered);

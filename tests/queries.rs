@@ -23,7 +23,7 @@ use hmem::{
     },
     loopback::Loopback,
     regattr_on,
-    system::{DmaBufKind, Simulated, monitor::Import},
+    system::{DmaBufKind, Simulated, monitor::ImportMonitor},
 };
 use silent::Silent;
 use tracing::{Event, Metadata, Subscriber, span};
@@ -150,7 +150,7 @@ impl World {
         };
         let ifaces = [iface(0x100), iface(0x101)];
         let nics = Loopback::builder().nic("loop0").nic("loop1").build().expect("a fabric");
-        let import = Import::new(Arc::new(Silent)).expect("a monitor");
+        let import = ImportMonitor::new(Arc::new(Silent)).expect("a monitor");
         let builder = Hmem::builder().without_vendor_ifaces().provider(nics);
         let builder = builder.imported_cache_monitor(import);
         let add = |builder: hmem::Builder, iface: &Arc<Counting>| {

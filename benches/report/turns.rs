@@ -117,6 +117,9 @@ pub(crate) fn print(lines: Vec<Turns>) {
         let (goal, met) = target.holds(ours, ratio);
         let mark = if met { "" } else { "  over" };
         let spread = format!("{low:.2} to {high:.2}");
-        println!("{what:<66} {ours:>10.1} {other:>10.1} {ratio:>6.2} {spread:>13} {goal:>6}{mark}");
+        let digits = if ratio < 0.1 { 4 } else { 2 };
+        println!(
+            "{what:<66} {ours:>10.1} {other:>10.1} {ratio:>6.digits$} {spread:>13} {goal:>6}{mark}"
+        );
     }
 }

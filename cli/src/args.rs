@@ -235,6 +235,11 @@ pub struct PerfArgs {
     #[arg(long, value_name = "SECONDS", value_parser = seconds, conflicts_with = "server")]
     pub duration: Option<Duration>,
 
+    /// Register the memory of this side so that bytes become visible in the order in which the NIC
+    /// writes them (no relaxed ordering of PCI Express)
+    #[arg(long)]
+    pub strict_ordering: bool,
+
     /// Seed of the pattern that is moved and verified; random otherwise
     #[arg(long, value_name = "N", conflicts_with = "server")]
     pub seed: Option<u64>,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use hmem::{
     Access, AllocationKind, Decision, DeviceBuffer, DeviceId, Error, ErrorKind, Iface, MrAttr,
-    MrFlags, Registered, Result, iface::AllocRequest, path::P2pPolicy,
+    MrFlags, OwnedRegion, Result, iface::AllocRequest, path::P2pPolicy,
 };
 
 use crate::machine::{Fabric, Machine};
@@ -56,6 +56,6 @@ pub(crate) fn device(
     Ok(decision)
 }
 
-fn close<B: hmem::OwnedBuffer>(registered: Registered<B>) -> Result<B> {
+fn close<B: hmem::OwnedBuffer>(registered: OwnedRegion<B>) -> Result<B> {
     registered.close().map_err(Error::from)
 }

@@ -149,6 +149,8 @@ fn info_lists_ifaces_devices_nics_and_paths_with_reasons() {
         "cuda",
         "rocr",
         "ze",
+        "neuron",
+        "synapseai",
         "simulated:1",
         "loopback/pinned",
         "dma-buf",
@@ -180,7 +182,7 @@ fn info_says_which_cache_monitor_and_why() {
     let document = json(&hmem(&["info", "--json"], &[]));
     let monitor = &document["cache_monitor"];
     assert_eq!(monitor["requested"], "auto");
-    let passed = list(monitor, "tried").iter().filter(|tried| tried["refused"].is_null());
+    let passed = list(monitor, "candidates").iter().filter(|tried| tried["refused"].is_null());
     let passed: Vec<_> = passed.map(|tried| tried["name"].as_str().expect("a name")).collect();
     let expected = if passed.is_empty() { "none".to_owned() } else { passed.join("+") };
     assert_eq!(monitor["name"], expected.as_str(), "{monitor}");
@@ -211,7 +213,7 @@ fn info_says_which_cache_monitor_and_why() {
     let import = hmem(&["info"], &[("FI_MR_CACHE_MONITOR", "import")]);
     refused(
         &import,
-        &["FI_MR_CACHE_MONITOR", "import", "Import::new", "Builder::imported_cache_monitor"],
+        &["FI_MR_CACHE_MONITOR", "import", "ImportMonitor::new", "Builder::imported_cache_monitor"],
     );
     let forbidden = hmem_without_userfaultfd(&["info"], &[("FI_MR_CACHE_MONITOR", "uffd")]);
     refused(&forbidden, &["FI_MR_CACHE_MONITOR", "userfaultfd", "seccomp"]);
@@ -230,7 +232,7 @@ fn info_says_what_the_caches_may_hold_and_what_turns_them_off() {
     };
     let (text, cache) = says(&[]);
     assert!(text.contains("limits: 65536 entries, any number of bytes merging: off"), "{text}");
-    assert_eq!((&cache["off_by"], &cache["merge"]), (&Value::Null, &false.into()), "{cache}");
+    assert_eq!((&cache["disabled_by"], &cache["merge"]), (&Value::Null, &false.into()), "{cache}");
     assert_eq!(
         (&cache["max_count"], &cache["max_bytes"]),
         (&65_536.into(), &u64::MAX.into()),
@@ -243,7 +245,7 @@ fn info_says_what_the_caches_may_hold_and_what_turns_them_off() {
         ("FI_MR_CACHE_MERGE_REGIONS", "yes"),
     ]);
     assert!(text.contains("limits: 7 entries, 1 MiB of memory merging: on"), "{text}");
-    assert_eq!((&cache["off_by"], &cache["merge"]), (&Value::Null, &true.into()), "{cache}");
+    assert_eq!((&cache["disabled_by"], &cache["merge"]), (&Value::Null, &true.into()), "{cache}");
     assert_eq!(
         (&cache["max_count"], &cache["max_bytes"]),
         (&7.into(), &1_048_576.into()),
@@ -253,7 +255,7 @@ fn info_says_what_the_caches_may_hold_and_what_turns_them_off() {
     for variable in ["FI_MR_CACHE_MAX_COUNT", "FI_MR_CACHE_MAX_SIZE"] {
         let (text, cache) = says(&[(variable, "0")]);
         assert!(text.contains(&format!("off: {variable} is 0")), "{text}");
-        assert_eq!(cache["off_by"], variable, "{cache}");
+        assert_eq!(cache["disabled_by"], variable, "{cache}");
     }
 }
 
@@ -277,14 +279,14 @@ fn info_json_is_what_the_schema_document_says() {
     assert_eq!(document["schema"], 2);
     matches(
         &document["cache"],
-        &[("off_by", "s?"), ("max_count", "n"), ("max_bytes", "n"), ("merge", "b")],
+        &[("disabled_by", "s?"), ("max_count", "n"), ("max_bytes", "n"), ("merge", "b")],
     );
     let monitor = &document["cache_monitor"];
     matches(
         monitor,
-        &[("requested", "s"), ("name", "s"), ("why", "s"), ("limits", "s"), ("tried", "a")],
+        &[("requested", "s"), ("name", "s"), ("why", "s"), ("limits", "s"), ("candidates", "a")],
     );
-    for tried in list(monitor, "tried") {
+    for tried in list(monitor, "candidates") {
         matches(tried, &[("name", "s"), ("refused", "s?"), ("remedy", "s?")]);
     }
     for monitor in list(&document, "device_monitors") {
@@ -294,7 +296,7 @@ fn info_json_is_what_the_schema_document_says() {
                 ("iface", "s"),
                 ("name", "s?"),
                 ("why", "s"),
-                ("left_out_by", "s?"),
+                ("disabled_by", "s?"),
                 ("remedy", "s?"),
             ],
         );
@@ -321,7 +323,15 @@ fn info_json_is_what_the_schema_document_says() {
     let names: BTreeSet<_> =
         list(&document, "ifaces").iter().filter_map(|iface| iface["name"].as_str()).collect();
     assert!(
-        names.is_superset(&BTreeSet::from(["system", "cuda", "rocr", "ze", "simulated"])),
+        names.is_superset(&BTreeSet::from([
+            "system",
+            "cuda",
+            "rocr",
+            "ze",
+            "neuron",
+            "synapseai",
+            "simulated"
+        ])),
         "{names:?}"
     );
     for device in list(&document, "devices") {

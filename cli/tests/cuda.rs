@@ -141,7 +141,7 @@ fn info_says_which_variable_leaves_a_monitor_out_and_does_not_start_it() {
         let info = json(&output);
         let monitors = info["device_monitors"].as_array().expect("monitors");
         let of_cuda = monitors.iter().find(|one| one["iface"] == "cuda").expect("cuda is listed");
-        assert_eq!(of_cuda["left_out_by"] == VARIABLE, left_out, "{of_cuda}");
+        assert_eq!(of_cuda["disabled_by"] == VARIABLE, left_out, "{of_cuda}");
         assert_eq!(of_cuda["name"].is_null(), left_out, "{of_cuda}");
         assert_eq!(!said.contains("monitor of CUDA memory started"), left_out, "{said}");
         let text = hmem_with("580-open", &[(VARIABLE, enabled)], &["info"]);

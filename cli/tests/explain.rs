@@ -66,8 +66,15 @@ const ENTRY: [&str; 14] = [
     "trace",
     "wiring",
 ];
-const WIRING: [&str; 7] =
-    ["device_pci_bus_id", "nic_pci_bus_id", "way", "unknown", "iommu", "largest_bar", "findings"];
+const WIRING: [&str; 7] = [
+    "device_pci_bus_id",
+    "nic_pci_bus_id",
+    "topo_path",
+    "unknown",
+    "iommu",
+    "largest_bar",
+    "findings",
+];
 const WAY: [&str; 5] = ["distance", "numa_unknown", "hops", "redirection", "ports"];
 
 /// DIAG-01, P2P-03
@@ -100,7 +107,8 @@ fn explain_says_the_path_of_every_pair_in_the_documented_json() {
                 "software is plugged in nowhere: {unknown}"
             );
             assert!(
-                entry["wiring"]["way"].is_null() && list(&entry["wiring"], "findings").is_empty()
+                entry["wiring"]["topo_path"].is_null()
+                    && list(&entry["wiring"], "findings").is_empty()
             );
         }
     }
@@ -277,7 +285,7 @@ fn explain_names_the_nearer_nic_and_the_small_bar() {
             .expect("an entry")
     };
     for entry in entries {
-        matches(&entry["wiring"]["way"], &WAY);
+        matches(&entry["wiring"]["topo_path"], &WAY);
         assert_eq!(entry["wiring"]["largest_bar"], 64_u64 << 30);
         assert_eq!(entry["wiring"]["iommu"], "passthrough");
         list(&entry["wiring"], "findings")
@@ -321,10 +329,10 @@ fn explain_finds_acs_and_the_iommu() {
         "{acs:?}"
     );
     assert!(entry.wiring.findings[1].remedy.contains("iommu=pt"));
-    let way = entry.wiring.way.as_ref().unwrap();
+    let way = entry.wiring.topo_path.as_ref().unwrap();
     assert_eq!((way.distance, way.redirection), ("PIX", "by-ports"));
     let far = report.explanations.iter().find(|entry| entry.device == Some(1)).unwrap();
-    let way = far.wiring.way.as_ref().unwrap();
+    let way = far.wiring.topo_path.as_ref().unwrap();
     assert_eq!((way.distance, way.redirection), ("NODE", "none"));
     assert!(way.hops.iter().any(|hop| hop.contains("host-bridge")), "{way:?}");
     let mut text = Vec::new();

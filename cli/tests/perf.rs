@@ -91,6 +91,16 @@ fn a_run_can_be_bounded_by_time_and_to_one_figure() {
 }
 
 #[test]
+fn memory_is_registered_with_the_ordering_that_was_asked_for() {
+    let usual = document(&["--measure", "latency", "--size", "64"]);
+    let strict = document(&["--measure", "latency", "--size", "64", "--strict-ordering"]);
+    for side in ["local", "remote"] {
+        assert_eq!(usual[side]["ordering"], "relaxed");
+        assert_eq!(strict[side]["ordering"], "strict");
+    }
+}
+
+#[test]
 fn the_table_says_what_was_measured_over_which_path() {
     let output = perf(&["--loopback", "--size", "64", "--iterations", "10"]);
     assert_eq!(output.status.code(), Some(0));

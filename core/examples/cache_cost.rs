@@ -15,7 +15,7 @@ use std::{env, hint::black_box, sync::Arc, time::Instant};
 use hmem_core::{
     Access, Address, AddressRange, Rejected, Result,
     cache::{Cache, CacheBackend, Key, Limits},
-    monitor::{Cause, Invalidator},
+    monitor::{InvalidationCause, Invalidator},
 };
 
 struct Nothing;
@@ -92,8 +92,8 @@ fn changes(cache: &Cache<Nothing>, regions: u64, count: u64) {
     let invalidator = cache.invalidator();
     draw(regions, count, |_| {
         let range = AddressRange::new(Address(address(regions)), MAPPED).expect("no wrap");
-        let change = invalidator.begin(black_box(range), Cause::Unmap);
-        invalidator.end(change);
+        let change = invalidator.invalidate_start(black_box(range), InvalidationCause::Unmap);
+        invalidator.invalidate_end(change);
     });
 }
 

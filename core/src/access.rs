@@ -30,6 +30,19 @@
 //! assert!(Access::REMOTE_WRITE.intersects(Access::ANY_REMOTE_WRITE));
 //! assert!(Access::REMOTE_WRITE.intersects(Access::ANY_REMOTE_ATOMIC));
 //! ```
+//!
+//! # No rights
+//!
+//! [`Access::empty`] is allowed. The region's keys grant nothing: peers can neither read nor write,
+//! and transfers of the local endpoint that need a right are refused. The memory is registered all
+//! the same, for the NIC to read. So the region can be the base of sub-regions and windows that
+//! read:
+//!
+//! ```
+//! use hmem_core::Access;
+//!
+//! assert!(!Access::empty().nic_writes());
+//! ```
 
 use std::fmt;
 
@@ -52,6 +65,9 @@ bitflags::bitflags! {
         const REMOTE_READ = 1 << 12;
         /// A peer may write the region by RMA and apply atomics to it.
         const REMOTE_WRITE = 1 << 13;
+        /// Memory windows may be bound to the region. Grants peers nothing by itself. Not in
+        /// `fi_mr(3)`.
+        const MW_BIND = 1 << 14;
         /// A peer may apply atomics to the region, but not write it by RMA. Not in `fi_mr(3)`.
         const REMOTE_ATOMIC = 1 << 15;
         /// A peer may write the region by RMA, but not apply atomics to it. Not in `fi_mr(3)`.

@@ -149,6 +149,23 @@ impl AddressRange {
         }
     }
 
+    /// Returns the bytes that are in both ranges, or `None` if there are none.
+    #[must_use]
+    pub(crate) fn intersection(self, other: Self) -> Option<Self> {
+        let start = self.start.max(other.start);
+        let last = |range: Self| Some(range.start.0 + range.len.checked_sub(1)?);
+        let last = last(self)?.min(last(other)?);
+        Some(Self { start, len: last.checked_sub(start.0)? + 1 })
+    }
+
+    /// Returns the smallest range that holds both.
+    #[must_use]
+    pub(crate) fn hull(self, other: Self) -> Self {
+        let start = self.start.min(other.start);
+        let len = |range: Self| range.start.0 - start.0 + range.len;
+        Self { start, len: len(self).max(len(other)) }
+    }
+
     /// The smallest page-aligned range that holds this one. `page` is a power of two, in bytes.
     #[must_use]
     pub const fn page_aligned(self, page: u64) -> Self {

@@ -10,6 +10,7 @@ use crate::{AllocationKind, Error, ErrorKind, Path, dma_buf::DmaBufMapping};
 
 /// The step of a path that was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Step {
     /// Looking at what the NIC imports at all.
     Import,
@@ -185,7 +186,9 @@ pub struct RefusalCause {
     /// Its name: a heading in `docs/causes.md`.
     pub name: &'static str,
     /// Its place among all causes that fit, of which the lowest is the probable one: a special
-    /// cause has a lower rank than a general one. The general causes stand at multiples of 10.
+    /// cause has a lower rank than a general one. The general causes stand at multiples of 10. A
+    /// row of an iface with the name and rank of a general one has remedies of its driver, and is
+    /// preferred to it.
     pub rank: u32,
     /// The ways that meet it.
     pub paths: &'static [Path],
@@ -233,7 +236,8 @@ impl RefusalCause {
             && self.needs.is_none_or(|needs| (needs.holds)(facts))
     }
 
-    /// Returns the probable cause of a refusal: of the rows that fit, the one of the lowest rank.
+    /// Returns the probable cause of a refusal: of the rows that fit, the one of the lowest rank,
+    /// and of those the first. The rows of the iface thus come before the general ones.
     #[must_use]
     pub fn probable<'r>(
         rows: impl IntoIterator<Item = &'r Self>,

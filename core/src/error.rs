@@ -250,6 +250,9 @@ impl fmt::Display for DriverCode {
     }
 }
 
+/// Operations of errors that several public calls share: they name no function of the caller's.
+const SHARED_STEPS: [&str; 3] = ["regattr", "owner of range", "cached registration"];
+
 /// Why an operation was refused: kind, operation, who refused, its own code, context, remedy.
 ///
 /// `Display` is one readable line; `Debug` is the whole record. A clone is for a second caller that
@@ -300,6 +303,17 @@ impl Error {
         let mut error = Self::new(errno.kind(), operation);
         error.0.errno = Some(errno);
         error
+    }
+
+    /// Names the public call, if a step that several calls share refused. The name of a driver's
+    /// function stays.
+    #[must_use]
+    #[cold]
+    pub(crate) fn of_call(mut self, call: &'static str) -> Self {
+        if SHARED_STEPS.contains(&self.0.operation) {
+            self.0.operation = call;
+        }
+        self
     }
 
     /// Adds a name and value that help to find the cause.

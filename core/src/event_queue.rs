@@ -48,15 +48,44 @@ impl EventQueue {
         self.events.lock().pop_front()
     }
 
-    /// The oldest event, waited for up to `timeout`.
+    /// Waits up to `timeout` for an event and returns the oldest one. [`Duration::MAX`] waits
+    /// without end.
     pub fn wait(&self, timeout: Duration) -> Option<Event> {
-        let deadline = Instant::now() + timeout;
+        let deadline = Instant::now().checked_add(timeout);
         let mut events = self.events.lock();
         while events.is_empty() {
-            if self.arrived.wait_until(&mut events, deadline).timed_out() {
-                break;
+            match deadline {
+                None => self.arrived.wait(&mut events),
+                Some(deadline) if self.arrived.wait_until(&mut events, deadline).timed_out() => {
+                    break;
+                }
+                Some(_) => {}
             }
         }
         events.pop_front()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn event() -> Event {
+        Event { region: RegionId(1), context: 5, result: Ok(()) }
+    }
+
+    #[test]
+    fn wait_of_any_timeout_returns_the_event() {
+        let queue = EventQueue::new();
+        assert!(queue.wait(Duration::ZERO).is_none());
+        for timeout in [Duration::ZERO, Duration::from_secs(60), Duration::MAX] {
+            queue.push(event());
+            assert_eq!(queue.wait(timeout).expect("an event").context, 5, "{timeout:?}");
+        }
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| queue.wait(Duration::MAX));
+            queue.push(event());
+            assert!(waiting.join().expect("no panic").is_some());
+        });
     }
 }

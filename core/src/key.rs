@@ -17,7 +17,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, ErrorKind, Iova, Result};
+use crate::{Error, ErrorKind, Iova, Result, frame::Frame};
 
 /// The local descriptor of a region (`fi_mr_desc`, verbs `lkey`): goes into local segments of
 /// transfers.
@@ -76,8 +76,15 @@ pub struct RemoteKey {
     rest: Vec<RemotePiece>,
 }
 
-const MAGIC: [u8; 4] = *b"hmRK";
-const VERSION: u8 = 1;
+const FRAME: Frame = Frame {
+    magic: *b"hmRK",
+    version: 1,
+    operation: "remote key",
+    remedy: "send the bytes of RemoteKey::to_bytes unchanged and whole",
+};
+
+/// The reason for refusing a key from a peer whose length cannot be counted.
+pub(crate) const TOO_LONG: &str = "pieces with more bytes than an address space";
 
 impl RemoteKey {
     /// A key of one piece.
@@ -142,49 +149,97 @@ impl RemoteKey {
         }
     }
 
+    /// Returns the key of `len` bytes from `offset` of the region, to send to a peer that needs no
+    /// more.
+    ///
+    /// The result describes a part and grants the whole: it has this key's numbers, and the NIC
+    /// lets a peer that ignores the bounds reach the rest of the region.
+    /// [`MemoryRegion::sub`](crate::MemoryRegion::sub) makes keys whose bounds the NIC enforces.
+    ///
+    /// ```
+    /// use hmem_core::{Addressing, Iova, RemoteKey};
+    ///
+    /// let key = RemoteKey::new(Addressing::ZeroBased, Iova(0), 4096, 0x1234);
+    /// let part = key.narrow(1024, 16)?;
+    /// assert_eq!((part.base(), part.first_len()), (Iova(1024), 16));
+    /// # Ok::<(), hmem_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the region.
+    /// - [`ErrorKind::ZeroLength`] if there are none.
+    /// - [`ErrorKind::Unsupported`] for part of a split region with zero-based addresses, whose
+    ///   pieces are reached from their own starts.
+    pub fn narrow(&self, offset: u64, len: u64) -> Result<Self> {
+        let total = self.check_part("narrow", offset, len)?;
+        if len == 0 {
+            return Err(Error::new(ErrorKind::ZeroLength, "narrow")
+                .context("offset", offset)
+                .remedy("a key is of at least one byte"));
+        }
+        if len == total {
+            return Ok(self.clone());
+        }
+        if !self.rest.is_empty() && self.addressing == Addressing::ZeroBased {
+            return Err(Error::new(ErrorKind::Unsupported, "narrow")
+                .context("pieces", self.rest.len() + 1)
+                .remedy("send the whole key, and the offset beside it"));
+        }
+        let mut before = 0_u64;
+        let mut parts = self.pieces().filter_map(|piece| {
+            let (start, end) =
+                (before.max(offset), before.saturating_add(piece.len).min(offset + len));
+            let skip = start.saturating_sub(before);
+            before = before.saturating_add(piece.len);
+            let base = Iova(piece.base.0.wrapping_add(skip));
+            (start < end).then(|| RemotePiece { base, len: end - start, key: piece.key })
+        });
+        let first = parts.next().expect("a part of at least one byte has a piece");
+        let rest = parts.collect();
+        Ok(Self { addressing: self.addressing, mapped: self.mapped, first, rest })
+    }
+
+    /// Returns the bytes of the whole region, or an error if a part lies outside.
+    pub(crate) fn check_part(&self, operation: &'static str, offset: u64, len: u64) -> Result<u64> {
+        let total = self.pieces().fold(0_u64, |sum, piece| sum.saturating_add(piece.len));
+        if offset <= total && len <= total - offset {
+            return Ok(total);
+        }
+        Err(Error::new(ErrorKind::OutOfBounds, operation)
+            .context("offset", offset)
+            .context("length", len)
+            .context("key", total)
+            .remedy("offset + length must lie in the bytes of the key"))
+    }
+
     /// The bytes to send to a peer: magic `hmRK`, version, payload, CRC-32 of all before it (little
     /// endian).
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(48);
-        bytes.extend_from_slice(&MAGIC);
-        bytes.push(VERSION);
-        let mut bytes = postcard::to_extend(self, bytes)
-            .expect("a key of integers always serialises into a Vec");
-        let sum = crc32fast::hash(&bytes);
-        bytes.extend_from_slice(&sum.to_le_bytes());
-        bytes
+        FRAME.write(self)
     }
 
     /// Reads what [`RemoteKey::to_bytes`] wrote.
     ///
     /// # Errors
-    /// [`ErrorKind::Malformed`] that says what is wrong: magic, version, checksum, payload, or
-    /// bytes left over.
+    /// [`ErrorKind::Malformed`] that says what is wrong: magic, version, checksum, payload, bytes
+    /// left over, or pieces with more bytes than an address space.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        let refuse = |why: &'static str| {
-            Error::new(ErrorKind::Malformed, "remote key")
-                .context("wrong", why)
-                .context("bytes", bytes.len())
-                .remedy("send the bytes of RemoteKey::to_bytes unchanged and whole")
-        };
-        let (body, sum) = bytes.split_last_chunk::<4>().ok_or_else(|| refuse("too short"))?;
-        let rest = body.strip_prefix(&MAGIC).ok_or_else(|| refuse("magic"))?;
-        let (version, payload) = rest.split_first().ok_or_else(|| refuse("too short"))?;
-        if *version != VERSION {
-            return Err(refuse("version").context("version", version));
+        let key: Self = FRAME.read(bytes)?;
+        if key.mapped {
+            let why = "a mapped key is valid only in the domain that mapped it";
+            return Err(FRAME.refuse(bytes, why));
         }
-        if crc32fast::hash(body) != u32::from_le_bytes(*sum) {
-            return Err(refuse("checksum"));
+        if !key.has_countable_len() {
+            return Err(FRAME.refuse(bytes, TOO_LONG));
         }
-        match postcard::take_from_bytes::<Self>(payload) {
-            Ok((key, [])) if key.mapped => {
-                Err(refuse("a mapped key is valid only in the domain that mapped it"))
-            }
-            Ok((key, [])) => Ok(key),
-            Ok(_) => Err(refuse("bytes left over")),
-            Err(error) => Err(refuse("payload").caused_by(error)),
-        }
+        Ok(key)
+    }
+
+    /// Returns true if the bytes of all pieces can be counted.
+    pub(crate) fn has_countable_len(&self) -> bool {
+        let add = |sum: u64, piece: &RemotePiece| sum.checked_add(piece.len);
+        self.pieces().try_fold(0, add).is_some()
     }
 }
 

@@ -11,10 +11,10 @@
 //!
 //! - `access`, `counter`, `dma_buf`, `iface_kind`, `nic`
 //! - `error`, `flags`
-//! - `address`, `event_queue`, `mr_mode`, `process`, `random`
+//! - `address`, `event_queue`, `frame`, `mr_mode`, `process`, `random`
 //! - `allocation`, `key`
-//! - `cause`, `handle`, `monitor`
-//! - `cache`, `iface`, `transfer`
+//! - `cause`, `handle`, `monitor`, `rail_keys`
+//! - `cache`, `iface`, `transfer`, `window`
 //! - `registry`
 //! - `registration`
 //! - `provider`
@@ -41,6 +41,7 @@ mod domain;
 mod error;
 pub mod event_queue;
 mod flags;
+mod frame;
 mod handle;
 #[allow(unsafe_code)]
 pub mod iface;
@@ -55,19 +56,23 @@ pub mod path;
 mod process;
 #[allow(unsafe_code)]
 pub mod provider;
+mod rail_keys;
 pub mod random;
 pub mod registration;
 pub mod registry;
 pub mod transfer;
+mod window;
 
 pub use access::Access;
 pub use address::{Address, AddressRange, AllocOffset, DmaBufOffset, Iova};
 pub use allocation::{Allocation, AllocationId, AllocationKind, Segment};
 pub use domain::{
-    Atomic, CacheAttr, CachedRegion, DeviceBuffer, DmaBufAttr, Domain, DomainAttr, Endpoint,
-    MemoryRegion, MemoryWindow, MrAttr, MultiRegion, MultiRegistered, OwnedBuffer, Prefault,
-    RegionCache, RegionLookupHandle, RegionSlice, RegionState, Registered, Registrations, Scoped,
-    VecParts, Watch, os_page_sizes, prefault, regattr_on, register_on,
+    Atomic, BufferView, CacheAttr, CachedBuffer, CachedRegion, DeviceBuffer, DmaBufAttr, Domain,
+    DomainAttr, Endpoint, Grant, GrantKind, Growth, MemoryRegion, MrAttr, MultiRegion, OwnedBuffer,
+    OwnedMultiRegion, OwnedRegion, Prefault, RegionCache, RegionLookupHandle, RegionSlice,
+    RegionState, RegionView, RegionViews, RegisteredViews, Registrations, Scoped, Type1Window,
+    Type2Bind, Type2Kind, Type2Window, VecParts, View, Watch, os_page_sizes, prefault, regattr_on,
+    register_on,
 };
 pub use error::{DriverCode, Errno, Error, ErrorKind, Rejected, Result};
 pub use flags::{BindFlags, DomainBindFlags, MrFlags};
@@ -77,5 +82,6 @@ pub use key::{Addressing, AuthKey, LocalKey, RawKey, RemoteKey, RemotePiece};
 pub use mr_mode::MrMode;
 pub use path::{Decision, Path};
 pub use process::ProcessMark;
-pub use registration::{Parallel, Progress};
+pub use rail_keys::{RailKey, RailKeys};
+pub use registration::{Parallel, Progress, WriteOrdering};
 pub use registry::Registry;

@@ -53,7 +53,7 @@ pub struct Decision {
     /// made the decision. The attempts then begin with that registration's refusals,
     /// whose calls name its range; how ranges of several segments went is this registration's
     /// own and follows.
-    pub remembered: bool,
+    pub from_cache: bool,
     /// Everything that was tried.
     pub attempts: Trace,
 }
@@ -65,7 +65,7 @@ impl fmt::Display for Decision {
             write!(f, " device {device}")?;
         }
         write!(f, " on {}, policy {}", self.nic, self.policy)?;
-        if self.remembered {
+        if self.from_cache {
             f.write_str(", decided earlier")?;
         }
         for attempt in &self.attempts {

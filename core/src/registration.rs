@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::{
     Access, AddressRange, Addressing, AuthKey, DmaBufOffset, Iface, MrFlags,
-    handle::ProviderRegion, registry::Owner,
+    handle::ProviderRegion, registry::AddressOwner,
 };
 
 /// The memory of one registration and what to register it for.
@@ -28,18 +28,23 @@ pub struct Registration<'a> {
     pub addressing: Addressing,
     /// The page size to use, in bytes; 0 leaves it to the provider.
     pub page_size: usize,
-    /// Set if the region can be used at once. Otherwise the domain enables it later.
+    /// Set if the region can be used at once. Otherwise the domain enables it later. A provider
+    /// without [`Enabling`](crate::provider::Enabling) ignores this: its regions are usable at
+    /// once.
     pub enabled: bool,
     /// Set if host memory may be registered in parts, several at once. A provider that does not
     /// register in parts reports the whole range as done at the end.
     pub parallel: Option<&'a Parallel<'a>>,
     /// The domain's policy for device memory.
     pub policy: P2pPolicy,
+    /// The order in which the bytes that the NIC writes become visible. A provider without the
+    /// choice keeps the strict order.
+    pub ordering: WriteOrdering,
 }
 
 impl<'a> Registration<'a> {
     /// Creates the inputs for host memory that the caller keeps allocated: no flags, a key that the
-    /// provider picks, virtual addresses, enabled at once.
+    /// provider picks, virtual addresses, enabled at once, strict ordering.
     #[must_use]
     pub fn new(ranges: &'a [AddressRange], access: Access, auth_key: &'a AuthKey) -> Self {
         Self {
@@ -54,8 +59,42 @@ impl<'a> Registration<'a> {
             enabled: true,
             parallel: None,
             policy: P2pPolicy::default(),
+            ordering: WriteOrdering::Strict,
         }
     }
+}
+
+/// The order in which the bytes that a NIC writes into a region become visible.
+///
+/// A domain registers with [`Relaxed`](Self::Relaxed) unless
+/// [`DomainAttr::ordering`](crate::DomainAttr::ordering) or
+/// [`MrAttr::ordering`](crate::MrAttr::ordering) says otherwise. That is the right choice for bulk
+/// transfers, whose end a completion tells.
+///
+/// **Register memory that software polls with [`Strict`](Self::Strict).** A program that waits for
+/// a flag in memory to change, instead of for a completion, relies on the order: with relaxed
+/// ordering the flag may be visible before the data that was written ahead of it. The same holds
+/// for the last byte of one transfer, and for a device's kernel that polls.
+///
+/// ```
+/// use hmem_core::{Access, AddressRange, MrAttr, WriteOrdering};
+///
+/// let flags = [0_u8; 64];
+/// let ranges = [AddressRange::of(&flags)];
+/// let attr = MrAttr::new(&ranges, Access::REMOTE_WRITE);
+/// let polled = MrAttr { ordering: Some(WriteOrdering::Strict), ..attr };
+/// # assert_eq!(attr.ordering, None);
+/// # assert_eq!(polled.ordering, Some(WriteOrdering::Strict));
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum WriteOrdering {
+    /// Writes may pass each other on their way through the machine (relaxed ordering of PCI
+    /// Express), which is faster on many of them. A completion is visible after the bytes that it
+    /// stands for. Whether the NIC, the driver and the machine make use of it is not known.
+    #[default]
+    Relaxed,
+    /// Bytes become visible in the order in which the NIC writes them.
+    Strict,
 }
 
 /// The memory of a registration.
@@ -72,7 +111,7 @@ pub enum Memory<'a> {
         /// The iface.
         iface: &'a Arc<dyn Iface>,
         /// The owner of the first range. The others have the same iface and device.
-        owner: Owner,
+        owner: AddressOwner,
         /// As for [`Memory::Host`].
         owned: bool,
     },
@@ -83,7 +122,7 @@ pub enum Memory<'a> {
         /// The offset of the range in it.
         offset: DmaBufOffset,
         /// The owner as the application names it.
-        owner: Owner,
+        owner: AddressOwner,
     },
     /// Part of a registered region.
     Part {

@@ -12,7 +12,7 @@ use crate::{
 
 /// The owner of a range: iface, device if it has one, and allocation if the iface keeps them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Owner {
+pub struct AddressOwner {
     /// The iface.
     pub iface: IfaceKind,
     /// The device, for device memory.
@@ -21,7 +21,7 @@ pub struct Owner {
     pub allocation: Option<Allocation>,
 }
 
-impl Owner {
+impl AddressOwner {
     /// Host memory of the operating system.
     pub const SYSTEM: Self = Self { iface: IfaceKind::SYSTEM, device: None, allocation: None };
 
@@ -140,14 +140,14 @@ impl Registry {
     /// # Errors
     /// A failed driver call.
     #[inline]
-    pub fn owner_of(&self, address: Address) -> Result<Owner> {
+    pub fn owner_of(&self, address: Address) -> Result<AddressOwner> {
         for device in self.devices.iter().filter(|device| device.may_hold(address)) {
             let answer = device.iface.query(address);
             // By reference: moving the answer would be a wide load right behind the narrow stores
             // that made it.
             match &answer {
                 Ok(Some(allocation)) if is_claimed(allocation) => {
-                    return Ok(Owner::of(allocation));
+                    return Ok(AddressOwner::of(allocation));
                 }
                 Ok(_) => {}
                 Err(_) => {
@@ -155,7 +155,7 @@ impl Registry {
                 }
             }
         }
-        Ok(Owner::SYSTEM)
+        Ok(AddressOwner::SYSTEM)
     }
 
     /// Returns the error for memory that is not of the iface which a caller claims: another iface
@@ -165,7 +165,7 @@ impl Registry {
         &self,
         operation: &'static str,
         range: AddressRange,
-        owner: &Owner,
+        owner: &AddressOwner,
         claimed: IfaceKind,
     ) -> Error {
         let known = match self.get(claimed).and_then(|iface| iface.query(range.start())) {
@@ -198,7 +198,7 @@ impl Registry {
     /// [`ErrorKind::OutOfBounds`] if the range leaves the allocation that its first byte lies in
     /// (several adjacent allocations are not one), or ends in one that it does not begin in. A
     /// device allocation in the middle of a range of host memory is not looked for.
-    pub fn owner_of_range(&self, range: AddressRange) -> Result<Owner> {
+    pub fn owner_of_range(&self, range: AddressRange) -> Result<AddressOwner> {
         let owner = self.owner_of(range.start())?;
         let crossed = match owner.allocation {
             Some(allocation) => Some(allocation).filter(|whole| !whole.range.contains_range(range)),
@@ -235,7 +235,7 @@ impl fmt::Debug for Registry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Registry")
             .field("ifaces", &self.iter().map(|iface| iface.name()).collect::<Vec<_>>())
-            .field("absent", &self.absent)
+            .field("absent", &self.absent().map(|(kind, _)| kind).collect::<Vec<_>>())
             .finish()
     }
 }

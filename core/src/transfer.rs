@@ -6,18 +6,18 @@
 use std::fmt;
 
 use crate::{
-    Access, Address, Addressing, Iova, LocalKey, RemoteKey, Result,
+    Access, Address, Addressing, Error, ErrorKind, Iova, LocalKey, RemoteKey, Result,
     handle::{ProviderRegion, ProviderWindow},
 };
 
 /// A piece of local memory in a work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LocalSegment {
-    /// Its first address. In zero-based verbs regions too, this is the application's address.
+    /// The first address, as the application knows it. This holds for zero-based verbs regions too.
     pub address: Address,
-    /// Bytes.
+    /// The length in bytes.
     pub len: u64,
-    /// The descriptor of the region that it lies in, where there is one.
+    /// The descriptor of the region in which the segment lies. `None` if it lies in no region.
     pub desc: Option<LocalKey>,
 }
 
@@ -26,10 +26,57 @@ pub struct LocalSegment {
 pub struct RemoteSegment<'a> {
     /// The first byte, in the addressing of the key.
     pub address: Iova,
-    /// Bytes.
+    /// The length in bytes.
     pub len: u64,
     /// The peer's key.
     pub key: &'a RemoteKey,
+}
+
+impl RemoteKey {
+    /// Returns the segment of `len` bytes from `offset` of the region, in the key's addressing.
+    ///
+    /// ```
+    /// use hmem_core::{Addressing, ErrorKind, Iova, RemoteKey};
+    ///
+    /// let key = RemoteKey::new(Addressing::Virtual, Iova(0x7000), 4096, 0x1234);
+    /// let segment = key.slice(1024, 16)?;
+    /// assert_eq!((segment.address, segment.len), (Iova(0x7400), 16));
+    /// assert_eq!(key.slice(4090, 16).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    /// # Ok::<(), hmem_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the region.
+    /// - [`ErrorKind::Unsupported`] if they are in several pieces of a split region whose addresses
+    ///   do not adjoin. One segment is one run of addresses.
+    pub fn slice(&self, offset: u64, len: u64) -> Result<RemoteSegment<'_>> {
+        self.check_part("slice", offset, len)?;
+        let (mut skip, mut left) = (offset, len);
+        let mut run: Option<(Iova, u64)> = None;
+        for piece in self.pieces() {
+            let behind = skip > piece.len || (skip == piece.len && left > 0);
+            if run.is_none() && behind {
+                skip -= piece.len;
+                continue;
+            }
+            let at = piece.base.0.wrapping_add(skip);
+            let (start, next) = *run.get_or_insert((Iova(at), at));
+            if next != at {
+                return Err(Error::new(ErrorKind::Unsupported, "slice")
+                    .context("offset", offset)
+                    .context("length", len)
+                    .remedy("slice each piece of the split region by itself (RemoteKey::pieces)"));
+            }
+            let here = left.min(piece.len - skip);
+            (skip, left) = (0, left - here);
+            run = Some((start, at.wrapping_add(here)));
+            if left == 0 {
+                break;
+            }
+        }
+        let address = run.map_or(self.base(), |(start, _)| start);
+        Ok(RemoteSegment { address, len, key: self })
+    }
 }
 
 /// An endpoint's name in the provider's own bytes, to send to a peer.
@@ -153,6 +200,18 @@ pub enum Operation<'a> {
         /// The destination.
         remote: &'a [RemoteSegment<'a>],
     },
+    /// RMA write that also completes a receive of the peer, with immediate data
+    /// ([`ProviderAttr::cq_data_size`](crate::provider::ProviderAttr::cq_data_size)).
+    ///
+    /// It takes the peer's next receive for a message without a tag, and waits for one as a message
+    /// does. The bytes are in the peer's memory before that receive completes, and its own buffer
+    /// stays as it was.
+    WriteImmediate {
+        /// The destination.
+        remote: &'a [RemoteSegment<'a>],
+        /// The immediate data.
+        data: u64,
+    },
     /// RMA read from the remote segments into the local ones.
     Read {
         /// The source.
@@ -178,6 +237,14 @@ pub enum Operation<'a> {
         tag: Option<u64>,
         /// A window key that the receiver's NIC invalidates (send with invalidate).
         invalidate: Option<&'a RemoteKey>,
+    },
+    /// A message with immediate data, which the completion of its receive carries
+    /// ([`ProviderAttr::cq_data_size`](crate::provider::ProviderAttr::cq_data_size)).
+    SendImmediate {
+        /// The tag, for tagged messages.
+        tag: Option<u64>,
+        /// The immediate data.
+        data: u64,
     },
     /// A buffer for one message.
     Receive {
@@ -213,7 +280,7 @@ pub enum Operation<'a> {
 /// One request to an endpoint.
 #[derive(Clone, Copy, Debug)]
 pub struct WorkRequest<'a> {
-    /// The remedy.
+    /// The operation, with its remote side.
     pub operation: Operation<'a>,
     /// The local memory, as one run of bytes.
     pub local: &'a [LocalSegment],
@@ -225,6 +292,7 @@ pub struct WorkRequest<'a> {
 
 /// The kind of request that a completion ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 #[allow(missing_docs, reason = "named like the operations")]
 pub enum CompletionKind {
     Write,
@@ -232,23 +300,52 @@ pub enum CompletionKind {
     Atomic,
     Send,
     Receive,
+    /// A receive that a peer's write with immediate data took. Its context is that of the receive.
+    /// The bytes lie where the peer's key leads. A NIC that cut the write into several counts those
+    /// of the last.
+    RemoteWrite,
     BindWindow,
     InvalidateWindow,
 }
 
 /// The end of a request.
+///
+/// A provider builds one with [`Completion::new`] and sets the other fields.
+///
+/// ```
+/// use hmem_core::transfer::{Completion, CompletionKind};
+///
+/// let mut received = Completion::new(7, CompletionKind::Receive, Ok(64));
+/// received.tag = Some(3);
+/// assert_eq!((received.context, received.tag), (7, Some(3)));
+/// ```
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Completion {
-    /// The request's context.
+    /// The context of the request.
     pub context: u64,
     /// The kind of the request.
     pub kind: CompletionKind,
-    /// Bytes moved, or why none may be relied on.
+    /// The number of bytes that were moved, or why none may be relied on.
     ///
     /// Errors of the target side: InvalidKey, AccessDenied, OutOfBounds, BadAddress, Unsupported
-    /// (atomics on staged memory); of the local side: NoRegion, AccessDenied, BadAddress;
-    /// Canceled, Truncated, Unreachable.
+    /// (atomics on staged memory). Errors of the local side: NoRegion, AccessDenied, BadAddress.
+    /// Errors of both: Canceled, Truncated, Unreachable.
     pub result: Result<u64>,
-    /// The message's tag, for receives of tagged messages.
+    /// The tag of the message, for receives of tagged messages.
     pub tag: Option<u64>,
+    /// The immediate data of the peer's message or write, for receives. A receive that failed may
+    /// have none.
+    pub data: Option<u64>,
+    /// The window's key that the NIC invalidated at the sender's request (send with invalidate),
+    /// for receives. [`RemoteKey::as_u64`] of the window's key is the same number.
+    pub invalidated: Option<u64>,
+}
+
+impl Completion {
+    /// Creates a completion without tag, data and invalidated key.
+    #[must_use]
+    pub const fn new(context: u64, kind: CompletionKind, result: Result<u64>) -> Self {
+        Self { context, kind, result, tag: None, data: None, invalidated: None }
+    }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use hmem_core::{
     Access, Address, AddressRange, Rejected, Result,
     cache::{Cache, CacheBackend, Key, Limits},
-    monitor::{Cause, Invalidator},
+    monitor::{InvalidationCause, Invalidator},
 };
 
 const PAGE: u64 = 4096;
@@ -82,7 +82,7 @@ fn unmaps_of_uncached_ranges_cost_no_memory() {
             "{grown} bytes for {COUNT} regions"
         );
         // Nodes that became empty have no memory.
-        cache.invalidator().invalidate(range(0, u64::MAX), Cause::Unmap);
+        cache.invalidator().invalidate(range(0, u64::MAX), InvalidationCause::Unmap);
         let full = resident();
         cache.reclaim();
         assert!(
@@ -93,8 +93,9 @@ fn unmaps_of_uncached_ranges_cost_no_memory() {
 
     let cache = Cache::new(Nothing, Limits::default()).expect("a cache");
     fill(&cache, 1000, PAGE, PAGE);
-    let unmap =
-        |i: u64| cache.invalidator().invalidate(range(i * 16 * PAGE, 16 * PAGE), Cause::Unmap);
+    let unmap = |i: u64| {
+        cache.invalidator().invalidate(range(i * 16 * PAGE, 16 * PAGE), InvalidationCause::Unmap)
+    };
     unmap(0);
     let before = resident();
     (0..40_000).for_each(unmap);

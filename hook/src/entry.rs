@@ -16,7 +16,7 @@ pub(super) const LOOKED_AT: usize = 48;
 
 /// How an entry can be patched.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Fit {
+pub(super) struct PatchPoint {
     /// The instruction that is replaced, in bytes from the entry.
     pub(super) at: usize,
     /// Code that undoes what the instructions before it have done, for the way to the hook.
@@ -42,7 +42,7 @@ pub(super) struct Relative {
 
 /// Why an entry cannot be patched.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Misfit {
+pub(super) enum PatchObstacle {
     /// It begins with a jump or call: somebody patched it before us.
     Jump,
     /// The bytes at this offset are no instruction that is known to be safe here.
@@ -53,7 +53,7 @@ pub(super) enum Misfit {
     NoRoom,
 }
 
-impl std::fmt::Display for Misfit {
+impl std::fmt::Display for PatchObstacle {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Jump => f.write_str("it begins with a jump: another library has patched it"),

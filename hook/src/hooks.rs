@@ -16,13 +16,14 @@ use hmem_core::{
 use parking_lot::Mutex;
 
 use crate::{
-    HasTable, MonitorName, Patches, Place, SLOTS, Subscribers, process::Process, table::identity,
+    HasTable, HookRegistry, MonitorName, Patches, SLOTS, Subscribers, process::Process,
+    table::identity,
 };
 
 /// Functions that are hooked, for one monitor.
 ///
-/// All values of one [`Place`] share the patches: the first one puts them in, the last one to be
-/// dropped takes them out. Dropping one ends its subscriptions.
+/// All values of one [`HookRegistry`] share the patches: the first one makes them, and the last one
+/// to be dropped undoes them. Dropping one ends its subscriptions.
 ///
 /// # Examples
 /// ```
@@ -37,23 +38,26 @@ use crate::{
 ///
 /// use hmem_core::{
 ///     AddressRange, IfaceKind, Result,
-///     monitor::{Cause, Change, Invalidator},
+///     monitor::{InvalidationCause, InvalidationToken, Invalidator},
 /// };
-/// use hmem_hook::{Hooks, MonitorName, Patches, Place, Table, Target, clamped};
+/// use hmem_hook::{
+///     HookRegistry, Hooks, MonitorName, PatchTarget, Patches, SubscriberTable, clamped,
+/// };
 ///
 /// type GetPpid = unsafe extern "C" fn() -> libc::pid_t;
 ///
 /// const NAME: MonitorName =
-///     MonitorName { name: "example", iface: IfaceKind::SYSTEM, otherwise: "watch nothing" };
-/// static PLACE: Place<Table> = Place::new();
+///     MonitorName { name: "example", iface: IfaceKind::SYSTEM, fallback_hint: "watch nothing" };
+/// static REGISTRY: HookRegistry<SubscriberTable> = HookRegistry::new();
 /// static ORIGINAL: AtomicUsize = AtomicUsize::new(0);
 ///
 /// /// What runs in place of `getppid`, as if that took all memory away.
 /// unsafe extern "C" fn hook() -> libc::pid_t {
-///     let pass = PLACE.subscribers().map(|subscribers| subscribers.table().pass());
+///     let pass = REGISTRY.subscribers().map(|subscribers| subscribers.table().pass());
 ///     if let Some(pass) = &pass {
 ///         let everything = clamped(0, u64::MAX);
-///         pass.each(|_, invalidator| invalidator.invalidate(everything, Cause::Application));
+///         let cause = InvalidationCause::Application;
+///         pass.each(|_, invalidator| invalidator.invalidate(everything, cause));
 ///     }
 ///     let original = with_exposed_provenance::<()>(ORIGINAL.load(Ordering::Relaxed));
 ///     // SAFETY: the plan has written the way into the function, which takes and does nothing.
@@ -62,7 +66,7 @@ use crate::{
 ///
 /// fn plan() -> Result<Patches> {
 ///     let address = |function: GetPpid| (function as *const ()).expose_provenance();
-///     let getppid = Target {
+///     let getppid = PatchTarget {
 ///         name: "getppid",
 ///         entry: address(libc::getppid),
 ///         hook: address(hook),
@@ -77,14 +81,18 @@ use crate::{
 /// struct Told(AtomicU32);
 ///
 /// impl Invalidator for Told {
-///     fn invalidate(&self, _: AddressRange, _: Cause) {
+///     fn invalidate(&self, _: AddressRange, _: InvalidationCause) {
 ///         self.0.fetch_add(1, Ordering::Relaxed);
 ///     }
-///     fn begin(&self, range: AddressRange, cause: Cause) -> Change {
+///     fn invalidate_start(
+///         &self,
+///         range: AddressRange,
+///         cause: InvalidationCause,
+///     ) -> InvalidationToken {
 ///         self.invalidate(range, cause);
-///         Change(0)
+///         InvalidationToken(0)
 ///     }
-///     fn end(&self, _: Change) {}
+///     fn invalidate_end(&self, _: InvalidationToken) {}
 ///     fn close_gate(&self) {}
 ///     fn open_gate(&self) {}
 /// }
@@ -96,7 +104,7 @@ use crate::{
 ///     told.0.load(Ordering::Relaxed)
 /// };
 ///
-/// let hooks = Hooks::start(&PLACE, NAME, plan)?;
+/// let hooks = Hooks::start(&REGISTRY, NAME, plan)?;
 /// assert_eq!(hooks.functions().collect::<Vec<_>>(), ["getppid"]);
 /// let invalidator: Arc<dyn Invalidator> = told.clone();
 /// let subscription = hooks.subscribe(&invalidator)?;
@@ -170,9 +178,9 @@ impl Mine {
 }
 
 impl<T: HasTable> Hooks<T> {
-    /// Patches the functions of the place, or joins those who did. The first start of all makes the
-    /// patches by `plan`, with no other start under way; they are kept for good, and `plan` of
-    /// a later start is not called.
+    /// Patches the functions of the registry, or joins the hooks that did. The first start of all
+    /// makes the patches by `plan`, with no other start under way; they are kept for good, and
+    /// `plan` of a later start is not called.
     ///
     /// # Errors
     /// As `plan`; Busy, naming a function that another library patched; PermissionDenied or
@@ -180,12 +188,12 @@ impl<T: HasTable> Hooks<T> {
     /// memory; Unsupported where the kernel cannot tell forked children apart (before Linux
     /// 4.14).
     pub fn start(
-        place: &'static Place<T>,
+        registry: &'static HookRegistry<T>,
         monitor: MonitorName,
         plan: impl FnOnce() -> Result<Patches>,
     ) -> Result<Self> {
-        let process = place.get(monitor)?;
-        let patches = process.install(place, plan)?;
+        let process = registry.get(monitor)?;
+        let patches = process.install(registry, plan)?;
         Ok(Self {
             monitor,
             process,
@@ -198,8 +206,8 @@ impl<T: HasTable> Hooks<T> {
     /// Whether this process made it, and not one that it was forked from.
     #[inline]
     #[must_use]
-    pub fn is_ours(&self) -> bool {
-        self.process.is_ours()
+    pub fn is_own_process(&self) -> bool {
+        self.process.is_own_process()
     }
 
     /// Fails unless every patch is in place. When one is found overwritten, all who are subscribed
@@ -208,11 +216,11 @@ impl<T: HasTable> Hooks<T> {
     /// # Errors
     /// Busy, naming the function and the library that overwrote its patch; Unsupported in a forked
     /// child, for `operation`.
-    pub fn in_place(&self, operation: &'static str) -> Result<()> {
-        if !self.is_ours() {
+    pub fn check_patches(&self, operation: &'static str) -> Result<()> {
+        if !self.is_own_process() {
             return Err(self.monitor.forked(operation));
         }
-        self.process.in_place(self.patches)
+        self.process.check_patches(self.patches)
     }
 
     /// The names of the functions.
@@ -240,14 +248,14 @@ impl<T: HasTable> Hooks<T> {
     pub fn subscribe(&self, invalidator: &Arc<dyn Invalidator>) -> Result<Subscription> {
         // First: in a child no lock may be taken, since another thread may have held it in the
         // parent.
-        self.in_place("subscribe")?;
+        self.check_patches("subscribe")?;
         if let Some(subscription) = self.subscribe_again(invalidator) {
             return Ok(subscription);
         }
         let subscription = self.subscribe_first(invalidator)?;
         // Again: when the others were told of a patch that was overwritten meanwhile, this one may
         // not have been among them.
-        self.in_place("subscribe").inspect_err(|_| self.unsubscribe(subscription))?;
+        self.check_patches("subscribe").inspect_err(|_| self.unsubscribe(subscription))?;
         Ok(subscription)
     }
 
@@ -272,7 +280,7 @@ impl<T: HasTable> Hooks<T> {
     /// Stops telling. Once for each subscription: by a second call, another may have its place. In
     /// a forked child nothing is done.
     pub fn unsubscribe(&self, subscription: Subscription) {
-        if !self.is_ours() {
+        if !self.is_own_process() {
             return;
         }
         let Some(mine) = self.mine.get(subscription.0 as usize) else { return };
@@ -289,7 +297,7 @@ impl<T: HasTable> Hooks<T> {
 
 impl<T: HasTable> Drop for Hooks<T> {
     fn drop(&mut self) {
-        if !self.is_ours() {
+        if !self.is_own_process() {
             return;
         }
         for (slot, mine) in self.mine.iter_mut().enumerate() {

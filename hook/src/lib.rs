@@ -8,7 +8,7 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `hooks` | [`Hooks`]: what a monitor starts, with an example: patches while it lives, and its subscriptions |
-//! | `process` | [`Place`]: what one kind of hooks has once in a process |
+//! | `process` | [`HookRegistry`]: subscribers and patches of one kind of hooks in a process |
 //! | `patch` | [`Patches`]: a set of functions patched and taken back, and who overwrote which |
 //! | `entry`, `arch` | which entries can be patched, by one store, under running threads |
 //! | `trampoline` | the code between an entry and its hook |
@@ -63,11 +63,11 @@ mod wiped;
 #[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
 pub use self::{
     hooks::Hooks,
-    patch::{Patches, Target},
-    process::Place,
+    patch::{PatchTarget, Patches},
+    process::HookRegistry,
 };
 pub use self::{
     name::MonitorName,
-    table::{HasTable, Pass, SLOTS, Subscribers, Table, clamped},
+    table::{HasTable, SLOTS, SubscriberTable, Subscribers, TableReadGuard, clamped},
     wiped::{Wipeable, WipedOnFork},
 };

@@ -9,7 +9,11 @@ use hmem_core::{Error, ErrorKind, IfaceKind};
 /// use hmem_core::IfaceKind;
 /// use hmem_hook::MonitorName;
 ///
-/// let name = MonitorName { name: "memhooks", iface: IfaceKind::SYSTEM, otherwise: "use another monitor" };
+/// let name = MonitorName {
+///     name: "memhooks",
+///     iface: IfaceKind::SYSTEM,
+///     fallback_hint: "use another monitor",
+/// };
 /// assert!(name.forked("subscribe").is_unsupported());
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,7 +23,7 @@ pub struct MonitorName {
     /// The iface whose memory it watches.
     pub iface: IfaceKind,
     /// What to do where it cannot run, as the end of a remedy.
-    pub otherwise: &'static str,
+    pub fallback_hint: &'static str,
 }
 
 impl MonitorName {

@@ -25,7 +25,7 @@ use crate::{
 
 /// A function to patch.
 #[derive(Clone, Copy, Debug)]
-pub struct Target {
+pub struct PatchTarget {
     /// Its name.
     pub name: &'static str,
     /// Where it begins.
@@ -65,7 +65,7 @@ impl Patches {
     /// Each entry is that of a function of a library that stays loaded. Its hook is called with its
     /// arguments and by its calling convention, goes on by what `original` holds then, and each
     /// `original` is of one target of one plan.
-    pub unsafe fn plan(monitor: MonitorName, targets: &[Target]) -> Result<Self> {
+    pub unsafe fn plan(monitor: MonitorName, targets: &[PatchTarget]) -> Result<Self> {
         let Some(first) = targets.first() else { return Ok(Self { monitor, sites: Vec::new() }) };
         pin_library_of(first.hook);
         let trampolines = Trampolines::new(monitor, first.entry as u64, targets.len())?;
@@ -88,11 +88,11 @@ impl Patches {
         self.sites.iter().map(|site| (site.name, site.entry as usize))
     }
 
-    /// Fails naming the first function whose patch is not there.
+    /// Checks that every patch is in place. The error names the first function whose patch is not.
     ///
     /// # Errors
     /// Busy, with the library that overwrote it.
-    pub fn in_place(&self) -> Result<()> {
+    pub fn check_patches(&self) -> Result<()> {
         match self.sites.iter().find(|site| !site.patch.is_in_place()) {
             None => Ok(()),
             Some(site) => Err(self.overwritten(site)),
@@ -105,7 +105,7 @@ impl Patches {
     /// Busy naming a function that another library patched meanwhile; PermissionDenied or
     /// AccessDenied where a security policy forbids changing code. Its context names what could
     /// not be taken back after that.
-    pub fn put(&self) -> Result<()> {
+    pub fn patch_all(&self) -> Result<()> {
         // What is in place already was inherited from the process that this one was forked from.
         let put = |site: &Site| if site.patch.is_in_place() { Ok(()) } else { self.put_one(site) };
         let take_back =
@@ -119,8 +119,8 @@ impl Patches {
         Ok(())
     }
 
-    /// Takes the patches back. Those that another library overwrote stay as they are.
-    pub fn take_back(&self) {
+    /// Undoes the patches. Those that another library overwrote stay as they are.
+    pub fn unpatch_all(&self) {
         for site in &self.sites {
             if site.patch.is_in_place()
                 && let Err(error) = self.take_back_one(site)
@@ -145,7 +145,7 @@ impl Patches {
         let error = self.monitor.error(ErrorKind::Busy).context("function", site.name);
         error.context("overwritten by", site.owner()).remedy(format!(
             "another library patched this function: turn its hooks off, or {}",
-            self.monitor.otherwise
+            self.monitor.fallback_hint
         ))
     }
 
@@ -193,11 +193,11 @@ impl Site {
     /// As of [`Patches::plan`].
     unsafe fn new(
         monitor: MonitorName,
-        target: &Target,
+        target: &PatchTarget,
         slot: usize,
         trampolines: &Trampolines,
     ) -> Result<Self> {
-        let Target { name, hook, call, original, .. } = *target;
+        let PatchTarget { name, hook, call, original, .. } = *target;
         let entry = target.entry as u64;
         let refused = || monitor.error(ErrorKind::Unsupported).context("function", name);
         let code = code_at(entry);
@@ -206,7 +206,7 @@ impl Site {
             let error =
                 refused().context("why", misfit).context("bytes", bytes.join(" ")).remedy(format!(
                     "turn the other library's hooks off where there is one, or {}",
-                    monitor.otherwise
+                    monitor.fallback_hint
                 ));
             match owner(entry, &code) {
                 Some(owner) => error.context("leads to", owner),

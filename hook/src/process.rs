@@ -9,7 +9,7 @@ use std::{
     sync::atomic::{AtomicBool, AtomicPtr, Ordering},
 };
 
-use hmem_core::{Result, monitor::Cause};
+use hmem_core::{Result, monitor::InvalidationCause};
 use parking_lot::Mutex;
 
 use crate::{HasTable, MonitorName, Patches, Subscribers, Wipeable, clamped};
@@ -24,23 +24,22 @@ pub(crate) struct Process<T: Wipeable> {
     overwritten: AtomicBool,
 }
 
-/// Where hooks of one kind find whom they tell, and where their patches are kept: made for a
-/// static.
+/// The subscribers and patches of one kind of hooks. A hook finds them in a static of this type.
 #[derive(Debug)]
-pub struct Place<T: Wipeable> {
+pub struct HookRegistry<T: Wipeable> {
     process: AtomicPtr<Process<T>>,
     /// Made once and kept: trampolines may be in use at any time, also when nothing is patched.
     patches: AtomicPtr<Patches>,
 }
 
-impl<T: HasTable + 'static> Default for Place<T> {
+impl<T: HasTable + 'static> Default for HookRegistry<T> {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl<T: HasTable + 'static> Place<T> {
-    /// With nobody there.
+impl<T: HasTable + 'static> HookRegistry<T> {
+    /// Creates a registry without subscribers.
     #[must_use]
     pub const fn new() -> Self {
         Self { process: AtomicPtr::new(ptr::null_mut()), patches: AtomicPtr::new(ptr::null_mut()) }
@@ -66,7 +65,7 @@ impl<T: HasTable + 'static> Place<T> {
         let seen = self.process.load(Ordering::Acquire);
         // SAFETY: as above.
         let here: Option<&'static Process<T>> = unsafe { seen.as_ref() };
-        if let Some(process) = here.filter(|process| process.is_ours()) {
+        if let Some(process) = here.filter(|process| process.is_own_process()) {
             return Ok(process);
         }
         let subscribers = Subscribers::new(monitor)?;
@@ -95,8 +94,8 @@ impl<T: HasTable> Process<T> {
     }
 
     /// Whether this process made it, and not one that it was forked from.
-    pub(crate) fn is_ours(&self) -> bool {
-        self.subscribers.shared().is_ours()
+    pub(crate) fn is_own_process(&self) -> bool {
+        self.subscribers.shared().is_own_process()
     }
 
     /// Patches the functions, or counts one more user of the patches. They are planned by `plan` if
@@ -104,44 +103,44 @@ impl<T: HasTable> Process<T> {
     /// patches lead there.
     ///
     /// # Errors
-    /// As `plan` and [`Patches::put`]; Busy if a patch was overwritten since.
+    /// As `plan` and [`Patches::patch_all`]; Busy if a patch was overwritten since.
     pub(crate) fn install(
         &self,
-        place: &Place<T>,
+        registry: &HookRegistry<T>,
         plan: impl FnOnce() -> Result<Patches>,
     ) -> Result<&'static Patches> {
         let mut users = self.users.lock();
         // SAFETY: null, or from `Box::into_raw` below and never freed.
         let kept: Option<&'static Patches> =
-            unsafe { place.patches.load(Ordering::Acquire).as_ref() };
+            unsafe { registry.patches.load(Ordering::Acquire).as_ref() };
         let patches = match kept {
             Some(patches) => patches,
             None => {
                 let patches = Box::into_raw(Box::new(plan()?));
-                // Nobody else stores: a process has one of this type at a place, and its lock is
-                // held.
-                place.patches.store(patches, Ordering::Release);
+                // Nobody else stores: a process has one of this type at a registry, and its
+                // lock is held.
+                registry.patches.store(patches, Ordering::Release);
                 // SAFETY: just made, and from now on never freed.
                 unsafe { &*patches }
             }
         };
         if *users > 0 {
-            self.in_place(patches)?;
+            self.check_patches(patches)?;
         } else {
-            patches.put()?;
+            patches.patch_all()?;
         }
         *users += 1;
         Ok(patches)
     }
 
-    /// Fails unless every patch is in place. Where one is found overwritten, all who are subscribed
-    /// are told that everything is gone: once, since whoever subscribes after that is refused.
+    /// Fails unless every patch is in place. If one was overwritten, invalidates all memory for
+    /// every subscriber: once, since later subscriptions are refused.
     ///
     /// # Errors
-    /// As [`Patches::in_place`].
+    /// As [`Patches::check_patches`].
     #[inline]
-    pub(crate) fn in_place(&self, patches: &Patches) -> Result<()> {
-        let found = patches.in_place();
+    pub(crate) fn check_patches(&self, patches: &Patches) -> Result<()> {
+        let found = patches.check_patches();
         if found.is_err() != self.overwritten.load(Ordering::SeqCst) {
             self.turned(found.is_err());
         }
@@ -155,16 +154,16 @@ impl<T: HasTable> Process<T> {
         }
         let everything = clamped(0, u64::MAX);
         let pass = self.subscribers.table().pass();
-        pass.each(|_, invalidator| invalidator.invalidate(everything, Cause::Unmap));
+        pass.each(|_, invalidator| invalidator.invalidate(everything, InvalidationCause::Unmap));
     }
 
-    /// Takes the patches back when the last user is gone. Those that another library overwrote stay
-    /// as they are.
+    /// Undoes the patches when the last user is gone. Those that another library overwrote stay as
+    /// they are.
     pub(crate) fn uninstall(&self, patches: &Patches) {
         let mut users = self.users.lock();
         *users -= 1;
         if *users == 0 {
-            patches.take_back();
+            patches.unpatch_all();
         }
     }
 }

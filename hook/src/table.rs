@@ -66,7 +66,7 @@ const UNDER_WAY: u64 = (1 << 32) - 1;
 /// The invalidators of a monitor.
 #[repr(C)]
 #[derive(Debug)]
-pub struct Table {
+pub struct SubscriberTable {
     taken: AtomicU64,
     side: AtomicUsize,
     slots: [AtomicPtr<Arc<dyn Invalidator>>; SLOTS],
@@ -76,35 +76,35 @@ pub struct Table {
 // SAFETY: zeroes are an empty table with no pass under way. `Invalidator` is Sync, and the pointers
 // are only turned into references within passes. It needs no drop: in a child the invalidators are
 // forgotten with the parent's.
-unsafe impl Wipeable for Table {}
+unsafe impl Wipeable for SubscriberTable {}
 
 /// Shared memory that has a table in it.
 pub trait HasTable: Wipeable {
     /// The table.
-    fn table(&self) -> &Table;
+    fn table(&self) -> &SubscriberTable;
 }
 
-impl HasTable for Table {
+impl HasTable for SubscriberTable {
     #[inline]
-    fn table(&self) -> &Table {
+    fn table(&self) -> &SubscriberTable {
         self
     }
 }
 
-/// One reader's time in the table.
+/// Guard of a reader: what it reads in the table is not freed until the guard is dropped.
 #[derive(Debug)]
-pub struct Pass<'a> {
-    table: &'a Table,
+pub struct TableReadGuard<'a> {
+    table: &'a SubscriberTable,
     line: &'a Line,
     /// What the counter that it has to itself is after it; `None` for one of those beside.
     after: Option<u64>,
     taken: u64,
 }
 
-impl Table {
+impl SubscriberTable {
     /// Counts the caller in.
     #[inline]
-    pub fn pass(&self) -> Pass<'_> {
+    pub fn pass(&self) -> TableReadGuard<'_> {
         let on_stack = 0_u8;
         let line = (ptr::addr_of!(on_stack).addr() >> 14) % LINES;
         let line = &self.passes[self.side.load(SeqCst) & 1][line];
@@ -117,7 +117,7 @@ impl Table {
             line.beside.fetch_add(PASS, SeqCst);
             None
         };
-        Pass { table: self, line, after, taken: self.taken.load(SeqCst) }
+        TableReadGuard { table: self, line, after, taken: self.taken.load(SeqCst) }
     }
 
     /// A number that differs whenever a pass began in between; `None` while one is under way.
@@ -156,7 +156,7 @@ impl Table {
     }
 }
 
-impl Pass<'_> {
+impl TableReadGuard<'_> {
     /// Whether there is nobody to tell.
     #[inline]
     pub fn is_empty(&self) -> bool {
@@ -183,7 +183,7 @@ impl Pass<'_> {
     }
 }
 
-impl Drop for Pass<'_> {
+impl Drop for TableReadGuard<'_> {
     #[inline]
     fn drop(&mut self) {
         match self.after {
@@ -194,9 +194,9 @@ impl Drop for Pass<'_> {
     }
 }
 
-/// Which invalidators have how many subscriptions.
+/// The numbers of subscriptions of each invalidator.
 #[derive(Debug)]
-struct Book {
+struct SubscriptionCounts {
     /// Slot and subscriptions, by the address of the invalidator, which the slot keeps alive.
     by_invalidator: HashMap<usize, u8>,
     subscriptions: [u64; SLOTS],
@@ -208,7 +208,7 @@ struct Book {
 pub struct Subscribers<T: Wipeable> {
     monitor: MonitorName,
     shared: WipedOnFork<T>,
-    book: Mutex<Book>,
+    book: Mutex<SubscriptionCounts>,
 }
 
 impl<T: Wipeable> std::fmt::Debug for Subscribers<T> {
@@ -229,7 +229,7 @@ impl<T: HasTable> Subscribers<T> {
     /// OutOfResources without memory; Unsupported where the kernel cannot wipe the table in a
     /// forked child.
     pub fn new(monitor: MonitorName) -> Result<Self> {
-        let book = Book { by_invalidator: HashMap::new(), subscriptions: [0; SLOTS] };
+        let book = SubscriptionCounts { by_invalidator: HashMap::new(), subscriptions: [0; SLOTS] };
         Ok(Self { monitor, shared: WipedOnFork::new(monitor)?, book: Mutex::new(book) })
     }
 
@@ -241,7 +241,7 @@ impl<T: HasTable> Subscribers<T> {
 
     /// The table.
     #[inline]
-    pub fn table(&self) -> &Table {
+    pub fn table(&self) -> &SubscriberTable {
         self.shared.table()
     }
 
@@ -251,7 +251,7 @@ impl<T: HasTable> Subscribers<T> {
     /// # Errors
     /// OutOfResources when [`SLOTS`] invalidators are subscribed; Unsupported in a forked child.
     pub fn add(&self, invalidator: &Arc<dyn Invalidator>) -> Result<u8> {
-        if !self.shared.is_ours() {
+        if !self.shared.is_own_process() {
             return Err(self.monitor.forked("subscribe"));
         }
         let mut book = self.book.lock();
@@ -280,7 +280,7 @@ impl<T: HasTable> Subscribers<T> {
     /// Takes a subscription back. After the last one of an invalidator it is not called any more,
     /// and is returned.
     pub fn remove(&self, slot: u8) -> Option<Arc<dyn Invalidator>> {
-        if !self.shared.is_ours() {
+        if !self.shared.is_own_process() {
             return None;
         }
         let mut book = self.book.lock();
@@ -316,8 +316,9 @@ pub fn clamped(start: u64, len: u64) -> AddressRange {
 mod tests {
     use super::*;
 
-    fn table() -> WipedOnFork<Table> {
-        let name = MonitorName { name: "test", iface: hmem_core::IfaceKind::SYSTEM, otherwise: "" };
+    fn table() -> WipedOnFork<SubscriberTable> {
+        let name =
+            MonitorName { name: "test", iface: hmem_core::IfaceKind::SYSTEM, fallback_hint: "" };
         WipedOnFork::new(name).unwrap()
     }
 

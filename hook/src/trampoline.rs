@@ -8,7 +8,7 @@ use rustix::{
     mm::{MapFlags, MprotectFlags, ProtFlags},
 };
 
-use crate::{MonitorName, arch, entry::Fit};
+use crate::{MonitorName, arch, entry::PatchPoint};
 
 /// Bytes for one function's two ways.
 const SLOT: u64 = 128;
@@ -57,7 +57,7 @@ impl Trampolines {
             .context("near", hmem_core::Address(near))
             .remedy(format!(
                 "no free address lies within a jump of the library: {}",
-                monitor.otherwise
+                monitor.fallback_hint
             )))
     }
 
@@ -68,7 +68,7 @@ impl Trampolines {
         slot: usize,
         hook: u64,
         entry: u64,
-        fit: &Fit,
+        fit: &PatchPoint,
     ) -> Option<(u64, u64)> {
         let to_hook = self.start + slot as u64 * SLOT;
         assert!(to_hook + SLOT <= self.start + self.len, "as many slots as functions");
@@ -106,7 +106,7 @@ impl Trampolines {
 pub(super) fn not_allowed(monitor: MonitorName, errno: Errno, operation: &'static str) -> Error {
     Error::os(errno, operation).iface(monitor.iface).context("monitor", monitor.name).remedy(format!(
         "a security policy (SELinux execmod or execmem, PR_SET_MDWE, seccomp) forbids changing code: allow it, or {}",
-        monitor.otherwise
+        monitor.fallback_hint
     ))
 }
 

@@ -79,7 +79,7 @@ impl<T: Wipeable> WipedOnFork<T> {
 
     /// Whether this process made it. Not so in a forked child, where it holds zeroes.
     #[inline]
-    pub fn is_ours(&self) -> bool {
+    pub fn is_own_process(&self) -> bool {
         self.marked().ours.load(Ordering::Relaxed) != 0
     }
 
@@ -132,13 +132,13 @@ mod tests {
         ignore = "qemu-user takes MADV_WIPEONFORK and does nothing"
     )]
     fn a_forked_child_finds_zeroes_and_the_parent_keeps_its_value() {
-        let name = MonitorName { name: "test", iface: IfaceKind::SYSTEM, otherwise: "" };
+        let name = MonitorName { name: "test", iface: IfaceKind::SYSTEM, fallback_hint: "" };
         let wiped = WipedOnFork::<Word>::new(name).unwrap();
         wiped.0.store(7, Ordering::Relaxed);
         // SAFETY: the child makes no call that could need a lock of another thread.
         let child = unsafe { libc::fork() };
         if child == 0 {
-            let zero = wiped.0.load(Ordering::Relaxed) == 0 && !wiped.is_ours();
+            let zero = wiped.0.load(Ordering::Relaxed) == 0 && !wiped.is_own_process();
             // SAFETY: ends the child at once.
             unsafe { libc::_exit(i32::from(!zero)) };
         }
@@ -146,7 +146,7 @@ mod tests {
         // SAFETY: waits for the child that was just made.
         assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
         assert_eq!(status, 0);
-        assert!(wiped.is_ours());
+        assert!(wiped.is_own_process());
         assert_eq!(wiped.0.load(Ordering::Relaxed), 7);
     }
 }

@@ -13,25 +13,25 @@ use std::{
 
 use hmem_core::{
     AddressRange, IfaceKind, Result,
-    monitor::{Cause, Change, Invalidator, Subscription},
+    monitor::{InvalidationCause, InvalidationToken, Invalidator, Subscription},
 };
-use hmem_hook::{Hooks, MonitorName, Patches, Place, Table, Target, clamped};
+use hmem_hook::{HookRegistry, Hooks, MonitorName, PatchTarget, Patches, SubscriberTable, clamped};
 
 type GetPpid = unsafe extern "C" fn() -> libc::pid_t;
 
 const NAME: MonitorName =
-    MonitorName { name: "test", iface: IfaceKind::SYSTEM, otherwise: "do without" };
-static PLACE: Place<Table> = Place::new();
+    MonitorName { name: "test", iface: IfaceKind::SYSTEM, fallback_hint: "do without" };
+static REGISTRY: HookRegistry<SubscriberTable> = HookRegistry::new();
 static ORIGINAL: AtomicUsize = AtomicUsize::new(0);
 /// Each test's changes are told to all who are subscribed in the process.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 /// Runs in place of `getppid`.
 unsafe extern "C" fn hook() -> libc::pid_t {
-    let pass = PLACE.subscribers().map(|subscribers| subscribers.table().pass());
+    let pass = REGISTRY.subscribers().map(|subscribers| subscribers.table().pass());
     if let Some(pass) = &pass {
         pass.each(|_, invalidator| {
-            invalidator.invalidate(clamped(0, u64::MAX), Cause::Application)
+            invalidator.invalidate(clamped(0, u64::MAX), InvalidationCause::Application)
         });
     }
     let original = with_exposed_provenance::<()>(ORIGINAL.load(Ordering::Relaxed));
@@ -41,7 +41,7 @@ unsafe extern "C" fn hook() -> libc::pid_t {
 
 fn plan() -> Result<Patches> {
     let address = |function: GetPpid| (function as *const ()).expose_provenance();
-    let getppid = Target {
+    let getppid = PatchTarget {
         name: "getppid",
         entry: address(libc::getppid),
         hook: address(hook),
@@ -68,13 +68,13 @@ impl Told {
 }
 
 impl Invalidator for Told {
-    fn invalidate(&self, _: AddressRange, _: Cause) {
+    fn invalidate(&self, _: AddressRange, _: InvalidationCause) {
         self.0.fetch_add(1, Ordering::SeqCst);
     }
-    fn begin(&self, _: AddressRange, _: Cause) -> Change {
-        Change(0)
+    fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
+        InvalidationToken(0)
     }
-    fn end(&self, _: Change) {}
+    fn invalidate_end(&self, _: InvalidationToken) {}
     fn close_gate(&self) {}
     fn open_gate(&self) {}
 }
@@ -85,7 +85,7 @@ impl Invalidator for Told {
 fn whoever_is_subscribed_is_told_and_nobody_else() {
     const ROUNDS: usize = 10_000;
     let _one = ONE_AT_A_TIME.lock().unwrap();
-    let hooks = Hooks::start(&PLACE, NAME, plan).unwrap();
+    let hooks = Hooks::start(&REGISTRY, NAME, plan).unwrap();
     let subscribe = |told: &Arc<Told>| -> Subscription {
         let invalidator: Arc<dyn Invalidator> = Arc::<Told>::clone(told);
         hooks.subscribe(&invalidator).unwrap()
@@ -125,7 +125,7 @@ fn whoever_is_subscribed_is_told_and_nobody_else() {
     assert_eq!(shared.each_ref().map(|told| told.times()), before);
     assert!(hooks.subscribers().table().pass().is_empty());
     // One that is left is let go with the hooks, and another monitor of the process is told still.
-    let other = Hooks::start(&PLACE, NAME, plan).unwrap();
+    let other = Hooks::start(&REGISTRY, NAME, plan).unwrap();
     let [first, second] = &shared;
     subscribe(first);
     subscribe(first);
@@ -147,7 +147,7 @@ fn whoever_is_subscribed_is_told_and_nobody_else() {
 #[test]
 fn one_that_comes_back_to_another_slot_is_let_go_once_it_is_subscribed_no_more() {
     let _one = ONE_AT_A_TIME.lock().unwrap();
-    let [first, second] = [(), ()].map(|()| Hooks::start(&PLACE, NAME, plan).unwrap());
+    let [first, second] = [(), ()].map(|()| Hooks::start(&REGISTRY, NAME, plan).unwrap());
     let tolds = [(); 2].map(|()| Arc::new(Told::default()));
     let [ours, others] =
         tolds.each_ref().map(|told| Arc::<Told>::clone(told) as Arc<dyn Invalidator>);

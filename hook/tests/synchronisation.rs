@@ -9,13 +9,13 @@ use std::{
 };
 
 use hmem_core::{IfaceKind, Result};
-use hmem_hook::{Hooks, MonitorName, Patches, Place, Table, Target};
+use hmem_hook::{HookRegistry, Hooks, MonitorName, PatchTarget, Patches, SubscriberTable};
 
 type GetPpid = unsafe extern "C" fn() -> libc::pid_t;
 
 const NAME: MonitorName =
-    MonitorName { name: "test", iface: IfaceKind::SYSTEM, otherwise: "do without" };
-static PLACE: Place<Table> = Place::new();
+    MonitorName { name: "test", iface: IfaceKind::SYSTEM, fallback_hint: "do without" };
+static REGISTRY: HookRegistry<SubscriberTable> = HookRegistry::new();
 static ORIGINAL: AtomicUsize = AtomicUsize::new(0);
 
 /// Runs in place of `getppid`.
@@ -32,7 +32,7 @@ fn entry() -> usize {
 fn plan() -> Result<Patches> {
     let hook = (hook as *const ()).expose_provenance();
     let call = Some(libc::SYS_getppid);
-    let getppid = Target { name: "getppid", entry: entry(), hook, call, original: &ORIGINAL };
+    let getppid = PatchTarget { name: "getppid", entry: entry(), hook, call, original: &ORIGINAL };
     // SAFETY: the C library stays loaded; the hook is of the function's type and has an `original`
     // to itself.
     unsafe { Patches::plan(NAME, &[getppid]) }
@@ -59,7 +59,7 @@ fn processors_fetch_the_code_anew_after_it_was_patched_and_after_it_was_taken_ba
         None
     };
     supervised::run(libc::SYS_membarrier, seen, || {
-        drop(Hooks::start(&PLACE, NAME, plan).unwrap());
+        drop(Hooks::start(&REGISTRY, NAME, plan).unwrap());
     });
     assert_eq!(code(), unpatched);
     assert_eq!(

@@ -6,13 +6,13 @@ use hmem_core::{
     Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind,
     Result,
     iface::{AllocRequest, Allocator},
+    monitor::FreeSubscriptions,
 };
 
 use crate::{
     context::with_context,
     error::{check, lacks, lacks_symbol},
     lookup::PointerLookup,
-    monitor::FreeSubscriptions,
     streams::synchronize,
     sys::{self, CuDevicePtr, CuMemHandle},
     table::{Left, Origin, OwnedAllocation},

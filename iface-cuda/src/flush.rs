@@ -57,14 +57,12 @@ impl ExportedMemory {
         // A reservation need not have memory where it begins.
         let address = if found.context.is_null() { range.start() } else { base };
         let at = self.contexts.iter().position(|noted| noted.context == found.context);
-        let noted = match at {
-            Some(at) => &mut self.contexts[at],
-            None => {
-                let witnesses = BTreeMap::new();
-                self.contexts.push_mut(WitnessedContext { context: found.context, witnesses })
-            }
-        };
-        noted.witnesses.insert(address.0, id);
+        let at = at.unwrap_or_else(|| {
+            let witnesses = BTreeMap::new();
+            self.contexts.push(WitnessedContext { context: found.context, witnesses });
+            self.contexts.len() - 1
+        });
+        self.contexts[at].witnesses.insert(address.0, id);
     }
 
     fn len(&self) -> usize {

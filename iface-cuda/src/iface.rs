@@ -1,6 +1,7 @@
 //! The iface: opens the driver and holds a component for each facet.
 
 use std::{
+    fmt,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -12,6 +13,7 @@ use hmem_core::{
         Allocator, CopyEngine, Device, DmaBufExporter, Facet, HostRegistrar, InboundFlush, Ipc,
         MonitorSource, PeerMemoryExporter, SegmentMap,
     },
+    monitor::FreeSubscriptions,
 };
 
 use crate::{
@@ -25,7 +27,7 @@ use crate::{
     flush::InboundFlusher,
     ipc::IpcExchange,
     lookup::PointerLookup,
-    monitor::{CudaMonitorKind, CudaMonitors, FreeSubscriptions},
+    monitor::{CudaMonitorKind, CudaMonitors},
     page_lock::PageLocker,
     segments::Segments,
     sys::Functions,
@@ -44,7 +46,6 @@ use crate::{
 /// }
 /// # Ok::<(), hmem_core::Error>(())
 /// ```
-#[derive(Debug)]
 pub struct Cuda {
     lookup: Arc<PointerLookup>,
     flusher: Arc<InboundFlusher>,
@@ -243,6 +244,12 @@ impl Cuda {
             flusher,
             lookup,
         })
+    }
+}
+
+impl fmt::Debug for Cuda {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Cuda").field("name", &self.name()).finish_non_exhaustive()
     }
 }
 

@@ -6,6 +6,7 @@ use hmem_core::{
     Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind,
     Result,
     iface::{Ipc, IpcHandle},
+    monitor::FreeSubscriptions,
 };
 
 use crate::{
@@ -13,7 +14,6 @@ use crate::{
     driver::DeviceEntry,
     error::{check, lacks},
     lookup::PointerLookup,
-    monitor::FreeSubscriptions,
     sys::{self, CU_IPC_HANDLE_SIZE, CuDevicePtr, CuIpcMemHandle, CuResult},
     table::not_live,
 };
@@ -194,6 +194,10 @@ fn opened(code: CuResult) -> Result<()> {
 }
 
 #[cfg(test)]
+#[path = "../../tests/corpus/reader.rs"]
+mod corpus;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
@@ -214,5 +218,15 @@ mod tests {
             assert!(Body::parse(&altered).is_none(), "byte {at}");
             assert!(Body::parse(&bytes[..at]).is_none(), "cut at {at}");
         }
+    }
+
+    #[test]
+    fn handles_of_all_versions_are_read() {
+        corpus::check("ipc-handle-cuda", u32::from(MAGIC[3]), |bytes| {
+            let Body { handle, len, pci_bus_id } = Body::parse(bytes).expect("a handle");
+            let handle: String =
+                handle.reserved.iter().map(|byte| format!("{:02x}", *byte as u8)).collect();
+            format!("handle {handle} len {len} device {pci_bus_id}")
+        });
     }
 }

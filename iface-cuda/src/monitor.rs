@@ -15,7 +15,7 @@
 //! other memory there without changing it (PyTorch's expandable segments do).
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::HashMap,
     fmt,
     str::FromStr,
     sync::{Arc, Weak},
@@ -24,7 +24,9 @@ use std::{
 use hmem_core::{
     AddressRange, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
     iface::MonitorSource,
-    monitor::{Cause, Change, DetectionMethod, Invalidator, Monitor, Subscription},
+    monitor::{
+        DetectionMethod, FreeSubscriptions, InvalidationCause, Invalidator, Monitor, Subscription,
+    },
 };
 use parking_lot::Mutex;
 
@@ -92,81 +94,6 @@ impl FromStr for CudaMonitorKind {
     }
 }
 
-/// A range that an invalidator is notified of.
-#[derive(Clone, Debug)]
-struct WatchedRange {
-    range: AddressRange,
-    invalidator: Arc<dyn Invalidator>,
-    /// Locked while the invalidator is called, so that unsubscribing waits for its end.
-    active: Arc<Mutex<bool>>,
-}
-
-#[derive(Debug, Default)]
-struct WatchedRanges {
-    next: u64,
-    by_id: BTreeMap<u64, WatchedRange>,
-    /// Ranges that are being freed, each once for each free in progress.
-    going: Vec<AddressRange>,
-}
-
-/// Subscriptions to frees that this process makes through the iface or announces.
-#[derive(Debug, Default)]
-pub(crate) struct FreeSubscriptions(Mutex<WatchedRanges>);
-
-impl FreeSubscriptions {
-    /// Runs `free` while everything cached over `range` is invalidated and stays so.
-    ///
-    /// Frees of one range may overlap: as soon as the driver has an address back it may give it to
-    /// another thread, which may free it before the first free has ended here.
-    pub(crate) fn while_freeing<T>(&self, range: AddressRange, free: impl FnOnce() -> T) -> T {
-        let mut watched = self.0.lock();
-        watched.going.push(range);
-        let touched = watched.by_id.values().filter(|watch| watch.range.overlaps(range));
-        let touched: Vec<_> = touched.cloned().collect();
-        drop(watched);
-        let changes: Vec<(WatchedRange, Change)> = touched
-            .into_iter()
-            .filter_map(|watch| {
-                let active = watch.active.lock();
-                let change = active.then(|| watch.invalidator.begin(range, Cause::Free));
-                drop(active);
-                change.map(|change| (watch, change))
-            })
-            .collect();
-        let result = free();
-        for (watch, change) in changes {
-            watch.invalidator.end(change);
-        }
-        let mut watched = self.0.lock();
-        if let Some(at) = watched.going.iter().position(|going| *going == range) {
-            watched.going.swap_remove(at);
-        }
-        result
-    }
-
-    fn add(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Subscription {
-        let watch = WatchedRange { range, invalidator, active: Arc::new(Mutex::new(true)) };
-        let mut watched = self.0.lock();
-        watched.next += 1;
-        let id = watched.next;
-        watched.by_id.insert(id, watch.clone());
-        // A free in progress does not notify this subscription.
-        let missed = watched.going.iter().copied().find(|going| going.overlaps(range));
-        drop(watched);
-        if let Some(going) = missed {
-            watch.invalidator.invalidate(going, Cause::Free);
-        }
-        Subscription(id)
-    }
-
-    fn remove(&self, subscription: Subscription) {
-        let watch = self.0.lock().by_id.remove(&subscription.0);
-        if let Some(watch) = watch {
-            *watch.active.lock() = false;
-        }
-    }
-}
-
 /// Starts monitors of CUDA memory.
 #[derive(Debug)]
 pub(crate) struct CudaMonitors {
@@ -226,7 +153,6 @@ impl MonitorSource for CudaMonitors {
 }
 
 /// A monitor of CUDA memory. It does not keep its iface open.
-#[derive(Debug)]
 struct CudaMonitor {
     lookup: Weak<PointerLookup>,
     subscriptions: Weak<FreeSubscriptions>,
@@ -264,6 +190,15 @@ impl CudaMonitor {
     }
 }
 
+impl fmt::Debug for CudaMonitor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CudaMonitor")
+            .field("name", &self.name())
+            .field("detection", &self.detection())
+            .finish_non_exhaustive()
+    }
+}
+
 impl Monitor for CudaMonitor {
     fn name(&self) -> &str {
         match (&self.hooks, self.by_hooks) {
@@ -281,8 +216,9 @@ impl Monitor for CudaMonitor {
         DetectionMethod::Identity
     }
 
-    fn detects(&self, cause: Cause) -> bool {
-        cause == Cause::Identity || cause == Cause::Free && self.hooks.is_some()
+    fn detects(&self, cause: InvalidationCause) -> bool {
+        cause == InvalidationCause::Identity
+            || cause == InvalidationCause::Free && self.hooks.is_some()
     }
 
     fn subscribe(

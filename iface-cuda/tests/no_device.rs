@@ -7,7 +7,7 @@ use std::{ffi::c_int, path::PathBuf, sync::Arc};
 
 use hmem_core::{
     AddressRange, ErrorKind,
-    monitor::{Cause, Change, Invalidator},
+    monitor::{InvalidationCause, InvalidationToken, Invalidator},
 };
 use hmem_iface_cuda::{
     Cuda, FreeHooks,
@@ -127,16 +127,16 @@ fn the_real_driver_answers_as_recorded_before_it_started() {
 struct Told(std::sync::Mutex<Vec<AddressRange>>);
 
 impl Invalidator for Told {
-    fn invalidate(&self, range: AddressRange, _: Cause) {
+    fn invalidate(&self, range: AddressRange, _: InvalidationCause) {
         self.0.lock().unwrap().push(range);
     }
 
-    fn begin(&self, range: AddressRange, cause: Cause) -> Change {
+    fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         self.invalidate(range, cause);
-        Change(0)
+        InvalidationToken(0)
     }
 
-    fn end(&self, _: Change) {}
+    fn invalidate_end(&self, _: InvalidationToken) {}
 
     fn close_gate(&self) {}
 

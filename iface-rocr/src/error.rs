@@ -43,3 +43,30 @@ pub(crate) fn check(code: HsaStatus, operation: &'static str) -> Result<()> {
 pub(crate) fn coded(error: Error, code: HsaStatus) -> Error {
     error.driver_code(code.name().unwrap_or_default(), code.0.into())
 }
+
+/// Returns a function that older runtimes lack.
+pub(crate) fn symbol<F>(function: Option<F>, symbol: &'static str) -> Result<F> {
+    function.ok_or_else(|| lacks_symbol(symbol, symbol))
+}
+
+/// Returns the error for an operation whose function the library lacks.
+pub(crate) fn lacks_symbol(operation: &'static str, symbol: &'static str) -> Error {
+    lacks(operation, "the library lacks the function").context("symbol", symbol)
+}
+
+/// Returns the code of an export as an error, with the remedy for a refusal.
+pub(crate) fn refused(code: HsaStatus, call: &'static str) -> Result<()> {
+    check(code, call).map_err(|error| match code {
+        HsaStatus::HSA_STATUS_ERROR_INVALID_AGENT => {
+            error.remedy("the memory is of a device that exports none: allocate it from a GPU's pool")
+        }
+        HsaStatus::HSA_STATUS_ERROR_INVALID_ALLOCATION => error.remedy(
+            "the runtime exports memory of its pools, whole in one allocation: not of reserved addresses, and not what was \
+             freed meanwhile",
+        ),
+        HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES => {
+            error.remedy("the process may be out of file descriptors (`ulimit -n`)")
+        }
+        _ => error,
+    })
+}

@@ -1,106 +1,193 @@
-//! Lookup of addresses: the allocation that an address lies in.
+//! Lookup of addresses: the allocation that an address lies in, its kind and its identity.
 
-use std::{ffi::c_void, ptr};
+use std::{ffi::c_void, ptr, sync::Arc};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind,
-    IfaceKind, Result,
+    Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind,
+    Result,
 };
 
 use crate::{
     error::{check, lacks},
-    sys::{self, Agent, Functions, PointerInfo},
+    runtime::Runtime,
+    sys::{self, Agent, PointerInfo},
+    table::{AllocationTable, Origin, on_free},
 };
 
-/// Allocations of ROCr have no identity: the runtime keeps none.
+/// Identity of memory in a runtime without deallocation callbacks.
 const NO_IDENTITY: AllocationId = AllocationId(0);
 
-/// Returns the allocation around an address, or `None` if the runtime does not know the address.
-pub(crate) fn query(
-    functions: &Functions,
-    agents: &[(Agent, Option<DeviceId>)],
-    address: Address,
-) -> Result<Option<Allocation>> {
-    const CALL: &str = "hsa_amd_pointer_info";
-    // The runtime calls the null pointer an invalid argument.
-    if address.0 == 0 {
-        return Ok(None);
-    }
-    let mut info = PointerInfo {
-        size: size_of::<PointerInfo>() as u32,
-        kind: sys::HSA_EXT_POINTER_TYPE_UNKNOWN,
-        agent_base: ptr::null_mut(),
-        host_base: ptr::null_mut(),
-        len: 0,
-        user_data: ptr::null_mut(),
-        owner: Agent::default(),
-        global_flags: 0,
-    };
-    // SAFETY: `info` is writable and says its size; without an allocator no list of agents is
-    // written. The address is only looked up, never dereferenced.
-    let code = unsafe {
-        (functions.pointer_info)(
-            ptr::without_provenance::<c_void>(address.0 as usize),
-            &mut info,
-            None,
-            ptr::null_mut(),
-            ptr::null_mut(),
-        )
-    };
-    check(code, CALL).map_err(|error| error.context("address", address))?;
+/// Looks addresses up in the runtime.
+#[derive(Debug)]
+pub(crate) struct Lookup {
+    pub(crate) runtime: Arc<Runtime>,
+    pub(crate) table: Arc<AllocationTable>,
+}
 
-    // Of an unknown address nothing but the type is written: read it first.
-    let owner = agents.iter().find(|(agent, _)| *agent == info.owner).map(|(_, device)| *device);
-    let (kind, device) = match info.kind {
-        sys::HSA_EXT_POINTER_TYPE_UNKNOWN => return Ok(None),
-        sys::HSA_EXT_POINTER_TYPE_LOCKED => (AllocationKind::Host, None),
-        sys::HSA_EXT_POINTER_TYPE_HSA
-        | sys::HSA_EXT_POINTER_TYPE_GRAPHICS
-        | sys::HSA_EXT_POINTER_TYPE_IPC => {
-            match owner {
-                Some(None) => (AllocationKind::Host, None),
-                Some(device) => (AllocationKind::Device, device),
-                // Shared memory may come from a device that this process does not see.
-                None => (AllocationKind::Device, None),
+impl Lookup {
+    /// Returns the allocation around an address, or `None` if the runtime does not know the
+    /// address.
+    pub(crate) fn find(&self, address: Address) -> Result<Option<Allocation>> {
+        // The runtime calls the null pointer an invalid argument.
+        if address.0 == 0 {
+            return Ok(None);
+        }
+        let Some((kind, allocation)) = self.describe(address)? else { return Ok(None) };
+        match kind {
+            sys::HSA_EXT_POINTER_TYPE_HSA => self.identify(address, allocation).map(Some),
+            // Without a callback the free would go unnoticed, so each lookup returns a new
+            // identity, which never hits.
+            _ if allocation.id == NO_IDENTITY && self.has_identities() => {
+                Ok(Some(Allocation { id: self.table.next_id(), ..allocation }))
             }
-        }
-        // The runtime gives the queried address itself as the base of mapped memory, and no agent
-        // address for memory that is only reserved: where the allocation begins is not to
-        // be had.
-        other => {
-            let name = match other {
-                sys::HSA_EXT_POINTER_TYPE_RESERVED_ADDR => "HSA_EXT_POINTER_TYPE_RESERVED_ADDR",
-                sys::HSA_EXT_POINTER_TYPE_HSA_VMEM => "HSA_EXT_POINTER_TYPE_HSA_VMEM",
-                _ => "unknown",
-            };
-            return Err(lacks(
-                "query",
-                "hmem-iface-rocr does not find where memory of this type begins yet",
-            )
-            .context("address", address)
-            .context("type", format_args!("{name} ({other})")));
-        }
-    };
-    // Locked memory has one address for the CPU and may have another for agents.
-    for base in [info.agent_base, info.host_base] {
-        let range = AddressRange::new(Address::of_ptr(base), info.len as u64)?;
-        if !base.is_null() && range.contains(address) {
-            return Ok(Some(Allocation {
-                iface: IfaceKind::ROCR,
-                range,
-                device,
-                kind,
-                id: NO_IDENTITY,
-            }));
+            _ => Ok(Some(allocation)),
         }
     }
-    Err(Error::new(ErrorKind::Driver, "query")
-        .iface(IfaceKind::ROCR)
-        .context(
-            "reason",
-            "the driver's answer does not describe an allocation that holds the address",
-        )
-        .context("address", address)
-        .context("type", info.kind)
-        .context("length", info.len))
+
+    /// Returns true if the runtime calls back when memory is freed.
+    pub(crate) fn has_identities(&self) -> bool {
+        self.runtime.functions.register_deallocation.is_some()
+    }
+
+    /// Returns the type that the runtime gives to an address, and the allocation around it. It has
+    /// an identity if it is in the table and has no callback.
+    fn describe(&self, address: Address) -> Result<Option<(u32, Allocation)>> {
+        let info = self.pointer_info(address)?;
+        // Of an unknown address nothing but the type is written: read it first.
+        let (kind, device) = match info.kind {
+            sys::HSA_EXT_POINTER_TYPE_UNKNOWN => return Ok(None),
+            sys::HSA_EXT_POINTER_TYPE_LOCKED => (AllocationKind::HostRegistered, None),
+            sys::HSA_EXT_POINTER_TYPE_HSA
+            | sys::HSA_EXT_POINTER_TYPE_GRAPHICS
+            | sys::HSA_EXT_POINTER_TYPE_IPC => {
+                // Shared memory may come from a device that this process does not see.
+                let device = self.runtime.device_of(info.owner);
+                let device = device.map(|device| device.description.id);
+                if info.kind == sys::HSA_EXT_POINTER_TYPE_IPC {
+                    (AllocationKind::Imported, device)
+                } else if self.runtime.is_cpu(info.owner) {
+                    (AllocationKind::Host, None)
+                } else {
+                    (AllocationKind::Device, device)
+                }
+            }
+            other => return self.own_or_refuse(address, other),
+        };
+        let within = |base: *mut c_void| {
+            let range = AddressRange::new(Address::of_ptr(base), info.len as u64).ok()?;
+            (!base.is_null() && range.contains(address)).then_some(range)
+        };
+        // Locked memory has one address for the CPU and may have another for agents.
+        let locked = kind == AllocationKind::HostRegistered;
+        let base = if locked { info.host_base } else { info.agent_base };
+        let Some(range) = within(base) else {
+            if locked && within(info.agent_base).is_some() {
+                return Err(lacks(
+                    "query",
+                    "this is the devices' address of page-locked host memory",
+                )
+                .context("address", address)
+                .context("host address", Address::of_ptr(info.host_base))
+                .remedy("name the memory by its host address"));
+            }
+            return Err(Error::new(ErrorKind::Driver, "query")
+                .iface(IfaceKind::ROCR)
+                .context(
+                    "reason",
+                    "the driver's answer does not describe an allocation that holds the address",
+                )
+                .context("address", address)
+                .context("type", info.kind)
+                .context("length", info.len));
+        };
+        let found = Allocation { iface: IfaceKind::ROCR, range, device, kind, id: NO_IDENTITY };
+        // A runtime may round the length up. The rest of the last page is nobody's.
+        let own = self.table.own_at(range.start());
+        let own = own.filter(|own| own.kind == kind && range.contains_range(own.range));
+        Ok(match own {
+            Some(own) if !own.range.contains(address) => None,
+            own => Some((info.kind, own.unwrap_or(found))),
+        })
+    }
+
+    /// Returns this iface's own VMM memory. The runtime does not say where other such memory
+    /// begins: it gives the queried address itself as the base, or that of the reservation.
+    fn own_or_refuse(&self, address: Address, kind: u32) -> Result<Option<(u32, Allocation)>> {
+        if let Some((allocation, Origin::Virtual { .. })) = self.table.own_around(address) {
+            return Ok(Some((kind, allocation)));
+        }
+        let name = match kind {
+            sys::HSA_EXT_POINTER_TYPE_RESERVED_ADDR => "HSA_EXT_POINTER_TYPE_RESERVED_ADDR",
+            sys::HSA_EXT_POINTER_TYPE_HSA_VMEM => "HSA_EXT_POINTER_TYPE_HSA_VMEM",
+            _ => "unknown",
+        };
+        Err(lacks("query", "the runtime does not say where memory of this type begins")
+            .context("address", address)
+            .context("type", format_args!("{name} ({kind})"))
+            .remedy("allocate it from a pool (hipMalloc), or through this iface as virtual memory"))
+    }
+
+    /// Returns the runtime's answer about an address.
+    pub(crate) fn pointer_info(&self, address: Address) -> Result<PointerInfo> {
+        let mut info = PointerInfo {
+            size: size_of::<PointerInfo>() as u32,
+            kind: sys::HSA_EXT_POINTER_TYPE_UNKNOWN,
+            agent_base: ptr::null_mut(),
+            host_base: ptr::null_mut(),
+            len: 0,
+            user_data: ptr::null_mut(),
+            owner: Agent::default(),
+            global_flags: 0,
+        };
+        // SAFETY: `info` is writable and says its size; without an allocator no list of agents is
+        // written. The address is only looked up, never dereferenced.
+        let code = unsafe {
+            (self.runtime.functions.pointer_info)(
+                ptr::without_provenance::<c_void>(address.0 as usize),
+                &mut info,
+                None,
+                ptr::null_mut(),
+                ptr::null_mut(),
+            )
+        };
+        check(code, "hsa_amd_pointer_info")
+            .map(|()| info)
+            .map_err(|error| error.context("address", address))
+    }
+
+    /// Gives an allocation of a pool its identity. An allocation that is seen for the first time
+    /// gets a callback for its free.
+    fn identify(&self, address: Address, seen: Allocation) -> Result<Allocation> {
+        let Some(register) = self.runtime.functions.register_deallocation else {
+            return Ok(seen);
+        };
+        if let Some(id) = self.table.id_of(&seen) {
+            return Ok(Allocation { id, ..seen });
+        }
+        let registering = self.table.registering.lock();
+        if let Some(id) = self.table.id_of(&seen) {
+            return Ok(Allocation { id, ..seen });
+        }
+        let (id, notice) = self.table.begin(seen.base());
+        let base = ptr::with_exposed_provenance_mut::<c_void>(seen.base().0 as usize);
+        // SAFETY: the address is only looked up. The runtime has `notice` until it calls `on_free`,
+        // which holds nothing but a weak reference; this crate never deregisters it.
+        let code = unsafe { register(base, on_free, notice) };
+        if let Err(error) = check(code, "hsa_amd_register_deallocation_callback") {
+            // SAFETY: `begin` made it, and the runtime refused it.
+            unsafe { self.table.cancel(seen.base(), id, notice) };
+            tracing::debug!(%error, range = %seen.range, "memory whose free cannot be noticed");
+            return Ok(Allocation { id, ..seen });
+        }
+        // The callback is that of whatever is there now.
+        let now = self.describe(address)?;
+        let now = now.map_or(seen, |(_, now)| now);
+        let known = Allocation { id, ..now };
+        if known.base() != seen.base() || !self.table.describe(known) {
+            // Freed meanwhile: returns the first answer under an identity that no other lookup gets.
+            drop(registering);
+            return Ok(Allocation { id, ..seen });
+        }
+        Ok(known)
+    }
 }

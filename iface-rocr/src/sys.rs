@@ -30,6 +30,9 @@ macro_rules! codes {
                 pub const $name: Self = Self($code);
             )+
 
+            /// Every code with a name.
+            pub const ALL: &[Self] = &[$(Self::$name),+];
+
             /// The name in `hsa.h` and `hsa_ext_amd.h`, where it has one.
             #[must_use]
             pub const fn name(self) -> Option<&'static str> {
@@ -127,76 +130,157 @@ pub struct PointerInfo {
     pub global_flags: u32,
 }
 
-/// An attribute of an agent (`hsa_agent_info_t`, `hsa_amd_agent_info_t`), with the type that the
-/// header gives it.
+/// `hsa_signal_t`: a value that the runtime lowers when a copy ends.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Signal {
+    /// Opaque; 0 is no signal.
+    pub handle: u64,
+}
+
+/// `hsa_amd_vmem_alloc_handle_t`: physical memory that can be mapped.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct VmemHandle {
+    /// Opaque.
+    pub handle: u64,
+}
+
+/// `hsa_amd_memory_access_desc_t`
+#[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct AgentAttribute<T> {
+pub struct AccessDesc {
+    /// An `HSA_ACCESS_PERMISSION_*`.
+    pub permissions: u32,
+    /// The agent that may access the memory.
+    pub agent: Agent,
+}
+
+/// `hsa_amd_ipc_memory_t`: an allocation as another process can attach it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct IpcMemory {
+    /// Opaque.
+    pub handle: [u32; 8],
+}
+
+/// `hsa_amd_hdp_flush_t`: registers that flush what came in over PCIe.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct HdpFlush {
+    /// Writing 1 makes earlier writes to the device's memory visible to the device. Null on a
+    /// device without it.
+    pub memory: *mut u32,
+    /// The register that does so for writes to the device's registers. Null on a device without it.
+    pub registers: *mut u32,
+}
+
+/// An attribute of an agent, a pool or the system, with the type that the header gives it.
+#[derive(Clone, Copy, Debug)]
+pub struct Attribute<T> {
     /// The number in the header.
     pub number: u32,
     /// A value of its type, to be written over.
     pub(crate) empty: T,
 }
 
-/// `HSA_AGENT_INFO_NAME`: `char[64]`.
-pub const HSA_AGENT_INFO_NAME: AgentAttribute<[u8; 64]> =
-    AgentAttribute { number: 0, empty: [0; 64] };
-/// `HSA_AGENT_INFO_DEVICE`: an `HSA_DEVICE_TYPE_*`.
-pub const HSA_AGENT_INFO_DEVICE: AgentAttribute<u32> = AgentAttribute { number: 17, empty: 0 };
-/// `HSA_AMD_AGENT_INFO_BDFID`: `uint32_t`, bus in bits 8 to 15, device in 3 to 7, function in 0 to
-/// 2.
-pub const HSA_AMD_AGENT_INFO_BDFID: AgentAttribute<u32> =
-    AgentAttribute { number: 0xa006, empty: 0 };
-/// `HSA_AMD_AGENT_INFO_PRODUCT_NAME`: `char[64]`.
-pub const HSA_AMD_AGENT_INFO_PRODUCT_NAME: AgentAttribute<[u8; 64]> =
-    AgentAttribute { number: 0xa009, empty: [0; 64] };
-/// `HSA_AMD_AGENT_INFO_DOMAIN`: `uint32_t`, the PCI domain.
-pub const HSA_AMD_AGENT_INFO_DOMAIN: AgentAttribute<u32> =
-    AgentAttribute { number: 0xa00f, empty: 0 };
+macro_rules! attributes {
+    ($($(#[doc = $doc:literal])+ $name:ident: $type:ty = $number:literal, $empty:expr;)+) => {
+        $(
+            #[doc = concat!("`", stringify!($name), "`: ")]
+            $(#[doc = $doc])+
+            pub const $name: Attribute<$type> = Attribute { number: $number, empty: $empty };
+        )+
 
-/// `HSA_DEVICE_TYPE_CPU`
-pub const HSA_DEVICE_TYPE_CPU: u32 = 0;
-/// `HSA_DEVICE_TYPE_GPU`
-pub const HSA_DEVICE_TYPE_GPU: u32 = 1;
-
-/// An attribute of a memory pool (`hsa_amd_memory_pool_info_t`), with the type that the header
-/// gives it.
-#[derive(Clone, Copy, Debug)]
-pub struct PoolAttribute<T> {
-    /// The number in the header.
-    pub number: u32,
-    /// A value of its type, to be written over.
-    pub(crate) empty: T,
+        const ATTRIBUTES: &[(&str, u64)] = &[$((stringify!($name), $number)),+];
+    };
 }
 
-/// `HSA_AMD_MEMORY_POOL_INFO_SEGMENT`: an `HSA_AMD_SEGMENT_*`.
-pub const HSA_AMD_MEMORY_POOL_INFO_SEGMENT: PoolAttribute<u32> =
-    PoolAttribute { number: 0, empty: 0 };
-/// `HSA_AMD_MEMORY_POOL_INFO_SIZE`: `size_t`, bytes.
-pub const HSA_AMD_MEMORY_POOL_INFO_SIZE: PoolAttribute<usize> =
-    PoolAttribute { number: 2, empty: 0 };
-/// `HSA_AMD_SEGMENT_GLOBAL`
-pub const HSA_AMD_SEGMENT_GLOBAL: u32 = 0;
+attributes! {
+    /// `char[64]`
+    HSA_AGENT_INFO_NAME: [u8; 64] = 0, [0; 64];
+    /// an `HSA_DEVICE_TYPE_*`
+    HSA_AGENT_INFO_DEVICE: u32 = 17, 0;
+    /// `uint32_t`, bus in bits 8 to 15, device in 3 to 7, function in 0 to 2
+    HSA_AMD_AGENT_INFO_BDFID: u32 = 0xa006, 0;
+    /// `char[64]`
+    HSA_AMD_AGENT_INFO_PRODUCT_NAME: [u8; 64] = 0xa009, [0; 64];
+    /// addresses of the registers, null without them
+    HSA_AMD_AGENT_INFO_HDP_FLUSH: HdpFlush =
+        0xa00e, HdpFlush { memory: std::ptr::null_mut(), registers: std::ptr::null_mut() };
+    /// `uint32_t`, the PCI domain
+    HSA_AMD_AGENT_INFO_DOMAIN: u32 = 0xa00f, 0;
+    /// an `HSA_AMD_SEGMENT_*`
+    HSA_AMD_MEMORY_POOL_INFO_SEGMENT: u32 = 0, 0;
+    /// `uint32_t`, `HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_*` bits of a global pool
+    HSA_AMD_MEMORY_POOL_INFO_GLOBAL_FLAGS: u32 = 1, 0;
+    /// `size_t`, bytes
+    HSA_AMD_MEMORY_POOL_INFO_SIZE: usize = 2, 0;
+    /// `bool`
+    HSA_AMD_MEMORY_POOL_INFO_RUNTIME_ALLOC_ALLOWED: u8 = 5, 0;
+    /// `size_t`, bytes that allocations are rounded up to
+    HSA_AMD_MEMORY_POOL_INFO_RUNTIME_ALLOC_GRANULE: usize = 6, 0;
+    /// `bool`, from ROCm 5.6 on
+    HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED: u8 = 0x204, 0;
+    /// `bool`, from ROCm 6.0 on
+    HSA_AMD_SYSTEM_INFO_VIRTUAL_MEM_API_SUPPORTED: u8 = 0x205, 0;
+}
 
-/// Not memory of the runtime.
-pub const HSA_EXT_POINTER_TYPE_UNKNOWN: u32 = 0;
-/// From one of the runtime's allocators.
-pub const HSA_EXT_POINTER_TYPE_HSA: u32 = 1;
-/// Host memory that was page-locked for agents.
-pub const HSA_EXT_POINTER_TYPE_LOCKED: u32 = 2;
-/// Shared by a graphics component.
-pub const HSA_EXT_POINTER_TYPE_GRAPHICS: u32 = 3;
-/// Shared by another process.
-pub const HSA_EXT_POINTER_TYPE_IPC: u32 = 4;
-/// A reserved address range with nothing mapped here. From version 1.12 of the AMD extension on.
-pub const HSA_EXT_POINTER_TYPE_RESERVED_ADDR: u32 = 5;
-/// Mapped into a reserved address range. From version 1.12 of the AMD extension on.
-pub const HSA_EXT_POINTER_TYPE_HSA_VMEM: u32 = 6;
+macro_rules! constants {
+    ($($(#[doc = $doc:literal])* $name:ident: $type:ty = $value:expr;)+) => {
+        $(
+            #[doc = concat!("`", stringify!($name), "`")]
+            #[doc = ""]
+            $(#[doc = $doc])*
+            pub const $name: $type = $value;
+        )+
 
-/// What [`Functions`]' `iterate_agents` calls for each agent.
+        const PLAIN: &[(&str, u64)] = &[$((stringify!($name), $name as u64)),+];
+    };
+}
+
+constants! {
+    HSA_DEVICE_TYPE_CPU: u32 = 0;
+    HSA_DEVICE_TYPE_GPU: u32 = 1;
+    HSA_AMD_SEGMENT_GLOBAL: u32 = 0;
+    HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_KERNARG_INIT: u32 = 1;
+    HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_FINE_GRAINED: u32 = 2;
+    HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_COARSE_GRAINED: u32 = 4;
+    /// Not memory of the runtime.
+    HSA_EXT_POINTER_TYPE_UNKNOWN: u32 = 0;
+    /// From one of the runtime's allocators.
+    HSA_EXT_POINTER_TYPE_HSA: u32 = 1;
+    /// Host memory that was page-locked for agents.
+    HSA_EXT_POINTER_TYPE_LOCKED: u32 = 2;
+    /// Shared by a graphics component.
+    HSA_EXT_POINTER_TYPE_GRAPHICS: u32 = 3;
+    /// Shared by another process.
+    HSA_EXT_POINTER_TYPE_IPC: u32 = 4;
+    /// A reserved address range, of which the runtime does not say what is mapped there. From
+    /// version 1.12 of the AMD extension on.
+    HSA_EXT_POINTER_TYPE_RESERVED_ADDR: u32 = 5;
+    /// Mapped into a reserved address range. From version 1.12 of the AMD extension on.
+    HSA_EXT_POINTER_TYPE_HSA_VMEM: u32 = 6;
+    HSA_SIGNAL_CONDITION_LT: u32 = 2;
+    HSA_WAIT_STATE_BLOCKED: u32 = 0;
+    HSA_ACCESS_PERMISSION_RW: u32 = 3;
+    MEMORY_TYPE_PINNED: u32 = 1;
+    HSA_AMD_DMABUF_MAPPING_TYPE_NONE: u64 = 0;
+    /// The mapping by which devices reach the memory over PCIe. From ROCm 7 on.
+    HSA_AMD_DMABUF_MAPPING_TYPE_PCIE: u64 = 1;
+}
+
+/// Every constant of this module by its name in the headers, the attributes' numbers first.
+pub const CONSTANTS: [&[(&str, u64)]; 2] = [ATTRIBUTES, PLAIN];
+
+/// Callback of `hsa_iterate_agents`, called for each agent.
 pub type AgentCallback = unsafe extern "C" fn(Agent, *mut c_void) -> HsaStatus;
-/// What [`Functions`]' `agent_iterate_memory_pools` calls for each pool.
+/// Callback of `hsa_amd_agent_iterate_memory_pools`, called for each pool.
 pub type PoolCallback = unsafe extern "C" fn(MemoryPool, *mut c_void) -> HsaStatus;
-/// What `hsa_amd_pointer_info` would allocate its list of agents with; this crate asks for none.
+/// Callback of `hsa_amd_register_deallocation_callback`: the address and the user's data.
+pub type DeallocationCallback = unsafe extern "C" fn(*mut c_void, *mut c_void);
+/// Allocator that `hsa_amd_pointer_info` would use for its list of agents; this crate asks for
+/// none.
 pub type ListAllocator = Option<unsafe extern "C" fn(usize) -> *mut c_void>;
 
 const _: () = assert!(size_of::<HsaStatus>() == 4);
@@ -212,17 +296,30 @@ const _: () = assert!(mem::offset_of!(PointerInfo, owner) == 40);
 const _: () = assert!(mem::offset_of!(PointerInfo, global_flags) == 48);
 
 macro_rules! functions {
-    ($($(#[doc = $doc:literal])+ $field:ident: $symbol:ident = fn($($argument:ty),*);)+) => {
+    (
+        required { $($field:ident: $symbol:ident($($argument:ty),*) -> $returns:ty;)+ }
+        optional { $($ofield:ident: $osymbol:ident($($oargument:ty),*) -> $oreturns:ty;)+ }
+    ) => {
         /// The functions of libhsa-runtime64.so.1 that this crate calls.
         #[derive(Clone, Debug)]
         pub struct Functions {
             library: Arc<str>,
-            $($(#[doc = $doc])+ pub(crate) $field: unsafe extern "C" fn($($argument),*) -> HsaStatus,)+
+            $(pub(crate) $field: unsafe extern "C" fn($($argument),*) -> $returns,)+
+            $(pub(crate) $ofield: Option<unsafe extern "C" fn($($oargument),*) -> $oreturns>,)+
         }
 
         impl Functions {
             /// Every symbol that the library must have.
             pub const SYMBOLS: &[&str] = &[$(stringify!($symbol)),+];
+
+            /// Symbols without which a facet is missing.
+            pub const OPTIONAL_SYMBOLS: &[&str] = &[$(stringify!($osymbol)),+];
+
+            /// Each symbol with the types of its arguments and of its result.
+            pub const SIGNATURES: &[(&str, &[&str], &str)] = &[
+                $((stringify!($symbol), &[$(stringify!($argument)),*], stringify!($returns)),)+
+                $((stringify!($osymbol), &[$(stringify!($oargument)),*], stringify!($oreturns)),)+
+            ];
 
             /// # Safety
             /// As [`Functions::from_lookup`].
@@ -230,18 +327,27 @@ macro_rules! functions {
                 library: &str,
                 mut lookup: impl FnMut(&'static str) -> Option<*const ()>,
             ) -> Result<Self> {
+                let mut lookup = |symbol| lookup(symbol).filter(|address| !address.is_null());
                 Ok(Self {
                     library: library.into(),
                     $($field: {
                         let address = lookup(stringify!($symbol))
-                            .filter(|address| !address.is_null())
                             .ok_or_else(|| lacks_symbol(library, stringify!($symbol)))?;
-                        // SAFETY: the caller promises that what it returns under this name is a function with the
-                        // signature that the header declares for it, which is the one in this table.
+                        // SAFETY: the caller promises that what it returns under this name is a
+                        // function with the signature that the header declares for it, which is the
+                        // one in this table.
                         unsafe {
-                            mem::transmute::<*const (), unsafe extern "C" fn($($argument),*) -> HsaStatus>(address)
+                            mem::transmute::<*const (), unsafe extern "C" fn($($argument),*) -> $returns>(address)
                         }
                     },)+
+                    $($ofield: lookup(stringify!($osymbol)).map(|address| {
+                        // SAFETY: the caller promises that what it returns under this name is a
+                        // function with the signature that the header declares for it, which is the
+                        // one in this table.
+                        unsafe {
+                            mem::transmute::<*const (), unsafe extern "C" fn($($oargument),*) -> $oreturns>(address)
+                        }
+                    }),)+
                 })
             }
         }
@@ -249,21 +355,43 @@ macro_rules! functions {
 }
 
 functions! {
-    /// `hsa_init()`
-    init: hsa_init = fn();
-    /// `hsa_shut_down()`
-    shut_down: hsa_shut_down = fn();
-    /// `hsa_iterate_agents(callback, data)`
-    iterate_agents: hsa_iterate_agents = fn(AgentCallback, *mut c_void);
-    /// `hsa_agent_get_info(agent, attribute, value)`
-    agent_get_info: hsa_agent_get_info = fn(Agent, u32, *mut c_void);
-    /// `hsa_amd_agent_iterate_memory_pools(agent, callback, data)`
-    agent_iterate_memory_pools: hsa_amd_agent_iterate_memory_pools = fn(Agent, PoolCallback, *mut c_void);
-    /// `hsa_amd_memory_pool_get_info(pool, attribute, value)`
-    memory_pool_get_info: hsa_amd_memory_pool_get_info = fn(MemoryPool, u32, *mut c_void);
-    /// `hsa_amd_pointer_info(pointer, info, alloc, count, agents)`
-    pointer_info: hsa_amd_pointer_info =
-        fn(*const c_void, *mut PointerInfo, ListAllocator, *mut u32, *mut *mut Agent);
+    required {
+        init: hsa_init() -> HsaStatus;
+        shut_down: hsa_shut_down() -> HsaStatus;
+        system_get_info: hsa_system_get_info(u32, *mut c_void) -> HsaStatus;
+        iterate_agents: hsa_iterate_agents(AgentCallback, *mut c_void) -> HsaStatus;
+        agent_get_info: hsa_agent_get_info(Agent, u32, *mut c_void) -> HsaStatus;
+        agent_iterate_memory_pools: hsa_amd_agent_iterate_memory_pools(Agent, PoolCallback, *mut c_void) -> HsaStatus;
+        memory_pool_get_info: hsa_amd_memory_pool_get_info(MemoryPool, u32, *mut c_void) -> HsaStatus;
+        memory_pool_allocate: hsa_amd_memory_pool_allocate(MemoryPool, usize, u32, *mut *mut c_void) -> HsaStatus;
+        memory_pool_free: hsa_amd_memory_pool_free(*mut c_void) -> HsaStatus;
+        agents_allow_access: hsa_amd_agents_allow_access(u32, *const Agent, *const u32, *const c_void) -> HsaStatus;
+        pointer_info: hsa_amd_pointer_info(*const c_void, *mut PointerInfo, ListAllocator, *mut u32, *mut *mut Agent) -> HsaStatus;
+        signal_create: hsa_signal_create(i64, u32, *const Agent, *mut Signal) -> HsaStatus;
+        signal_destroy: hsa_signal_destroy(Signal) -> HsaStatus;
+        signal_load: hsa_signal_load_scacquire(Signal) -> i64;
+        signal_wait: hsa_signal_wait_scacquire(Signal, u32, i64, u64, u32) -> i64;
+    }
+    optional {
+        async_copy: hsa_amd_memory_async_copy(*mut c_void, Agent, *const c_void, Agent, usize, u32, *const Signal, Signal) -> HsaStatus;
+        register_deallocation: hsa_amd_register_deallocation_callback(*mut c_void, DeallocationCallback, *mut c_void) -> HsaStatus;
+        memory_lock: hsa_amd_memory_lock(*mut c_void, usize, *mut Agent, i32, *mut *mut c_void) -> HsaStatus;
+        memory_unlock: hsa_amd_memory_unlock(*mut c_void) -> HsaStatus;
+        export_dmabuf: hsa_amd_portable_export_dmabuf(*const c_void, usize, *mut i32, *mut u64) -> HsaStatus;
+        export_dmabuf_v2: hsa_amd_portable_export_dmabuf_v2(*const c_void, usize, *mut i32, *mut u64, u64) -> HsaStatus;
+        close_dmabuf: hsa_amd_portable_close_dmabuf(i32) -> HsaStatus;
+        ipc_create: hsa_amd_ipc_memory_create(*mut c_void, usize, *mut IpcMemory) -> HsaStatus;
+        ipc_attach: hsa_amd_ipc_memory_attach(*const IpcMemory, usize, u32, *const Agent, *mut *mut c_void) -> HsaStatus;
+        ipc_detach: hsa_amd_ipc_memory_detach(*mut c_void) -> HsaStatus;
+        vmem_reserve: hsa_amd_vmem_address_reserve(*mut *mut c_void, usize, u64, u64) -> HsaStatus;
+        vmem_unreserve: hsa_amd_vmem_address_free(*mut c_void, usize) -> HsaStatus;
+        vmem_create: hsa_amd_vmem_handle_create(MemoryPool, usize, u32, u64, *mut VmemHandle) -> HsaStatus;
+        vmem_release: hsa_amd_vmem_handle_release(VmemHandle) -> HsaStatus;
+        vmem_map: hsa_amd_vmem_map(*mut c_void, usize, usize, VmemHandle, u64) -> HsaStatus;
+        vmem_unmap: hsa_amd_vmem_unmap(*mut c_void, usize) -> HsaStatus;
+        vmem_set_access: hsa_amd_vmem_set_access(*mut c_void, usize, *const AccessDesc, usize) -> HsaStatus;
+        vmem_export: hsa_amd_vmem_export_shareable_handle(*mut i32, VmemHandle, u64) -> HsaStatus;
+    }
 }
 
 impl Functions {
@@ -328,7 +456,7 @@ fn not_loaded(library: &str, reason: libloading::Error) -> Error {
         .iface(IfaceKind::ROCR)
         .context("library", library)
         .remedy(
-            "install AMD's HSA runtime, or name its library with Rocr::builder().library(path)",
+            "install AMD's HSA runtime, or name its library with Rocr::builder().library(path) or HMEM_ROCR_LIBRARY",
         );
     match reason {
         libloading::Error::DlOpen { source } => error.caused_by(source),

@@ -1,234 +1,85 @@
-//! Over an injected driver: what a user sees of devices, addresses and the driver's refusals.
+//! Over the fake runtime: what a user sees of devices, addresses, allocations, copies, exports and
+//! the runtime's refusals.
 
-use std::{cell::RefCell, ffi::c_void};
+use std::{
+    collections::HashSet,
+    os::fd::AsFd,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt,
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt,
     IfaceKind, Result,
-    iface::{AllocRequest, DmaBufMapping, IpcHandle},
+    iface::{AllocRequest, DmaBufMapping, Facet, IpcHandle},
+    monitor::{
+        DetectionMethod, InvalidationCause, InvalidationToken, Invalidator, Monitor, Subscription,
+    },
     provider::Nic,
 };
+use hmem_fake_rocr::{FakeRuntime, Live, Profile};
 use hmem_iface_rocr::{
     Rocr,
-    sys::{
-        self, Agent, AgentCallback, Functions, HsaStatus, ListAllocator, MemoryPool, PointerInfo,
-        PoolCallback,
-    },
+    sys::{Functions, HsaStatus},
 };
 
-/// The CPU; GPUs are 11, 12 and so on.
-const CPU: Agent = Agent { handle: 10 };
+const LEN: u64 = 256 << 10;
 
-/// What the driver of this test's thread answers.
-struct Driver {
-    init: HsaStatus,
-    shut_down: HsaStatus,
-    devices: u64,
-    query: HsaStatus,
-    /// What the agents' attributes answer.
-    attributes: HsaStatus,
-    /// Counts of the runtime that are held.
-    held: u32,
-    allocations: Vec<Fake>,
-}
-
-#[derive(Clone, Copy)]
-struct Fake {
-    agent_base: u64,
-    host_base: u64,
-    len: usize,
-    kind: u32,
-    owner: Agent,
-}
-
-impl Fake {
-    fn device(start: u64, len: usize, ordinal: u64) -> Self {
-        let owner = Agent { handle: 11 + ordinal };
-        Self {
-            agent_base: start,
-            host_base: start,
-            len,
-            kind: sys::HSA_EXT_POINTER_TYPE_HSA,
-            owner,
-        }
-    }
-}
-
-thread_local! {
-    static DRIVER: RefCell<Driver> = const {
-        RefCell::new(Driver {
-            init: HsaStatus::HSA_STATUS_SUCCESS,
-            shut_down: HsaStatus::HSA_STATUS_SUCCESS,
-            devices: 2,
-            query: HsaStatus::HSA_STATUS_SUCCESS,
-            attributes: HsaStatus::HSA_STATUS_SUCCESS,
-            held: 0,
-            allocations: Vec::new(),
-        })
-    };
-}
-
-unsafe extern "C" fn init() -> HsaStatus {
-    DRIVER.with_borrow_mut(|driver| {
-        driver.held += u32::from(driver.init == HsaStatus::HSA_STATUS_SUCCESS);
-        driver.init
-    })
-}
-
-unsafe extern "C" fn shut_down() -> HsaStatus {
-    DRIVER.with_borrow_mut(|driver| {
-        driver.held -= u32::from(driver.shut_down == HsaStatus::HSA_STATUS_SUCCESS);
-        driver.shut_down
-    })
-}
-
-unsafe extern "C" fn iterate_agents(callback: AgentCallback, data: *mut c_void) -> HsaStatus {
-    let devices = DRIVER.with_borrow(|driver| driver.devices);
-    for handle in CPU.handle..=CPU.handle + devices {
-        // SAFETY: the callback takes the data that came with it.
-        assert_eq!(unsafe { callback(Agent { handle }, data) }, HsaStatus::HSA_STATUS_SUCCESS);
-    }
-    HsaStatus::HSA_STATUS_SUCCESS
-}
-
-unsafe extern "C" fn agent_get_info(agent: Agent, attribute: u32, value: *mut c_void) -> HsaStatus {
-    const KIND: u32 = sys::HSA_AGENT_INFO_DEVICE.number;
-    const PRODUCT: u32 = sys::HSA_AMD_AGENT_INFO_PRODUCT_NAME.number;
-    const NAME: u32 = sys::HSA_AGENT_INFO_NAME.number;
-    const DOMAIN: u32 = sys::HSA_AMD_AGENT_INFO_DOMAIN.number;
-    const BDF: u32 = sys::HSA_AMD_AGENT_INFO_BDFID.number;
-    let mut text = [0u8; 64];
-    // SAFETY: the iface passes a place of the attribute's type.
-    unsafe {
-        match attribute {
-            KIND => *value.cast() = u32::from(agent != CPU),
-            // The second GPU has no product name.
-            PRODUCT => {
-                text[..4].copy_from_slice(if agent.handle == 11 { b"Test" } else { &[0; 4] });
-                *value.cast() = text;
-            }
-            NAME => {
-                text[..6].copy_from_slice(b"gfx942");
-                *value.cast() = text;
-            }
-            DOMAIN => *value.cast() = 0u32,
-            BDF => *value.cast() = 0xc1_00u32 | 2 << 3 | 1,
-            _ => return HsaStatus::HSA_STATUS_ERROR_INVALID_ARGUMENT,
-        }
-    }
-    DRIVER.with_borrow(|driver| driver.attributes)
-}
-
-unsafe extern "C" fn agent_iterate_memory_pools(
-    _agent: Agent,
-    callback: PoolCallback,
-    data: *mut c_void,
-) -> HsaStatus {
-    for handle in 0..3 {
-        // SAFETY: the callback takes the data that came with it.
-        assert_eq!(unsafe { callback(MemoryPool { handle }, data) }, HsaStatus::HSA_STATUS_SUCCESS);
-    }
-    HsaStatus::HSA_STATUS_SUCCESS
-}
-
-/// Two views of the device's memory, and a larger pool that is none of it.
-unsafe extern "C" fn memory_pool_get_info(
-    pool: MemoryPool,
-    attribute: u32,
-    value: *mut c_void,
-) -> HsaStatus {
-    // SAFETY: the iface passes a place of the attribute's type.
-    unsafe {
-        if attribute == sys::HSA_AMD_MEMORY_POOL_INFO_SEGMENT.number {
-            *value.cast() = if pool.handle == 2 { 3u32 } else { sys::HSA_AMD_SEGMENT_GLOBAL };
-        } else {
-            *value.cast() = [192usize << 30, 192 << 30, 1 << 50][pool.handle as usize];
-        }
-    }
-    HsaStatus::HSA_STATUS_SUCCESS
-}
-
-unsafe extern "C" fn pointer_info(
-    pointer: *const c_void,
-    info: *mut PointerInfo,
-    allocator: ListAllocator,
-    _count: *mut u32,
-    _agents: *mut *mut Agent,
-) -> HsaStatus {
-    assert!(allocator.is_none());
-    // SAFETY: the iface passes a writable structure.
-    let info = unsafe { &mut *info };
-    assert_eq!(info.size as usize, size_of::<PointerInfo>());
-    DRIVER.with_borrow(|driver| {
-        if driver.query != HsaStatus::HSA_STATUS_SUCCESS || pointer.is_null() {
-            return if pointer.is_null() {
-                HsaStatus::HSA_STATUS_ERROR_INVALID_ARGUMENT
-            } else {
-                driver.query
-            };
-        }
-        let address = pointer as u64;
-        let known = |fake: &&Fake| {
-            [fake.agent_base, fake.host_base]
-                .iter()
-                .any(|base| address.checked_sub(*base).is_some_and(|at| at < fake.len as u64))
-        };
-        let Some(fake) = driver.allocations.iter().find(known) else {
-            // What the real runtime leaves there for an unknown address: stale values.
-            info.kind = sys::HSA_EXT_POINTER_TYPE_UNKNOWN;
-            info.len = usize::MAX;
-            info.agent_base = pointer.cast_mut();
-            return HsaStatus::HSA_STATUS_SUCCESS;
-        };
-        info.kind = fake.kind;
-        info.agent_base = fake.agent_base as *mut c_void;
-        info.host_base = fake.host_base as *mut c_void;
-        info.len = fake.len;
-        info.owner = fake.owner;
-        HsaStatus::HSA_STATUS_SUCCESS
-    })
-}
-
-fn symbol(name: &str) -> Option<*const ()> {
-    Some(match name {
-        "hsa_init" => init as *const (),
-        "hsa_shut_down" => shut_down as *const (),
-        "hsa_iterate_agents" => iterate_agents as *const (),
-        "hsa_agent_get_info" => agent_get_info as *const (),
-        "hsa_amd_agent_iterate_memory_pools" => agent_iterate_memory_pools as *const (),
-        "hsa_amd_memory_pool_get_info" => memory_pool_get_info as *const (),
-        "hsa_amd_pointer_info" => pointer_info as *const (),
-        _ => return None,
-    })
-}
-
-fn open() -> Result<Rocr> {
-    // SAFETY: each function above has the signature of its name in the headers, and functions live
+fn open(runtime: &FakeRuntime) -> Result<Rocr> {
+    // SAFETY: each function has the signature of its name in AMD's headers, and functions live
     // forever.
-    let functions = unsafe { Functions::from_lookup(symbol) }?;
+    let functions = unsafe { Functions::from_lookup(|name| runtime.symbol(name)) }?;
     Rocr::builder().functions(functions).open()
 }
 
-fn allocate(fake: Fake) {
-    DRIVER.with_borrow_mut(|driver| driver.allocations.push(fake));
+fn world() -> (FakeRuntime, Rocr) {
+    world_of(Profile::default())
+}
+
+fn world_of(profile: Profile) -> (FakeRuntime, Rocr) {
+    let runtime = FakeRuntime::start(profile);
+    let iface = open(&runtime).expect("open");
+    (runtime, iface)
+}
+
+fn allocate(iface: &Rocr, kind: AllocationKind) -> Allocation {
+    let request = AllocRequest { len: LEN, device: DeviceId(0), kind };
+    iface.allocate(&request).expect("allocate")
+}
+
+fn free(iface: &Rocr, allocation: &Allocation) -> Result<()> {
+    // SAFETY: nothing uses the memory.
+    unsafe { iface.free(allocation) }
 }
 
 fn query(iface: &Rocr, address: u64) -> Option<Allocation> {
     iface.query(Address(address)).expect("query")
 }
 
-fn held() -> u32 {
-    DRIVER.with_borrow(|driver| driver.held)
+fn nic() -> Nic {
+    Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None }
+}
+
+/// Closes the iface and checks that it left nothing and broke no rule.
+fn end(runtime: &FakeRuntime, iface: Rocr) {
+    iface.close().map_err(Error::from).expect("close");
+    assert_eq!(runtime.live(), Live::default());
+    assert_eq!(runtime.violations(), Vec::<String>::new());
 }
 
 /// HM-04
 #[test]
 fn a_missing_symbol_is_named_whichever_it_is() {
+    let runtime = FakeRuntime::start(Profile::default());
     for missing in Functions::SYMBOLS {
-        // SAFETY: as in `fake`; one symbol fewer.
-        let error =
-            unsafe { Functions::from_lookup(|name| symbol(name).filter(|_| name != *missing)) }
-                .expect_err("a symbol is missing");
+        // SAFETY: as in `open`; one symbol fewer.
+        let error = unsafe {
+            Functions::from_lookup(|name| runtime.symbol(name).filter(|_| name != *missing))
+        };
+        let error = error.expect_err("a symbol is missing");
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         assert_eq!(error.context_value("symbol"), Some(*missing));
     }
@@ -236,51 +87,181 @@ fn a_missing_symbol_is_named_whichever_it_is() {
 
 /// HM-04
 #[test]
-fn a_driver_without_devices_is_unavailable_with_its_own_code() {
-    DRIVER.with_borrow_mut(|driver| driver.init = HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES);
-    let error = open().expect_err("no device");
-    assert_eq!(error.kind(), ErrorKind::Unavailable);
-    assert_eq!(error.operation(), "hsa_init");
-    let code = error.driver().expect("the driver's code");
-    assert_eq!((code.name.as_ref(), code.code), ("HSA_STATUS_ERROR_OUT_OF_RESOURCES", 0x1008));
-    assert!(error.context_value("library").is_some());
-    assert!(error.to_string().contains("0x1008"), "{error}");
+fn a_facet_without_its_symbol_is_unsupported_and_names_it() {
+    for (symbol, facet) in [
+        ("hsa_amd_memory_async_copy", Facet::CopyEngine),
+        ("hsa_amd_memory_lock", Facet::HostRegistrar),
+        ("hsa_amd_ipc_memory_create", Facet::Ipc),
+        ("hsa_amd_register_deallocation_callback", Facet::Monitor),
+    ] {
+        let (runtime, iface) = world_of(Profile { absent: vec![symbol], ..Profile::default() });
+        let capability = iface.capability();
+        let has = match facet {
+            Facet::CopyEngine => capability.async_copy,
+            Facet::HostRegistrar => capability.host_register,
+            Facet::Ipc => capability.ipc,
+            _ => capability.free_callback || capability.identity,
+        };
+        assert!(!has, "{symbol}");
+        let error = iface.unavailable(facet);
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert_eq!(error.context_value("symbol"), Some(symbol));
+        // The rest of it works.
+        let allocation = allocate(&iface, AllocationKind::Device);
+        free(&iface, &allocation).expect("free");
+        free(&iface, &allocation).expect_err("freed already");
+        end(&runtime, iface);
+    }
 }
 
 /// HM-04
 #[test]
-fn a_driver_that_counts_no_devices_is_unavailable() {
-    DRIVER.with_borrow_mut(|driver| driver.devices = 0);
-    let error = open().expect_err("no device");
+fn a_runtime_that_does_not_start_is_unavailable_with_its_own_code() {
+    let runtime = FakeRuntime::start(Profile::default());
+    runtime.fail_always("hsa_init", HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES);
+    let error = open(&runtime).expect_err("no device");
+    assert_eq!((error.kind(), error.operation()), (ErrorKind::Unavailable, "hsa_init"));
+    let code = error.driver().expect("the driver's code");
+    assert_eq!((code.name.as_ref(), code.code), ("HSA_STATUS_ERROR_OUT_OF_RESOURCES", 0x1008));
+    assert!(error.context_value("library").is_some());
+    assert!(error.to_string().contains("0x1008"), "{error}");
+    if !std::path::Path::new("/dev/kfd").exists() {
+        let remedy = error.remedy_text().expect("a remedy");
+        assert!(remedy.contains("there is no /dev/kfd"), "{remedy}");
+    }
+}
+
+/// HM-04
+#[test]
+fn nothing_is_held_after_an_opening_that_failed_half_way() {
+    let runtime = FakeRuntime::start(Profile { devices: 0, ..Profile::default() });
+    let error = open(&runtime).expect_err("no device");
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert_eq!(error.context_value("devices"), Some("0"));
+    assert_eq!(runtime.live().counts, 0);
+    let runtime = {
+        drop(runtime);
+        FakeRuntime::start(Profile::default())
+    };
+    for nth in 1.. {
+        runtime.fail_nth("hsa_agent_get_info", nth, HsaStatus::HSA_STATUS_ERROR_INVALID_AGENT);
+        match open(&runtime) {
+            Ok(iface) => return drop(iface),
+            Err(error) => {
+                assert_eq!(error.driver().expect("code").name, "HSA_STATUS_ERROR_INVALID_AGENT");
+            }
+        }
+        assert_eq!(runtime.live().counts, 0);
+    }
+}
+
+/// HM-04
+#[test]
+fn a_refused_close_hands_the_iface_back() {
+    let (runtime, iface) = world();
+    let allocation = allocate(&iface, AllocationKind::Device);
+    let busy = iface.close().expect_err("memory is not freed");
+    assert_eq!(busy.error.kind(), ErrorKind::Busy);
+    let iface = busy.value;
+    free(&iface, &allocation).expect("free");
+    runtime.fail_nth("hsa_shut_down", 1, HsaStatus::HSA_STATUS_ERROR);
+    let rejected = iface.close().expect_err("refused");
+    assert_eq!(rejected.error.operation(), "hsa_shut_down");
+    assert_eq!(rejected.value.devices().expect("devices").len(), 2);
+    end(&runtime, rejected.value);
+    drop(open(&runtime).expect("open"));
+    assert_eq!(runtime.live().counts, 0);
 }
 
 /// HM-01
 #[test]
-fn an_address_at_either_end_of_an_allocation_is_found_and_one_past_it_is_not() {
-    let iface = open().expect("open");
-    allocate(Fake::device(0x7000_0000, 100_000, 1));
+fn devices_are_listed_with_name_memory_and_pci_bus_id() {
+    let (_runtime, iface) = world();
+    let devices = iface.devices().expect("devices");
+    assert_eq!(devices.len(), 2);
+    assert_eq!((devices[0].id, devices[0].name.as_str()), (DeviceId(0), "Test"));
+    assert_eq!((devices[1].id, devices[1].name.as_str()), (DeviceId(1), "gfx942"));
+    assert_eq!(
+        (devices[1].pci_bus_id.as_deref(), devices[1].memory),
+        (Some("0000:c2:02.1"), 64 << 30)
+    );
+}
+
+/// HM-05
+#[test]
+fn a_device_out_of_range_is_an_invalid_argument() {
+    let (_runtime, iface) = world();
+    for device in [DeviceId(2), DeviceId(u32::MAX)] {
+        let request = AllocRequest { len: 1, device, kind: AllocationKind::Device };
+        for error in [iface.flush_inbound(device).err(), iface.allocate(&request).err()] {
+            let error = error.expect("two devices");
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert_eq!(error.context_value("devices"), Some("2"));
+        }
+    }
+}
+
+/// HM-01 HM-02
+///
+/// Memory that the application allocates (through HIP, say) is as good as the iface's own.
+#[test]
+fn an_applications_allocation_is_found_at_both_ends_and_not_past_them() {
+    let (runtime, iface) = world();
+    let base = runtime.allocate(1, 100_000);
     for offset in [0, 1, 4097, 99_999] {
-        let allocation = query(&iface, 0x7000_0000 + offset).expect("known");
-        assert_eq!(
-            allocation.range,
-            AddressRange::new(Address(0x7000_0000), 100_000).expect("range")
-        );
+        let allocation = query(&iface, base + offset).expect("known");
+        assert_eq!(allocation.range, AddressRange::new(Address(base), 100_000).expect("range"));
         assert_eq!(
             (allocation.kind, allocation.device),
             (AllocationKind::Device, Some(DeviceId(1)))
         );
         assert_eq!(allocation.iface, IfaceKind::ROCR);
     }
-    assert_eq!(query(&iface, 0x7000_0000 - 1), None);
-    assert_eq!(query(&iface, 0x7000_0000 + 100_000), None);
+    assert_eq!(query(&iface, base - 1), None);
+    assert_eq!(query(&iface, base + 100_000), None);
+    free(&iface, &query(&iface, base).expect("known")).expect_err("the application frees it");
+    runtime.free(base);
+    assert_eq!(query(&iface, base), None);
+    end(&runtime, iface);
+}
+
+/// HM-01
+///
+/// Such a runtime must not make the iface forget what it has to free.
+#[test]
+fn memory_whose_length_the_runtime_rounds_up_ends_where_it_was_asked_to() {
+    let (runtime, iface) = world_of(Profile { rounds_lengths: true, ..Profile::default() });
+    let request = AllocRequest { len: 5000, device: DeviceId(0), kind: AllocationKind::Device };
+    let allocation = iface.allocate(&request).expect("allocate");
+    let base = allocation.base().0;
+    for _ in 0..2 {
+        assert_eq!(query(&iface, base + 4999), Some(allocation));
+        assert_eq!(query(&iface, base + 5000), None);
+    }
+    iface.ipc_export(&allocation).expect("export");
+    let monitor = iface.start_monitor().expect("start");
+    let told = Arc::new(Listener::default());
+    monitor.subscribe(allocation.range, told.clone()).expect("watch");
+    assert_eq!(query(&iface, base), Some(allocation));
+    assert_eq!(told.0.load(Ordering::Relaxed), 0);
+    free(&iface, &allocation).expect("free");
+    assert_eq!(told.0.load(Ordering::Relaxed), 1);
+    end(&runtime, iface);
+}
+
+/// HM-14
+#[test]
+fn flushing_inbound_writes_writes_the_devices_register() {
+    let (runtime, iface) = world();
+    iface.flush_inbound(DeviceId(1)).expect("flush");
+    assert_eq!([0, 1].map(|device| runtime.flush_register(device)), [0, 1]);
+    end(&runtime, iface);
 }
 
 /// HM-01
 #[test]
 fn a_foreign_address_is_nobodys() {
-    let iface = open().expect("open");
+    let (_runtime, iface) = world();
     let on_the_stack = 0u8;
     for address in [Address(0), Address::of_ptr(&on_the_stack), Address(u64::MAX)] {
         assert_eq!(iface.query(address).expect("query"), None);
@@ -289,186 +270,511 @@ fn a_foreign_address_is_nobodys() {
 
 /// HM-01
 #[test]
-fn a_failed_query_is_an_error_with_the_drivers_code_and_the_address() {
-    let iface = open().expect("open");
-    DRIVER.with_borrow_mut(|driver| driver.query = HsaStatus::HSA_STATUS_ERROR_NOT_INITIALIZED);
-    let error = iface.query(Address(0x7000_0000)).expect_err("the driver refused");
-    assert_eq!(error.kind(), ErrorKind::Unavailable);
-    assert_eq!(error.operation(), "hsa_amd_pointer_info");
+fn a_failed_query_is_an_error_with_the_runtimes_code_and_the_address() {
+    let (runtime, iface) = world();
+    let fails = |code| {
+        runtime.fail_nth("hsa_amd_pointer_info", 1, code);
+        iface.query(Address(0x7000_0000)).expect_err("the runtime refused")
+    };
+    let error = fails(HsaStatus::HSA_STATUS_ERROR_NOT_INITIALIZED);
+    assert_eq!((error.kind(), error.operation()), (ErrorKind::Unavailable, "hsa_amd_pointer_info"));
     assert_eq!(error.driver().expect("code").name, "HSA_STATUS_ERROR_NOT_INITIALIZED");
     assert_eq!(error.context_value("address"), Some("0x70000000"));
-}
-
-/// HM-01
-#[test]
-fn not_supported_in_the_drivers_dialect_is_unsupported() {
-    let iface = open().expect("open");
-    DRIVER.with_borrow_mut(|driver| driver.query = HsaStatus::HSA_STATUS_ERROR_NOT_SUPPORTED);
-    assert!(iface.query(Address(0x7000_0000)).expect_err("not supported").is_unsupported());
-}
-
-/// HM-01
-#[test]
-fn a_code_that_no_header_names_keeps_its_number() {
-    let iface = open().expect("open");
-    DRIVER.with_borrow_mut(|driver| driver.query = HsaStatus(12_345));
-    let error = iface.query(Address(0x7000_0000)).expect_err("the driver refused");
-    assert_eq!(error.kind(), ErrorKind::Driver);
-    assert!(error.to_string().contains("code 0x3039"), "{error}");
-}
-
-/// HM-05
-#[test]
-fn a_device_out_of_range_is_an_invalid_argument() {
-    let iface = open().expect("open");
-    for device in [DeviceId(2), DeviceId(u32::MAX)] {
-        let error = iface.flush_inbound(device).expect_err("two devices");
-        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-        assert_eq!(error.context_value("devices"), Some("2"));
-    }
-}
-
-/// HM-04
-///
-/// A function that is not there yet is refused as such, and the capability agrees.
-#[test]
-fn what_is_lacking_is_unsupported_with_its_reason() {
-    let iface = open().expect("open");
-    let range = AddressRange::new(Address(0x7000_0000), 4096).expect("range");
-    let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
-    let request = AllocRequest { len: 4096, device: DeviceId(0), kind: AllocationKind::Device };
-    let capability = iface.capability();
-    // SAFETY: the addresses are never reached: the copy is refused.
-    let copy = unsafe { iface.start_copy(Address(1), Address(2), 1) };
-    // SAFETY: the range is never locked: the call is refused.
-    let lock = unsafe { iface.host_register(range) };
-    for (has, refused) in [
-        (capability.allocate, iface.allocate(&request).err()),
-        (capability.dma_buf, iface.export_dma_buf(range, &nic, DmaBufMapping::Default).err()),
-        (capability.peer_memory, iface.export_peer_memory(range, &nic).err()),
-        (capability.async_copy, copy.err()),
-        (capability.host_register, lock.err()),
-        (
-            capability.ipc,
-            iface.ipc_open(&IpcHandle { iface: IfaceKind::ROCR, bytes: vec![] }).err(),
-        ),
-        (capability.free_callback, iface.start_monitor().err()),
-    ] {
-        assert!(!has);
-        let error = refused.expect("refused");
-        assert_eq!(error.kind(), ErrorKind::Unsupported);
-        assert!(
-            error.context_value("reason").expect("reason").starts_with("hmem-iface-rocr does not"),
-            "{error}"
-        );
-    }
-}
-
-/// HM-04
-#[test]
-fn nothing_is_held_after_an_opening_that_failed_half_way() {
-    DRIVER.with_borrow_mut(|driver| driver.attributes = HsaStatus::HSA_STATUS_ERROR_INVALID_AGENT);
-    let error = open().expect_err("a device refuses");
-    assert_eq!(error.driver().expect("code").name, "HSA_STATUS_ERROR_INVALID_AGENT");
-    assert_eq!(held(), 0);
-    DRIVER.with_borrow_mut(|driver| driver.devices = 0);
-    open().expect_err("no device");
-    assert_eq!(held(), 0);
-}
-
-/// HM-04
-#[test]
-fn closing_and_dropping_give_the_runtime_back_once() {
-    let iface = open().expect("open");
-    assert_eq!(held(), 1);
-    iface.close().expect("close");
-    assert_eq!(held(), 0);
-    drop(open().expect("open"));
-    assert_eq!(held(), 0);
-}
-
-/// HM-04
-#[test]
-fn a_refused_close_hands_the_iface_back() {
-    let iface = open().expect("open");
-    DRIVER.with_borrow_mut(|driver| driver.shut_down = HsaStatus::HSA_STATUS_ERROR);
-    let rejected = iface.close().expect_err("refused");
-    assert_eq!(rejected.error.operation(), "hsa_shut_down");
-    assert_eq!(rejected.value.devices().expect("devices").len(), 2);
-    DRIVER.with_borrow_mut(|driver| driver.shut_down = HsaStatus::HSA_STATUS_SUCCESS);
-    rejected.value.close().expect("close");
-    assert_eq!(held(), 0);
-}
-
-/// HM-01
-#[test]
-fn devices_are_listed_with_name_memory_and_pci_bus_id() {
-    let devices = open().expect("open").devices().expect("devices");
-    assert_eq!(devices.len(), 2);
-    assert_eq!((devices[0].id, devices[0].name.as_str()), (DeviceId(0), "Test"));
-    assert_eq!((devices[1].id, devices[1].name.as_str()), (DeviceId(1), "gfx942"));
-    assert_eq!(
-        (devices[1].pci_bus_id.as_deref(), devices[1].memory),
-        (Some("0000:c1:02.1"), 192 << 30)
-    );
+    assert!(fails(HsaStatus::HSA_STATUS_ERROR_NOT_SUPPORTED).is_unsupported());
+    let unnamed = fails(HsaStatus(12_345));
+    assert_eq!(unnamed.kind(), ErrorKind::Driver);
+    assert!(unnamed.to_string().contains("code 0x3039"), "{unnamed}");
 }
 
 /// HM-01
 #[test]
 fn each_kind_of_memory_is_told_apart() {
-    let iface = open().expect("open");
-    let device = Fake::device(0x7000_0000, 4096, 1);
-    let unseen = Agent { handle: 0 };
-    for (fake, kind, owner) in [
-        (device, AllocationKind::Device, Some(DeviceId(1))),
-        (Fake { owner: CPU, ..device }, AllocationKind::Host, None),
-        (
-            Fake { kind: sys::HSA_EXT_POINTER_TYPE_LOCKED, owner: CPU, ..device },
-            AllocationKind::Host,
-            None,
-        ),
-        (
-            Fake { kind: sys::HSA_EXT_POINTER_TYPE_IPC, owner: unseen, ..device },
-            AllocationKind::Device,
-            None,
-        ),
-        (
-            Fake { kind: sys::HSA_EXT_POINTER_TYPE_GRAPHICS, host_base: 0, ..device },
-            AllocationKind::Device,
-            Some(DeviceId(1)),
-        ),
-    ] {
-        DRIVER.with_borrow_mut(|driver| driver.allocations = vec![fake]);
-        let allocation = query(&iface, 0x7000_0800).expect("known");
-        assert_eq!((allocation.kind, allocation.device), (kind, owner));
+    let (runtime, iface) = world();
+    let mut live = Vec::new();
+    for kind in [AllocationKind::Device, AllocationKind::Host, AllocationKind::Virtual] {
+        let allocation = allocate(&iface, kind);
+        let found = query(&iface, allocation.base().0 + 4097).expect("known");
+        assert_eq!(found, allocation);
+        live.push(allocation);
     }
-}
-
-/// HM-01
-#[test]
-fn locked_memory_is_found_by_the_cpus_and_by_the_agents_address() {
-    let iface = open().expect("open");
-    let locked = Fake::device(0x7000_0000, 4096, 0);
-    allocate(Fake {
-        host_base: 0x1000_0000,
-        kind: sys::HSA_EXT_POINTER_TYPE_LOCKED,
-        owner: CPU,
-        ..locked
-    });
-    assert_eq!(query(&iface, 0x7000_0010).expect("known").base(), Address(0x7000_0000));
-    assert_eq!(query(&iface, 0x1000_0010).expect("known").base(), Address(0x1000_0000));
+    let page = vec![0u8; 8192];
+    let locked = AddressRange::new(Address::of_ptr(page.as_ptr()), 8192).expect("range");
+    // SAFETY: the vector outlives the registration.
+    unsafe { iface.host_register(locked) }.expect("lock");
+    let found = query(&iface, locked.start().0 + 1).expect("known");
+    assert_eq!((found.kind, found.range), (AllocationKind::HostRegistered, locked));
+    iface.host_unregister(locked).expect("unlock");
+    assert_eq!(query(&iface, locked.start().0), None);
+    for kind in [AllocationKind::Managed, AllocationKind::StreamOrdered, AllocationKind::System] {
+        let request = AllocRequest { len: LEN, device: DeviceId(0), kind };
+        assert!(iface.allocate(&request).expect_err("the runtime has none").is_unsupported());
+    }
+    for allocation in live {
+        free(&iface, &allocation).expect("free");
+    }
+    end(&runtime, iface);
 }
 
 /// HM-01
 ///
-/// The runtime gives no base for it, so it must neither be registered from a made-up one nor
-/// as host memory.
+/// The runtime gives no base for it, so it must neither be registered from a made-up one nor as
+/// host memory.
 #[test]
-fn memory_mapped_into_a_reserved_range_is_refused_by_name() {
-    let iface = open().expect("open");
-    let kind = sys::HSA_EXT_POINTER_TYPE_HSA_VMEM;
-    allocate(Fake { kind, ..Fake::device(0x7000_0000, 4096, 0) });
-    let error = iface.query(Address(0x7000_0010)).expect_err("no base");
+fn memory_that_others_mapped_into_a_reserved_range_is_refused_by_name() {
+    let (runtime, iface) = world();
+    let other = open(&runtime).expect("open");
+    let allocation = allocate(&other, AllocationKind::Virtual);
+    let error = iface.query(allocation.base()).expect_err("no base");
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert_eq!(error.context_value("type"), Some("HSA_EXT_POINTER_TYPE_HSA_VMEM (6)"));
+    free(&other, &allocation).expect("free");
+}
+
+/// MON-07
+///
+/// By callback: one for each allocation, however often and by how many threads it is looked up.
+#[test]
+fn a_reused_address_has_a_new_identity_and_an_allocation_one_callback() {
+    const REGISTER: &str = "hsa_amd_register_deallocation_callback";
+    let (runtime, iface) = world();
+    let mut seen = HashSet::new();
+    let mut reused = 0;
+    let mut last = 0;
+    for round in 1..=1000 {
+        let base = runtime.allocate(0, 4096);
+        reused += u32::from(base == last);
+        last = base;
+        let ids: HashSet<_> =
+            (0..4).map(|at| query(&iface, base + at * 1000).expect("known").id).collect();
+        assert_eq!(ids.len(), 1, "one allocation has one identity");
+        seen.extend(ids);
+        assert_eq!(seen.len(), round, "an identity came again");
+        assert_eq!(runtime.calls(REGISTER), round as u64);
+        runtime.free(base);
+    }
+    assert_eq!(reused, 999, "the runtime gave the address again each time");
+    let base = runtime.allocate(0, 4096);
+    let ids = Mutex::new(HashSet::new());
+    thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| ids.lock().unwrap().insert(query(&iface, base).expect("known").id));
+        }
+    });
+    assert_eq!((ids.lock().unwrap().len(), runtime.calls(REGISTER)), (1, 1001));
+    runtime.free(base);
+    end(&runtime, iface);
+}
+
+/// Counts what it is told.
+#[derive(Debug, Default)]
+struct Listener(AtomicU64);
+
+impl Invalidator for Listener {
+    fn invalidate(&self, _: AddressRange, cause: InvalidationCause) {
+        assert_eq!(cause, InvalidationCause::Free);
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
+        InvalidationToken(0)
+    }
+
+    fn invalidate_end(&self, _: InvalidationToken) {}
+    fn close_gate(&self) {}
+    fn open_gate(&self) {}
+}
+
+/// MON-07 MON-09
+///
+/// Two ifaces watch one allocation. One stops, and the other is told of the free all the same.
+#[test]
+fn monitors_are_told_of_a_free_apart_from_each_other() {
+    let (runtime, iface) = world();
+    let other = open(&runtime).expect("open");
+    let (first, second) = (iface.start_monitor().unwrap(), other.start_monitor().unwrap());
+    assert_eq!(first.detection(), DetectionMethod::Callback);
+    assert!(first.detects(InvalidationCause::Free) && !first.detects(InvalidationCause::Unmap));
+    let base = runtime.allocate(0, 4096);
+    let range = AddressRange::new(Address(base), 4096).expect("range");
+    let told = [Arc::new(Listener::default()), Arc::new(Listener::default())];
+    let subscription = first.subscribe(range, told[0].clone()).expect("watch");
+    second.subscribe(range, told[1].clone()).expect("watch");
+    let allocation = query(&iface, base).expect("known");
+    assert!(first.valid(&allocation).expect("ask"));
+    first.unsubscribe(subscription);
+    iface.close().map_err(Error::from).expect("close");
+    let error = first.subscribe(range, told[0].clone()).expect_err("the iface is closed");
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    runtime.free(base);
+    assert_eq!(told.map(|told| told.0.load(Ordering::Relaxed)), [0, 1]);
+    assert!(!first.valid(&allocation).expect("ask"));
+    second.subscribe(range, Arc::new(Listener::default())).expect_err("nothing is there");
+    end(&runtime, other);
+}
+
+/// Notes, as it is dropped, that another thread can use the monitor.
+#[derive(Debug)]
+struct LastReference(Arc<dyn Monitor>, Arc<AtomicU64>);
+
+impl Invalidator for LastReference {
+    fn invalidate(&self, _: AddressRange, _: InvalidationCause) {}
+    fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
+        InvalidationToken(0)
+    }
+    fn invalidate_end(&self, _: InvalidationToken) {}
+    fn close_gate(&self) {}
+    fn open_gate(&self) {}
+}
+
+impl Drop for LastReference {
+    fn drop(&mut self) {
+        let (done, ended) = std::sync::mpsc::channel();
+        let monitor = Arc::clone(&self.0);
+        std::thread::spawn(move || {
+            monitor.unsubscribe(Subscription(u64::MAX));
+            let _ = done.send(());
+        });
+        if ended.recv_timeout(std::time::Duration::from_secs(10)).is_ok() {
+            self.1.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// MON-07
+///
+/// A watcher may be the last reference to a cache, which does more than give memory back.
+#[test]
+fn watcher_of_freed_memory_is_dropped_without_the_tables_lock() {
+    let (runtime, iface) = world();
+    let monitor = iface.start_monitor().expect("start");
+    let base = runtime.allocate(0, 4096);
+    let range = AddressRange::new(Address(base), 4096).expect("range");
+    let dropped = Arc::new(AtomicU64::new(0));
+    let watcher = LastReference(Arc::clone(&monitor), Arc::clone(&dropped));
+    monitor.subscribe(range, Arc::new(watcher)).expect("watch");
+    runtime.free(base);
+    assert_eq!(dropped.load(Ordering::Relaxed), 1);
+    drop(monitor);
+    end(&runtime, iface);
+}
+
+/// REL-01
+#[test]
+fn virtual_allocation_whose_clean_up_fails_too_returns_the_first_error() {
+    let (runtime, iface) = world();
+    runtime.fail_nth("hsa_amd_vmem_map", 1, HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES);
+    runtime.fail_nth("hsa_amd_vmem_handle_release", 1, HsaStatus::HSA_STATUS_ERROR);
+    let kind = AllocationKind::Virtual;
+    let request = AllocRequest { len: LEN, device: DeviceId(0), kind };
+    let error = iface.allocate(&request).expect_err("it cannot be mapped");
+    assert_eq!(error.operation(), "hsa_amd_vmem_map", "{error}");
+}
+
+/// MON-07
+///
+/// Memory without a callback is refused, so that it is registered uncached.
+#[test]
+fn memory_without_a_callback_is_not_watched() {
+    let (runtime, iface) = world();
+    let monitor = iface.start_monitor().expect("start");
+    let reserved = allocate(&iface, AllocationKind::Virtual);
+    let watched = monitor.subscribe(reserved.range, Arc::new(Listener::default()));
+    assert!(watched.expect_err("its address can be mapped anew").is_unsupported());
+    free(&iface, &reserved).expect("free");
+    let plain = allocate(&iface, AllocationKind::Device);
+    let handle = iface.ipc_export(&plain).expect("export");
+    let other = open(&runtime).expect("open");
+    let opened = other.ipc_open(&handle).expect("open");
+    let seen = [query(&iface, opened.base().0), query(&iface, opened.base().0)];
+    let seen = seen.map(|seen| seen.expect("known"));
+    assert_eq!(seen.map(|seen| seen.kind), [AllocationKind::Imported; 2]);
+    assert_ne!(seen[0].id, seen[1].id, "nothing tells whether it is the same memory");
+    let watched = monitor.subscribe(opened.range, Arc::new(Listener::default()));
+    assert!(watched.expect_err("no callback").is_unsupported());
+    // SAFETY: nothing uses the memory.
+    unsafe { other.ipc_close(&opened) }.expect("close");
+    free(&iface, &plain).expect("free");
+    drop(other);
+    end(&runtime, iface);
+}
+
+/// HM-03
+#[test]
+fn copies_reach_every_pair_of_memories() {
+    let (runtime, iface) = world();
+    let len = (3 << 20) + 77;
+    let host: Vec<u8> = (0..len).map(|at| (at * 7 + at / 251) as u8).collect();
+    let request = |device, kind| AllocRequest { len: len as u64, device: DeviceId(device), kind };
+    let places: Vec<_> = [
+        request(0, AllocationKind::Device),
+        request(1, AllocationKind::Device),
+        request(0, AllocationKind::Virtual),
+        request(0, AllocationKind::Host),
+        request(0, AllocationKind::Device),
+    ]
+    .iter()
+    .map(|request| iface.allocate(request).expect("allocate"))
+    .collect();
+    // SAFETY: the memory is this test's own.
+    unsafe {
+        for (to, from) in [(0, 1), (1, 0), (2, 0), (3, 1), (4, 0), (1, 3), (0, 2)] {
+            let (to, from) = (places[to].base(), places[from].base());
+            iface.write(from, &host).expect("in");
+            let event = iface.start_copy(to, from, len as u64).expect("start");
+            event.wait().expect("copy");
+            let mut back = vec![0u8; len];
+            iface.read(to, &mut back).expect("out");
+            assert!(back == host, "{to} from {from}");
+            iface.write(to, &vec![0u8; len]).expect("clear");
+        }
+        let near = Address(places[0].base().0 + 100);
+        let error = iface.copy(near, places[0].base(), 1000).expect_err("the sides overlap");
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    }
+    for place in &places {
+        free(&iface, place).expect("free");
+    }
+    end(&runtime, iface);
+}
+
+/// HM-03
+#[test]
+fn a_started_copy_ends_when_its_signal_says_so() {
+    let (runtime, iface) = world_of(Profile { slow_copies: true, ..Profile::default() });
+    let device = allocate(&iface, AllocationKind::Device);
+    let (bytes, mut back) = (vec![0xA5u8; LEN as usize], vec![0u8; LEN as usize]);
+    // SAFETY: both sides are this test's own until the copies have ended.
+    unsafe {
+        iface.write(device.base(), &bytes).expect("in");
+        let event = iface
+            .start_copy(Address::of_ptr(back.as_mut_ptr()), device.base(), LEN)
+            .expect("start");
+        assert!(!event.is_done(), "it is under way");
+        let busy = iface.close().expect_err("a copy is under way");
+        let iface = busy.value;
+        assert!(event.is_done(), "it has ended");
+        assert!(back == bytes, "the bytes are there when it is done");
+        event.wait().expect("copy");
+        runtime.change(|profile| profile.copies_fail = true);
+        let error = iface.read(device.base(), &mut back).expect_err("the engine failed");
+        assert_eq!(error.kind(), ErrorKind::Driver);
+        assert_eq!(error.context_value("signal"), Some("-1"));
+        runtime.change(|profile| profile.copies_fail = false);
+        drop(iface.start_copy(device.base(), Address::of_ptr(bytes.as_ptr()), LEN).expect("start"));
+        free(&iface, &device).expect("free");
+        end(&runtime, iface);
+    }
+}
+
+/// HM-03
+///
+/// Page-locked memory is copied by the devices' own address of it, without a buffer.
+#[test]
+fn page_locked_memory_is_copied_directly() {
+    let (runtime, iface) = world();
+    let device = allocate(&iface, AllocationKind::Device);
+    let host = vec![0x5Au8; LEN as usize];
+    let range = AddressRange::new(Address::of_ptr(host.as_ptr()), LEN).expect("range");
+    let before = runtime.live().allocations;
+    // SAFETY: the vector outlives the registration and the copy.
+    unsafe {
+        iface.host_register(range).expect("lock");
+        let twice = iface.host_register(range).expect_err("locked already");
+        assert_eq!(twice.kind(), ErrorKind::Busy);
+        iface.copy(device.base(), Address(range.start().0 + 10), LEN - 10).expect("copy");
+        iface.host_unregister(range).expect("unlock");
+    }
+    assert_eq!(runtime.live().allocations, before, "no buffer was needed");
+    free(&iface, &device).expect("free");
+    end(&runtime, iface);
+}
+
+/// HM-06
+#[test]
+fn an_export_has_its_offset_and_is_released_by_the_runtimes_call() {
+    for name in ["6.4", "7.2"] {
+        let (runtime, iface) = world_of(Profile::named(name).expect("a profile"));
+        let device = allocate(&iface, AllocationKind::Device);
+        let range = device.range.slice(70_001, 10_007).expect("inside");
+        let export = iface.export_dma_buf(range, &nic(), DmaBufMapping::Default).expect("export");
+        assert_eq!((export.offset.0, export.alloc_offset.0, export.len), (70_001, 70_001, 10_007));
+        let flags = rustix::io::fcntl_getfd(export.as_fd()).expect("flags");
+        assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
+        iface.release_dma_buf(export).expect("release");
+        assert_eq!(runtime.calls("hsa_amd_portable_close_dmabuf"), 1);
+        free(&iface, &device).expect("free");
+        end(&runtime, iface);
+    }
+}
+
+/// HM-09
+#[test]
+fn the_pcie_mapping_is_refused_by_an_older_runtime_and_by_a_small_bar() {
+    let small = Profile { large_bar: false, ..Profile::default() };
+    for (profile, code) in [
+        (Profile::named("6.4").expect("a profile"), None),
+        (small, Some("HSA_STATUS_ERROR_NOT_SUPPORTED")),
+    ] {
+        let (_runtime, iface) = world_of(profile);
+        let device = allocate(&iface, AllocationKind::Device);
+        let export = |mapping| iface.export_dma_buf(device.range, &nic(), mapping);
+        let error = export(DmaBufMapping::Pcie).expect_err("no such mapping");
+        assert!(error.is_unsupported(), "{error}");
+        assert_eq!(error.context_value("mapping"), Some("pcie"));
+        assert_eq!(error.driver().map(|driver| driver.name.to_string()).as_deref(), code);
+        export(DmaBufMapping::Default).expect("the other one");
+        free(&iface, &device).expect("free");
+    }
+    let (_runtime, iface) = world();
+    assert!(iface.capability().pcie_mapping);
+    let device = allocate(&iface, AllocationKind::Device);
+    iface.export_dma_buf(device.range, &nic(), DmaBufMapping::Pcie).expect("a large BAR");
+    free(&iface, &device).expect("free");
+}
+
+/// HM-06 DIAG-03
+#[test]
+fn what_cannot_be_exported_is_refused_with_its_reason() {
+    let (runtime, iface) = world();
+    let export = |range| iface.export_dma_buf(range, &nic(), DmaBufMapping::Default);
+    let device = allocate(&iface, AllocationKind::Device);
+    let past = AddressRange::new(device.base(), LEN + 1).expect("range");
+    let error = export(past).expect_err("one past the end");
+    assert_eq!(error.kind(), ErrorKind::OutOfBounds);
+    assert!(error.context_value("allocation").is_some());
+    free(&iface, &device).expect("free");
+    let error = export(device.range).expect_err("freed");
+    assert_eq!(error.kind(), ErrorKind::OutOfBounds);
+    assert!(error.context_value("why").expect("why").contains("freed"), "{error}");
+    let host = allocate(&iface, AllocationKind::Host);
+    let error = export(host.range).expect_err("host memory");
+    assert!(error.remedy_text().expect("a remedy").contains("host pages"));
+    free(&iface, &host).expect("free");
+    end(&runtime, iface);
+
+    let (_runtime, iface) = {
+        drop(runtime);
+        world_of(Profile { dma_buf: false, ..Profile::default() })
+    };
+    assert!(!iface.capability().dma_buf);
+    let device = allocate(&iface, AllocationKind::Device);
+    let error = iface.export_dma_buf(device.range, &nic(), DmaBufMapping::Default);
+    let error = error.expect_err("the driver exports none");
+    let attribute = error.context_value("attribute").expect("the attribute");
+    assert!(error.is_unsupported() && attribute.contains("DMABUF_SUPPORTED"), "{error}");
+    free(&iface, &device).expect("free");
+}
+
+/// HM-10
+#[test]
+fn an_ipc_handle_opens_in_another_process() {
+    const HANDLE: &str = "HMEM_TEST_ROCR_HANDLE";
+    const NAME: &str = "an_ipc_handle_opens_in_another_process";
+    let (runtime, iface) = world();
+    if let Ok(text) = std::env::var(HANDLE) {
+        let byte = |at: usize| u8::from_str_radix(&text[at..at + 2], 16).expect("hexadecimal");
+        let bytes = (0..text.len()).step_by(2).map(byte).collect();
+        let opened = iface.ipc_open(&IpcHandle { iface: IfaceKind::ROCR, bytes }).expect("open");
+        let mut found = vec![0u8; LEN as usize];
+        // SAFETY: the memory is open.
+        unsafe {
+            iface.read(opened.base(), &mut found).expect("read");
+            iface.write(opened.base(), &[0x77; 16]).expect("write");
+            free(&iface, &opened).expect_err("it is closed, not freed");
+            iface.ipc_close(&opened).expect("close");
+            iface.ipc_close(&opened).expect_err("closed already");
+        }
+        assert!(found.iter().all(|byte| *byte == 0x33));
+        return end(&runtime, iface);
+    }
+    let device = allocate(&iface, AllocationKind::Device);
+    // SAFETY: the memory is this test's own.
+    unsafe { iface.write(device.base(), &vec![0x33; LEN as usize]) }.expect("write");
+    let handle = iface.ipc_export(&device).expect("export");
+    let text: String = handle.bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    let child = std::process::Command::new(std::env::current_exe().expect("this test"))
+        .args(["--exact", NAME, "--nocapture"])
+        .env(HANDLE, text)
+        .output()
+        .expect("the child runs");
+    let said = String::from_utf8_lossy(&child.stdout).into_owned();
+    assert!(child.status.success() && said.contains("1 passed"), "{said}");
+    let mut found = [0u8; 16];
+    // SAFETY: the memory is this test's own.
+    unsafe { iface.read(device.base(), &mut found) }.expect("read");
+    assert_eq!(found, [0x77; 16], "the child wrote the memory itself");
+    free(&iface, &device).expect("free");
+    let gone = iface.ipc_open(&handle).expect_err("the memory is gone");
+    assert_eq!(gone.kind(), ErrorKind::Unavailable);
+    let host = allocate(&iface, AllocationKind::Host);
+    assert!(iface.ipc_export(&host).expect_err("host memory").is_unsupported());
+    free(&iface, &host).expect("free");
+    end(&runtime, iface);
+}
+
+/// REL-01
+///
+/// Each call of the runtime fails in turn. An error comes back or nothing is lost by it, the next
+/// round works, and nothing is left.
+#[test]
+fn a_fault_at_any_call_leaks_nothing() {
+    let round = |iface: &Rocr| -> Result<()> {
+        let nic = nic();
+        let host = vec![1u8; LEN as usize];
+        let range = AddressRange::new(Address::of_ptr(host.as_ptr()), LEN)?;
+        for kind in [AllocationKind::Device, AllocationKind::Host, AllocationKind::Virtual] {
+            let request = AllocRequest { len: LEN, device: DeviceId(0), kind };
+            let allocation = iface.allocate(&request)?;
+            let used = || -> Result<()> {
+                // SAFETY: the memory is this test's own.
+                unsafe { iface.write(allocation.base(), &host) }?;
+                if kind != AllocationKind::Host {
+                    let export =
+                        iface.export_dma_buf(allocation.range, &nic, DmaBufMapping::Default)?;
+                    iface.release_dma_buf(export)?;
+                }
+                if kind == AllocationKind::Device {
+                    let opened = iface.ipc_open(&iface.ipc_export(&allocation)?)?;
+                    // SAFETY: nothing uses the memory.
+                    let close = || unsafe { iface.ipc_close(&opened) };
+                    close().or_else(|error| close().and(Err(error)))?;
+                }
+                Ok(())
+            };
+            let used = used();
+            // A free that was refused can be repeated.
+            let freed =
+                free(iface, &allocation).or_else(|error| free(iface, &allocation).and(Err(error)));
+            used.and(freed)?;
+        }
+        // SAFETY: the vector outlives the registration.
+        unsafe { iface.host_register(range) }?;
+        let unlock = || iface.host_unregister(range);
+        unlock().or_else(|error| unlock().and(Err(error)))
+    };
+    let runtime = FakeRuntime::start(Profile::default());
+    let names = Functions::SYMBOLS.iter().chain(Functions::OPTIONAL_SYMBOLS);
+    for name in names.filter(|name| !matches!(**name, "hsa_init" | "hsa_shut_down")) {
+        let mut shown = 0;
+        for nth in 1.. {
+            let iface = open(&runtime).expect("open");
+            let before = runtime.calls(name);
+            runtime.fail_nth(name, nth, HsaStatus::HSA_STATUS_ERROR);
+            let failed = round(&iface);
+            let reached = runtime.calls(name) >= before + nth;
+            runtime.heal();
+            round(&iface).unwrap_or_else(|error| panic!("{name} {nth}: the next round: {error}"));
+            let closed = iface.close().map_err(Error::from);
+            closed.unwrap_or_else(|error| panic!("{name} {nth}: {error}"));
+            assert_eq!(runtime.live(), Live::default(), "{name} {nth}: {failed:?}");
+            assert_eq!(runtime.violations(), Vec::<String>::new(), "{name} {nth}");
+            if !reached {
+                break;
+            }
+            shown += 1;
+        }
+        let opens_only = name.ends_with("get_info") || name.contains("iterate");
+        let older = matches!(*name, "hsa_amd_portable_export_dmabuf" | "hsa_signal_load_scacquire");
+        assert!(shown > 0 || opens_only || older, "{name} is never called");
+    }
 }

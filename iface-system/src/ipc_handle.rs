@@ -171,3 +171,26 @@ pub(crate) fn check_iface(handle: &IpcHandle, mine: IfaceKind) -> Result<()> {
         .context("handle of", handle.iface)
         .remedy("open the handle with the iface kind that made it"))
 }
+
+#[cfg(test)]
+#[path = "../../tests/corpus/reader.rs"]
+mod corpus;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn handles_of_all_versions_are_read() {
+        corpus::check("ipc-handle-system", u32::from(VERSION), |bytes| {
+            let body = HandleBody::from_bytes(bytes).expect("a handle");
+            let device = body.device.map_or_else(|| "-".to_owned(), |device| device.0.to_string());
+            let HandleBody { pid, fd, kind, file: (volume, inode), offset, len, id, stamp, .. } =
+                body;
+            format!(
+                "pid {pid} fd {fd} device {device} kind {kind} file {volume}:{inode} offset {offset} \
+                 len {len} id {id} stamp {stamp}"
+            )
+        });
+    }
+}

@@ -13,7 +13,7 @@
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
 //! - `sys`
-//! - `ipc_handle`, `lazy`, `monitor`
+//! - `ipc_handle`, `lazy`, `monitor`, `numa`
 //! - `host`, `simulated`
 //!
 //! # Things this crate does not do
@@ -28,12 +28,15 @@ mod ipc_handle;
 #[allow(unsafe_code)]
 mod lazy;
 pub mod monitor;
+#[allow(unsafe_code)]
+mod numa;
 mod simulated;
 #[allow(unsafe_code)]
 mod sys;
 
 pub use host::{MemFd, System};
+pub use numa::numa_node;
 pub use simulated::{
-    AddressReuse, Call, DmaBufKind, Faults, P2pMatrix, SIMULATED, Simulated, SimulatedBuilder,
-    SimulatedStats, Stepping, Style,
+    AddressReuse, Call, DmaBufKind, Faults, FreeDetection, P2pMatrix, SIMULATED, Simulated,
+    SimulatedBuilder, SimulatedStats, Stepping,
 };

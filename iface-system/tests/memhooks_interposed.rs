@@ -5,7 +5,7 @@
 #[path = "monitors/mod.rs"]
 mod monitors;
 
-use hmem_iface_system::monitor::{MemHooks, MonitorKind, SystemMonitor};
+use hmem_iface_system::monitor::{HostMonitorKind, MemHooks, SystemMonitor};
 
 cases! {
     /// MON-03
@@ -29,15 +29,15 @@ fn a_function_before_the_c_librarys_is_noticed() {
 }
 
 fn auto_takes_another_monitor_and_says_why() {
-    let chosen = SystemMonitor::start(MonitorKind::Auto).unwrap();
+    let chosen = SystemMonitor::start(HostMonitorKind::Auto).unwrap();
     let choice = chosen.choice();
     assert!(["userfaultfd", "none"].contains(&choice.name), "{choice}");
-    assert_eq!(choice.tried[0].name, "memhooks");
-    let refused = choice.tried[0].refused.as_ref().expect("memhooks were refused");
+    assert_eq!(choice.candidates[0].name, "memhooks");
+    let refused = choice.candidates[0].refused.as_ref().expect("memhooks were refused");
     assert!(
         refused.to_string().contains("munmap") && choice.to_string().contains("munmap"),
         "{choice}"
     );
     let json = serde_json::to_value(choice).unwrap();
-    assert!(json["tried"][0]["refused"].as_str().unwrap().contains("munmap"), "{json}");
+    assert!(json["candidates"][0]["refused"].as_str().unwrap().contains("munmap"), "{json}");
 }

@@ -7,9 +7,9 @@ use std::{sync::Arc, thread};
 
 use hmem_core::{
     Address, AddressRange, Error, ErrorKind, Result,
-    monitor::{Cause, Monitor},
+    monitor::{InvalidationCause, Monitor},
 };
-use hmem_iface_system::monitor::{Import, MonitorKind, SystemMonitor, Watcher};
+use hmem_iface_system::monitor::{HostMonitorKind, ImportCallbacks, ImportMonitor, SystemMonitor};
 use monitors::*;
 use parking_lot::Mutex;
 
@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 #[derive(Debug, Default)]
 struct Asked(Mutex<Vec<(bool, AddressRange)>>);
 
-impl Watcher for Asked {
+impl ImportCallbacks for Asked {
     fn subscribe(&self, range: AddressRange) -> Result<()> {
         if range.start().0 < 4096 {
             return Err(Error::new(ErrorKind::Unsupported, "subscribe").remedy("not here"));
@@ -39,7 +39,7 @@ fn at(start: u64) -> AddressRange {
 #[test]
 fn an_import_is_told_subscribe_and_unsubscribe_in_pairs() {
     let asked = Arc::new(Asked::default());
-    let monitor = Import::new(Arc::<Asked>::clone(&asked)).unwrap();
+    let monitor = ImportMonitor::new(Arc::<Asked>::clone(&asked)).unwrap();
     let recorder = Recorder::new();
     let subscribe = |range| monitor.subscribe(range, Arc::<Recorder>::clone(&recorder));
     let (first, second) = (subscribe(at(0x10000)).unwrap(), subscribe(at(0x10000)).unwrap());
@@ -62,7 +62,7 @@ fn an_import_is_told_subscribe_and_unsubscribe_in_pairs() {
 /// MON-08
 #[test]
 fn an_import_may_invalidate_from_any_thread() {
-    let monitor = Import::new(Arc::new(Asked::default())).unwrap();
+    let monitor = ImportMonitor::new(Arc::new(Asked::default())).unwrap();
     let recorder = Recorder::new();
     let subscription = monitor.subscribe(at(0x10000), Arc::<Recorder>::clone(&recorder)).unwrap();
     thread::scope(|scope| {
@@ -70,10 +70,10 @@ fn an_import_may_invalidate_from_any_thread() {
             scope.spawn(|| (0..100).for_each(|_| monitor.invalidate(at(0x10000))));
         }
     });
-    assert_eq!(recorder.about(at(0x10000)), [(Cause::Application, How::Told); 400]);
+    assert_eq!(recorder.about(at(0x10000)), [(InvalidationCause::Application, How::Told); 400]);
     recorder.clear();
     let result = monitor.while_changing(at(0x10000), || {
-        assert_eq!(recorder.about(at(0x10000)), [(Cause::Application, How::Begun)]);
+        assert_eq!(recorder.about(at(0x10000)), [(InvalidationCause::Application, How::Begun)]);
         7
     });
     assert_eq!(result, 7);
@@ -89,7 +89,7 @@ fn an_import_may_invalidate_from_any_thread() {
 #[cfg_attr(target_arch = "aarch64", ignore = "qemu-user takes MADV_WIPEONFORK and does nothing")]
 fn an_import_tells_nobody_in_a_forked_child() {
     let asked = Arc::new(Asked::default());
-    let monitor = Import::new(Arc::<Asked>::clone(&asked)).unwrap();
+    let monitor = ImportMonitor::new(Arc::<Asked>::clone(&asked)).unwrap();
     let recorder = Recorder::new();
     let subscription = monitor.subscribe(at(0x10000), Arc::<Recorder>::clone(&recorder)).unwrap();
     let status = forked(|| {
@@ -108,7 +108,7 @@ fn an_import_tells_nobody_in_a_forked_child() {
 #[test]
 #[cfg_attr(target_arch = "aarch64", ignore = "qemu-user takes MADV_WIPEONFORK and does nothing")]
 fn a_child_that_is_forked_within_a_change_lives() {
-    let monitor = Import::new(Arc::new(Asked::default())).unwrap();
+    let monitor = ImportMonitor::new(Arc::new(Asked::default())).unwrap();
     let recorder = Recorder::new();
     let subscription = monitor.subscribe(at(0x10000), Arc::<Recorder>::clone(&recorder)).unwrap();
     let mut child = -1;
@@ -129,8 +129,8 @@ fn a_child_that_is_forked_within_a_change_lives() {
 
 #[test]
 fn an_imported_monitor_is_a_choice_that_says_so() {
-    let imported = SystemMonitor::imported(Import::new(Arc::new(Asked::default())).unwrap());
-    assert_eq!(imported.choice().requested, MonitorKind::Import);
+    let imported = SystemMonitor::imported(ImportMonitor::new(Arc::new(Asked::default())).unwrap());
+    assert_eq!(imported.choice().requested, HostMonitorKind::Import);
     assert_eq!(imported.monitor().unwrap().name(), "import");
     let json = serde_json::to_value(imported.choice()).unwrap();
     assert_eq!(json["name"], "import");

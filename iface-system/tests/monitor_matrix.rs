@@ -18,9 +18,9 @@ use std::{
 
 use hmem_core::{
     AddressRange, Result,
-    monitor::{Cause, Monitor},
+    monitor::{InvalidationCause, Monitor},
 };
-use hmem_iface_system::monitor::{Import, Layered, MemHooks, UserFaultFd, Watcher};
+use hmem_iface_system::monitor::{ImportCallbacks, ImportMonitor, Layered, MemHooks, UserFaultFd};
 use monitors::*;
 
 cases! {
@@ -287,7 +287,7 @@ fn column(name: &str, monitor: &dyn Monitor, tell: &dyn Fn(AddressRange)) {
                 monitor.unsubscribe(subscription);
                 let about = recorder.about(here);
                 let how = |sought| about.iter().any(|(_, how)| *how == sought);
-                if about.iter().any(|(cause, _)| *cause == Cause::Application) {
+                if about.iter().any(|(cause, _)| *cause == InvalidationCause::Application) {
                     "told"
                 } else if how(How::Begun) && how(How::Ended) {
                     "before"
@@ -317,8 +317,8 @@ fn memhooks_and_userfaultfd_see_what_the_table_says() {
     let monitor = Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
     column("memhooks+userfaultfd", &*monitor, &|_| {});
     // The segment, which the kernel does not watch.
-    assert_eq!(monitor.without_net(), 1);
-    assert!(monitor.why_without_net().unwrap().contains("System V"));
+    assert_eq!(monitor.uffd_refusals(), 1);
+    assert!(monitor.why_uffd_refusals().unwrap().contains("System V"));
 }
 
 /// None of the machine's huge pages is taken: nothing is touched, and nothing reserved.
@@ -332,7 +332,7 @@ fn huge_pages_are_watched_whole_by_the_net() {
     let recorder = Recorder::new();
     let part = range(at, page());
     let subscription = monitor.subscribe(part, Arc::<Recorder>::clone(&recorder)).unwrap();
-    assert_eq!(monitor.without_net(), 0, "{:?}", monitor.why_without_net());
+    assert_eq!(monitor.uffd_refusals(), 0, "{:?}", monitor.why_uffd_refusals());
     raw(libc::SYS_munmap, [at.addr(), HUGE, 0, 0, 0]);
     // The kernel's event is read before the call returns, and told after that.
     while recorder.about(part).is_empty() {
@@ -345,7 +345,7 @@ fn huge_pages_are_watched_whole_by_the_net() {
 #[derive(Debug)]
 struct Anything;
 
-impl Watcher for Anything {
+impl ImportCallbacks for Anything {
     fn subscribe(&self, _: AddressRange) -> Result<()> {
         Ok(())
     }
@@ -354,6 +354,6 @@ impl Watcher for Anything {
 }
 
 fn import_sees_what_the_table_says() {
-    let monitor = Import::new(Arc::new(Anything)).unwrap();
+    let monitor = ImportMonitor::new(Arc::new(Anything)).unwrap();
     column("import", &*monitor, &|range| monitor.invalidate(range));
 }

@@ -7,9 +7,9 @@ use std::sync::Mutex;
 use hmem_core::{
     Address, AddressRange, AllocationKind, DeviceId, Errno, Iface, IfaceExt, Result,
     iface::{AllocRequest, DmaBufMapping},
-    monitor::{Cause, Change, Invalidator},
+    monitor::{InvalidationCause, InvalidationToken, Invalidator},
 };
-use hmem_iface_system::{Call, Simulated, Style};
+use hmem_iface_system::{Call, FreeDetection, Simulated};
 use support::*;
 
 /// Fds are counted for the whole process: the tests of this file take turns.
@@ -23,14 +23,14 @@ fn turn() -> std::sync::MutexGuard<'static, ()> {
 struct Deaf;
 
 impl Invalidator for Deaf {
-    fn invalidate(&self, _: AddressRange, _: Cause) {}
+    fn invalidate(&self, _: AddressRange, _: InvalidationCause) {}
 
-    fn begin(&self, range: AddressRange, cause: Cause) -> Change {
+    fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         self.invalidate(range, cause);
-        Change(0)
+        InvalidationToken(0)
     }
 
-    fn end(&self, _: Change) {}
+    fn invalidate_end(&self, _: InvalidationToken) {}
 
     fn close_gate(&self) {}
 
@@ -101,7 +101,10 @@ fn use_everything(simulated: &Simulated) -> Vec<hmem_core::Error> {
 }
 
 fn build() -> Simulated {
-    let builder = Simulated::builder().segment_len(8192).peer_memory(true).style(Style::Callback);
+    let builder = Simulated::builder()
+        .segment_len(8192)
+        .peer_memory(true)
+        .free_detection(FreeDetection::Callback);
     builder.arena(1 << 20).build().unwrap()
 }
 

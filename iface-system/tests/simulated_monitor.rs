@@ -13,14 +13,15 @@ use std::{
 
 use hmem_core::{
     Address, AddressRange, AllocationKind, ErrorKind, Iface, IfaceExt,
-    monitor::{Cause, Change, DetectionMethod, Invalidator, Subscription},
+    monitor::{DetectionMethod, InvalidationCause, InvalidationToken, Invalidator, Subscription},
 };
-use hmem_iface_system::{AddressReuse, Simulated, Style};
+use hmem_iface_system::{AddressReuse, FreeDetection, Simulated};
 use parking_lot::Mutex;
 use support::*;
 
-fn with_style(style: Style) -> Arc<Simulated> {
-    let builder = Simulated::builder().style(style).address_reuse(AddressReuse::JustFreed);
+fn with_style(free_detection: FreeDetection) -> Arc<Simulated> {
+    let builder =
+        Simulated::builder().free_detection(free_detection).address_reuse(AddressReuse::JustFreed);
     Arc::new(builder.build().unwrap())
 }
 
@@ -39,16 +40,16 @@ impl Told {
 }
 
 impl Invalidator for Told {
-    fn invalidate(&self, range: AddressRange, _: Cause) {
+    fn invalidate(&self, range: AddressRange, _: InvalidationCause) {
         self.0.lock().push(range);
     }
 
-    fn begin(&self, range: AddressRange, cause: Cause) -> Change {
+    fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         self.invalidate(range, cause);
-        Change(0)
+        InvalidationToken(0)
     }
 
-    fn end(&self, _: Change) {}
+    fn invalidate_end(&self, _: InvalidationToken) {}
 
     fn close_gate(&self) {}
 
@@ -65,16 +66,16 @@ impl<F> fmt::Debug for Doing<F> {
 }
 
 impl<F: Fn(AddressRange) + Send + Sync> Invalidator for Doing<F> {
-    fn invalidate(&self, range: AddressRange, _: Cause) {
+    fn invalidate(&self, range: AddressRange, _: InvalidationCause) {
         (self.0)(range);
     }
 
-    fn begin(&self, range: AddressRange, cause: Cause) -> Change {
+    fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         self.invalidate(range, cause);
-        Change(0)
+        InvalidationToken(0)
     }
 
-    fn end(&self, _: Change) {}
+    fn invalidate_end(&self, _: InvalidationToken) {}
 
     fn close_gate(&self) {}
 
@@ -88,8 +89,8 @@ fn doing(action: impl Fn(AddressRange) + Send + Sync + 'static) -> Arc<dyn Inval
 /// MON-07
 #[test]
 fn a_reused_address_is_never_valid_in_either_style() {
-    for style in [Style::Identity, Style::Callback] {
-        let simulated = with_style(style);
+    for free_detection in [FreeDetection::Identity, FreeDetection::Callback] {
+        let simulated = with_style(free_detection);
         let monitor = simulated.start_monitor().unwrap();
         for kind in DEVICE_KINDS {
             let mut stale = Vec::new();
@@ -114,7 +115,7 @@ fn a_reused_address_is_never_valid_in_either_style() {
 /// MON-07
 #[test]
 fn the_callback_style_tells_exactly_the_subscribers_of_what_is_freed() {
-    let simulated = with_style(Style::Callback);
+    let simulated = with_style(FreeDetection::Callback);
     let monitor = simulated.start_monitor().unwrap();
     assert_eq!(monitor.detection(), DetectionMethod::Callback);
     assert!(simulated.capability().free_callback);
@@ -143,7 +144,7 @@ fn the_callback_style_tells_exactly_the_subscribers_of_what_is_freed() {
 /// And no lock is held that the callback could want, unlikely as it is that it should.
 #[test]
 fn a_callback_comes_before_the_memory_goes_and_may_use_the_iface() {
-    let simulated = with_style(Style::Callback);
+    let simulated = with_style(FreeDetection::Callback);
     let monitor = simulated.start_monitor().unwrap();
     let allocation = device(&*simulated, 4096);
     simulated.write_bytes(allocation.base(), &[7; 16]).unwrap();
@@ -171,7 +172,7 @@ fn a_callback_comes_before_the_memory_goes_and_may_use_the_iface() {
 
 #[test]
 fn who_subscribes_while_the_others_are_told_is_told_too() {
-    let simulated = with_style(Style::Callback);
+    let simulated = with_style(FreeDetection::Callback);
     let monitor = simulated.start_monitor().unwrap();
     let allocation = device(&*simulated, 4096);
     let late = Told::new();
@@ -188,7 +189,7 @@ fn who_subscribes_while_the_others_are_told_is_told_too() {
 
 #[test]
 fn a_free_that_begins_while_another_frees_the_same_is_a_double_free() {
-    let simulated = with_style(Style::Callback);
+    let simulated = with_style(FreeDetection::Callback);
     let monitor = simulated.start_monitor().unwrap();
     let allocation = device(&*simulated, 4096);
     let second = Arc::new(Mutex::new(None));
@@ -205,7 +206,7 @@ fn a_free_that_begins_while_another_frees_the_same_is_a_double_free() {
 /// MON-08
 #[test]
 fn after_unsubscribe_returns_the_invalidator_is_not_called() {
-    let simulated = with_style(Style::Callback);
+    let simulated = with_style(FreeDetection::Callback);
     let monitor = simulated.start_monitor().unwrap();
     let allocation = device(&*simulated, 4096);
     let told = Told::new();
@@ -219,7 +220,7 @@ fn after_unsubscribe_returns_the_invalidator_is_not_called() {
 /// MON-08
 #[test]
 fn unsubscribe_waits_for_a_call_under_way() {
-    let simulated = with_style(Style::Callback);
+    let simulated = with_style(FreeDetection::Callback);
     let monitor = simulated.start_monitor().unwrap();
     let allocation = device(&*simulated, 4096);
     let inside = Arc::new(Barrier::new(2));
@@ -247,8 +248,8 @@ fn unsubscribe_waits_for_a_call_under_way() {
 /// MON-08
 #[test]
 fn subscriptions_come_and_go_in_pairs_in_both_styles() {
-    for style in [Style::Identity, Style::Callback] {
-        let simulated = with_style(style);
+    for free_detection in [FreeDetection::Identity, FreeDetection::Callback] {
+        let simulated = with_style(free_detection);
         let monitor = simulated.start_monitor().unwrap();
         let allocation = device(&*simulated, 1 << 20);
         let told = Told::new();
@@ -260,8 +261,8 @@ fn subscriptions_come_and_go_in_pairs_in_both_styles() {
             .collect();
         assert_eq!(simulated.stats().subscriptions, 1000);
         free(&*simulated, &allocation).unwrap();
-        let calls = if style == Style::Callback { 1000 } else { 0 };
-        assert_eq!(told.ranges().len(), calls, "the identity style calls nobody");
+        let calls = if free_detection == FreeDetection::Callback { 1000 } else { 0 };
+        assert_eq!(told.ranges().len(), calls, "the identity free_detection calls nobody");
         subscriptions.into_iter().for_each(|subscription| monitor.unsubscribe(subscription));
         assert_eq!(simulated.stats().subscriptions, 0);
     }
@@ -269,7 +270,7 @@ fn subscriptions_come_and_go_in_pairs_in_both_styles() {
 
 #[test]
 fn what_is_not_alive_cannot_be_watched() {
-    let simulated = with_style(Style::Callback);
+    let simulated = with_style(FreeDetection::Callback);
     let monitor = simulated.start_monitor().unwrap();
     let allocation = device(&*simulated, 4096);
     free(&*simulated, &allocation).unwrap();
@@ -288,7 +289,7 @@ fn what_is_not_alive_cannot_be_watched() {
 /// Whatever the lengths, everyone who overlaps is told, once, and nobody else.
 #[test]
 fn many_subscribers_of_many_allocations_are_told_apart() {
-    let simulated = with_style(Style::Callback);
+    let simulated = with_style(FreeDetection::Callback);
     let monitor = simulated.start_monitor().unwrap();
     let allocations: Vec<_> =
         (0..40).map(|i| allocate(&*simulated, 1 + i * 7919, AllocationKind::Device)).collect();

@@ -9,7 +9,7 @@ use hmem_core::{
 };
 use hmem_iface_system::{
     MemFd, System,
-    monitor::{MonitorKind, SystemMonitor},
+    monitor::{HostMonitorKind, SystemMonitor},
 };
 use support::*;
 
@@ -145,7 +145,8 @@ fn a_memory_file_cannot_shrink_under_its_users() {
 
 #[test]
 fn what_host_memory_lacks_is_unsupported_with_a_reason() {
-    let system = System::new().with_monitor(SystemMonitor::start(MonitorKind::Disabled).unwrap());
+    let system =
+        System::new().with_monitor(SystemMonitor::start(HostMonitorKind::Disabled).unwrap());
     let bytes = [0_u8; 8];
     let range = hmem_core::AddressRange::of(&bytes);
     let address = Address::of_ptr(bytes.as_ptr());

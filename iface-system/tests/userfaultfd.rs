@@ -20,9 +20,9 @@ use std::{
 
 use hmem_core::{
     AddressRange, ErrorKind,
-    monitor::{Cause, Change, Invalidator, Monitor},
+    monitor::{InvalidationCause, InvalidationToken, Invalidator, Monitor},
 };
-use hmem_iface_system::monitor::{MemHooks, MonitorKind, SystemMonitor, UserFaultFd};
+use hmem_iface_system::monitor::{HostMonitorKind, MemHooks, SystemMonitor, UserFaultFd};
 use monitors::*;
 
 cases! {
@@ -117,7 +117,7 @@ fn a_call_that_the_kernel_says_to_make_again_is_made_again() {
             [1, 2, 4].contains(&calls).then_some(refusal)
         };
         supervised::run(libc::SYS_userfaultfd, answer, || {
-            let chosen = SystemMonitor::start(MonitorKind::Auto).unwrap();
+            let chosen = SystemMonitor::start(HostMonitorKind::Auto).unwrap();
             assert_eq!(chosen.choice().name, "memhooks+userfaultfd", "{}", chosen.choice());
         });
         assert_eq!(calls, 5);
@@ -164,7 +164,7 @@ fn auto_says_in_its_choice_and_the_log_that_it_goes_without_userfaultfd() {
         |_| Some(libc::EAGAIN),
         move || {
             tracing::subscriber::with_default(subscriber, || {
-                let chosen = SystemMonitor::start(MonitorKind::Auto).unwrap();
+                let chosen = SystemMonitor::start(HostMonitorKind::Auto).unwrap();
                 let text = chosen.choice().to_string();
                 assert_eq!(chosen.choice().name, "memhooks", "{text}");
                 assert!(text.contains("userfaultfd refused") && text.contains("EAGAIN"), "{text}");
@@ -185,13 +185,13 @@ fn unprivileged_users_can_watch() {
     let here = range(block, page());
     let subscription = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
     unmap(block, page());
-    told(&recorder, here, &[Cause::Unmap]);
+    told(&recorder, here, &[InvalidationCause::Unmap]);
     monitor.unsubscribe(subscription);
 }
 
 /// Whoever unmapped goes on when the event is read: once the gate is open again, everybody was
 /// told.
-fn told(recorder: &Recorder, here: AddressRange, causes: &[Cause]) {
+fn told(recorder: &Recorder, here: AddressRange, causes: &[InvalidationCause]) {
     while recorder.about(here).len() < causes.len() {
         thread::yield_now();
     }
@@ -208,16 +208,16 @@ fn no_fault_of_the_application_waits() {
         go_on: AtomicBool,
     }
     impl Invalidator for Stopping {
-        fn invalidate(&self, _: AddressRange, _: Cause) {
+        fn invalidate(&self, _: AddressRange, _: InvalidationCause) {
             self.inside.store(true, SeqCst);
             while !self.go_on.load(SeqCst) {
                 thread::yield_now();
             }
         }
-        fn begin(&self, _: AddressRange, _: Cause) -> Change {
-            Change(0)
+        fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
+            InvalidationToken(0)
         }
-        fn end(&self, _: Change) {}
+        fn invalidate_end(&self, _: InvalidationToken) {}
         fn close_gate(&self) {}
         fn open_gate(&self) {}
     }
@@ -266,15 +266,15 @@ fn events_are_told_behind_a_closed_gate() {
     // SAFETY: this function's own pages.
     unsafe {
         assert_eq!(libc::madvise(block, page, libc::MADV_DONTNEED), 0);
-        told(&recorder, range(block, page), &[Cause::Discard]);
+        told(&recorder, range(block, page), &[InvalidationCause::Discard]);
         let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
         let elsewhere = map(page);
         assert_eq!(libc::mremap(block, page, page, fixed, elsewhere), elsewhere);
-        told(&recorder, range(block, page), &[Cause::Remap, Cause::Unmap]);
+        told(&recorder, range(block, page), &[InvalidationCause::Remap, InvalidationCause::Unmap]);
     }
     // Past the C library.
     raw_unmap(block.wrapping_byte_add(3 * page), page);
-    told(&recorder, range(block.wrapping_byte_add(3 * page), page), &[Cause::Unmap]);
+    told(&recorder, range(block.wrapping_byte_add(3 * page), page), &[InvalidationCause::Unmap]);
     monitor.unsubscribe(subscription);
     while recorder.gates.load(SeqCst) != 0 {
         thread::yield_now();
@@ -323,7 +323,7 @@ fn overlapping_subscriptions_are_watched_until_the_last_is_gone() {
     assert_eq!(now(), [false, false, false, true, false, false]);
     assert_eq!(monitor.subscriptions(), 1);
     unmap(at(3), page);
-    told(&recorder, pages(3, 4), &[Cause::Unmap]);
+    told(&recorder, pages(3, 4), &[InvalidationCause::Unmap]);
     monitor.unsubscribe(inner);
     assert_eq!(Arc::strong_count(&recorder), 1);
 }
@@ -338,14 +338,14 @@ fn memory_that_is_mapped_anew_is_watched_anew() {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
     // SAFETY: replaces this function's own page.
     assert_eq!(unsafe { libc::mmap(block, page, libc::PROT_READ, flags, -1, 0) }, block);
-    told(&recorder, here, &[Cause::Unmap]);
+    told(&recorder, here, &[InvalidationCause::Unmap]);
     assert!(!watched(block));
     // The old subscription has not been taken back yet.
     let fresh = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
     monitor.unsubscribe(stale);
     assert!(watched(block));
     unmap(block, page);
-    told(&recorder, here, &[Cause::Unmap]);
+    told(&recorder, here, &[InvalidationCause::Unmap]);
     monitor.unsubscribe(fresh);
 }
 
@@ -359,7 +359,7 @@ fn what_moves_away_is_not_watched_for_ever() {
     let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
     // SAFETY: this function's own pages.
     assert_eq!(unsafe { libc::mremap(block, page, page, fixed, elsewhere) }, elsewhere);
-    told(&recorder, here, &[Cause::Remap, Cause::Unmap]);
+    told(&recorder, here, &[InvalidationCause::Remap, InvalidationCause::Unmap]);
     assert!(watched(elsewhere), "the kernel watches what moved where it went");
     monitor.unsubscribe(subscription);
     assert!(!watched(elsewhere));
@@ -518,13 +518,13 @@ fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
         let theirs = Recorder::new();
         let watched = own.subscribe(range(at, page), Arc::<Recorder>::clone(&theirs)).unwrap();
         unmap(at, page);
-        told(&theirs, range(at, page), &[Cause::Unmap]);
+        told(&theirs, range(at, page), &[InvalidationCause::Unmap]);
         own.unsubscribe(watched);
     });
     assert_eq!(status, 0);
     assert_eq!(recorder.about(here), []);
     unmap(block, page);
-    told(&recorder, here, &[Cause::Unmap]);
+    told(&recorder, here, &[InvalidationCause::Unmap]);
     monitor.unsubscribe(subscription);
 }
 
@@ -594,19 +594,19 @@ impl OneEntry {
 }
 
 impl Invalidator for OneEntry {
-    fn invalidate(&self, range: AddressRange, _: Cause) {
+    fn invalidate(&self, range: AddressRange, _: InvalidationCause) {
         if range.contains(hmem_core::Address(self.start.load(SeqCst))) {
             self.valid.store(false, SeqCst);
         }
     }
 
-    fn begin(&self, range: AddressRange, cause: Cause) -> Change {
+    fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         self.changing.fetch_add(1, SeqCst);
         self.invalidate(range, cause);
-        Change(0)
+        InvalidationToken(0)
     }
 
-    fn end(&self, _: Change) {
+    fn invalidate_end(&self, _: InvalidationToken) {
         self.changing.fetch_sub(1, SeqCst);
     }
 

@@ -22,6 +22,8 @@ pub(crate) fn check(code: ZeResult, operation: &'static str) -> Result<()> {
         | ZeResult::ZE_RESULT_ERROR_INVALID_NULL_HANDLE
         | ZeResult::ZE_RESULT_ERROR_INVALID_NULL_POINTER
         | ZeResult::ZE_RESULT_ERROR_INVALID_SIZE
+        | ZeResult::ZE_RESULT_ERROR_OVERLAPPING_REGIONS
+        | ZeResult::ZE_RESULT_ERROR_ADDRESS_NOT_FOUND
         | ZeResult::ZE_RESULT_ERROR_INVALID_ENUMERATION => ErrorKind::InvalidArgument,
         ZeResult::ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY
         | ZeResult::ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY => ErrorKind::OutOfResources,
@@ -42,7 +44,30 @@ pub(crate) fn check(code: ZeResult, operation: &'static str) -> Result<()> {
         | ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_ENUMERATION => ErrorKind::Unsupported,
         _ => ErrorKind::Driver,
     };
-    Err(coded(Error::new(kind, operation).iface(IfaceKind::ZE), code))
+    let error = coded(Error::new(kind, operation).iface(IfaceKind::ZE), code);
+    Err(match remedy(code) {
+        Some(remedy) => error.remedy(remedy),
+        None => error,
+    })
+}
+
+fn remedy(code: ZeResult) -> Option<&'static str> {
+    Some(match code {
+        ZeResult::ZE_RESULT_ERROR_DEVICE_LOST | ZeResult::ZE_RESULT_ERROR_DEVICE_REQUIRES_RESET => {
+            "the device was reset or removed: see the kernel log (dmesg), and start the process again"
+        }
+        ZeResult::ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY => "free device memory, or ask for less",
+        ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_SIZE => {
+            "ask for less: one allocation has a limit (maxMemAllocSize) below the device's memory"
+        }
+        ZeResult::ZE_RESULT_ERROR_INSUFFICIENT_PERMISSIONS => {
+            "this user may not open /dev/dri/renderD*: join the group of that file (`render`)"
+        }
+        ZeResult::ZE_RESULT_ERROR_DEPENDENCY_UNAVAILABLE => {
+            "a library or kernel driver that Level Zero needs is missing: see ZE_ENABLE_LOADER_DEBUG_TRACE=1"
+        }
+        _ => return None,
+    })
 }
 
 /// Adds the driver's code with its name.

@@ -24,26 +24,65 @@
 //!
 //! - `sys`, `causes`: function table, layouts and constants; the meaning of the driver's refusals
 //! - `error`: driver codes as errors
-//! - `memory`: the allocation around an address
-//! - `iface`: [`LevelZero`], which opens the driver and implements the trait
+//! - `driver`: the opened driver, its devices and contexts
+//! - `memory`: the allocation around an address, and the table of memory to give back
+//! - `lanes`: command lists, events and buffers for copies
+//! - `allocate`, `copy`, `export`, `monitor`: one facet each
+//! - `ipc`: allocations for other processes
+//! - `iface`: [`LevelZero`], which holds the components
 //!
-//! # Things this crate does not do
+//! # Devices
 //!
-//! It lists devices and answers which allocation an address lies in. It does not yet allocate,
-//! copy, export or monitor: those are errors of kind
-//! [`Unsupported`](hmem_core::ErrorKind::Unsupported), and
-//! [`Capability`](hmem_core::iface::Capability) says so. Its devices are root devices; a
-//! sub-device's memory counts as its root's. It holds one context for each driver that has a GPU,
-//! since addresses can't be looked up without one, and never unloads the loader.
+//! A device's number is that of libfabric's `fi_hmem_ze_device`: the driver's index in bits 16 and
+//! up, and the index of the root device below. A sub-device's memory counts as its root's.
+//!
+//! # Kinds of memory
+//!
+//! - `zeMemAllocDevice`: a dma-buf. It is allocated here with `ze_external_memory_export_desc_t`.
+//!   Memory that the application allocated without is exported if the driver does so. Small
+//!   allocations of such memory may come from a pool of the driver. They are neither exported nor
+//!   cached: no call says where in the pool they lie, and all have one identity.
+//! - `zeMemAllocHost`: host pages.
+//! - `zeMemAllocShared`: host pages. It migrates, and is never registered as device memory.
+//!
+//! # Contexts
+//!
+//! The iface has one context for each driver with a GPU. Level Zero finds memory by a context. Its
+//! specification lets a driver answer that it does not know memory of other contexts; Intel's
+//! driver knows the memory of all.
+//!
+//! # Limits of this crate
+//!
+//! - It was tested on Intel's driver with a simulated GPU, which copies by the CPU and exports
+//!   nothing; exports were tested over a fake driver. It has not run on a GPU.
+//! - Level Zero has no call that flushes the writes of NICs. They count as visible to work that is
+//!   started after a completion.
+//! - Copies of memory that the application allocated in its own context rely on Intel's driver: the
+//!   specification asks for the memory and the command list to be of one context.
+//! - It does not order copies behind the application's queues.
+//! - It does not unload the loader.
 
 #![deny(unsafe_code)]
 
+#[allow(unsafe_code)]
+mod allocate;
 mod causes;
+#[allow(unsafe_code)]
+mod copy;
+#[allow(unsafe_code)]
+mod driver;
 mod error;
+#[allow(unsafe_code)]
+mod export;
 #[allow(unsafe_code)]
 mod iface;
 #[allow(unsafe_code)]
+mod ipc;
+#[allow(unsafe_code)]
+mod lanes;
+#[allow(unsafe_code)]
 mod memory;
+mod monitor;
 #[allow(unsafe_code)]
 pub mod sys;
 

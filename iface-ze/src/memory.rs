@@ -1,99 +1,313 @@
-//! Lookup of addresses: the allocation that an address lies in.
+//! Lookup of addresses, and the table of memory that this iface allocated or opened.
 
-use std::{ffi::c_void, ptr};
+use std::{
+    collections::HashMap,
+    ffi::c_void,
+    os::fd::OwnedFd,
+    ptr,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind,
-    IfaceKind, Result,
+    Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind,
+    Result,
 };
+use parking_lot::Mutex;
 
 use crate::{
+    driver::{DeviceEntry, Driver},
     error::check,
-    sys::{self, ContextHandle, DeviceHandle, Functions, MemoryAllocationProperties},
+    sys::{self, ContextHandle, DeviceHandle, MemoryAllocationProperties, ZeResult},
 };
 
-/// Returns the allocation around an address, or `None` if no driver knows the address. `handles`
-/// has the device of each handle.
-pub(crate) fn query(
-    functions: &Functions,
-    contexts: &[ContextHandle],
-    handles: &[(DeviceHandle, DeviceId)],
-    address: Address,
-) -> Result<Option<Allocation>> {
-    // Layers of the loader call the null pointer an invalid argument.
-    if address.0 == 0 {
-        return Ok(None);
-    }
-    for (driver, context) in contexts.iter().enumerate() {
-        if let Some(mut allocation) = query_in(functions, *context, handles, address)? {
-            // Each driver counts from 1: the driver's number above that keeps two drivers'
-            // allocations apart.
-            allocation.id.0 |= (driver as u64) << 56;
-            return Ok(Some(allocation));
-        }
-    }
-    Ok(None)
+/// Finds the allocation around an address, and knows what must be given back.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    pub(crate) driver: Arc<Driver>,
+    owned: Mutex<HashMap<u64, Owned>>,
 }
 
-fn query_in(
-    functions: &Functions,
-    context: ContextHandle,
-    handles: &[(DeviceHandle, DeviceId)],
-    address: Address,
-) -> Result<Option<Allocation>> {
-    let pointer = ptr::without_provenance::<c_void>(address.0 as usize);
-    let mut properties = MemoryAllocationProperties {
-        stype: sys::ZE_STRUCTURE_TYPE_MEMORY_ALLOCATION_PROPERTIES,
-        next: ptr::null_mut(),
-        kind: sys::ZE_MEMORY_TYPE_UNKNOWN,
-        id: 0,
-        page_size: 0,
-    };
-    let mut owner = DeviceHandle::NULL;
-    // SAFETY: the iface keeps the context until it closes; the structure says its type and ends the
-    // chain; `owner` is writable. The address is only looked up, never dereferenced.
-    let code = unsafe {
-        (functions.mem_get_alloc_properties)(context, pointer, &mut properties, &mut owner)
-    };
-    check(code, "zeMemGetAllocProperties").map_err(|error| error.context("address", address))?;
-    let kind = match properties.kind {
-        sys::ZE_MEMORY_TYPE_UNKNOWN => return Ok(None),
-        sys::ZE_MEMORY_TYPE_HOST => AllocationKind::Host,
-        sys::ZE_MEMORY_TYPE_DEVICE => AllocationKind::Device,
-        sys::ZE_MEMORY_TYPE_SHARED => AllocationKind::Managed,
-        other => return Err(inconsistent(address).context("type", other)),
-    };
-    let (mut base, mut len) = (ptr::null_mut(), 0usize);
-    // SAFETY: the iface keeps the context until it closes; `base` and `len` are writable. The
-    // address is only looked up.
-    let code = unsafe { (functions.mem_get_address_range)(context, pointer, &mut base, &mut len) };
-    check(code, "zeMemGetAddressRange").map_err(|error| error.context("address", address))?;
-    let range = AddressRange::new(Address::of_ptr(base), len as u64)?;
-    if !range.contains(address) {
-        return Err(inconsistent(address).context("range", range));
-    }
-    // Host memory belongs to no device, shared memory to several.
-    let device = match kind {
-        AllocationKind::Device => {
-            handles.iter().find(|(handle, _)| *handle == owner).map(|(_, device)| *device)
-        }
-        _ => None,
-    };
-    Ok(Some(Allocation {
-        iface: IfaceKind::ZE,
-        range,
-        device,
-        kind,
-        id: AllocationId(properties.id),
-    }))
+/// Memory that this iface allocated or opened, by its first address.
+#[derive(Debug)]
+pub(crate) struct Owned {
+    id: AllocationId,
+    /// Number that the driver gives it, a whole pool's if it is from a pool.
+    driver_id: u64,
+    pooled: bool,
+    /// Number of its driver.
+    pub(crate) driver: usize,
+    /// The memory is another process's, opened here.
+    pub(crate) imported: bool,
+    /// The dma-buf that handles for other processes name, once there is one. It stays open here
+    /// until the memory is freed.
+    pub(crate) shared: Option<Arc<OwnedFd>>,
 }
 
-fn inconsistent(address: Address) -> Error {
-    Error::new(ErrorKind::Driver, "query")
+/// An allocation as the driver knows it.
+#[derive(Debug)]
+pub(crate) struct FoundAllocation<'a> {
+    pub(crate) allocation: Allocation,
+    /// Device that holds it; `None` for host and shared memory.
+    pub(crate) device: Option<&'a DeviceEntry>,
+    /// Number of its driver.
+    pub(crate) driver: usize,
+    /// Bytes of a page of it.
+    pub(crate) page_size: u64,
+    /// The driver cut it out of a pool, and numbers the pool only.
+    pub(crate) pooled: bool,
+    /// This iface allocated or opened it.
+    pub(crate) owned: bool,
+    driver_id: u64,
+}
+
+/// Answer of the driver about one address.
+struct Answer {
+    kind: u32,
+    id: u64,
+    page_size: u64,
+    device: DeviceHandle,
+}
+
+impl Memory {
+    pub(crate) fn new(driver: Arc<Driver>) -> Self {
+        Self { driver, owned: Mutex::default() }
+    }
+
+    /// Returns the allocation around an address, or `None` if no driver knows the address.
+    pub(crate) fn find(&self, address: Address) -> Result<Option<FoundAllocation<'_>>> {
+        // Layers of the loader call the null pointer an invalid argument.
+        if address.0 == 0 {
+            return Ok(None);
+        }
+        let contexts = self.driver.contexts.read();
+        for (driver, context) in contexts.iter().enumerate() {
+            let found = self.find_in(driver, *context, address);
+            if let Some(found) = found.map_err(|error| error.context("address", address))? {
+                return Ok(Some(found));
+            }
+        }
+        Ok(None)
+    }
+
+    fn find_in(
+        &self,
+        driver: usize,
+        context: ContextHandle,
+        address: Address,
+    ) -> Result<Option<FoundAllocation<'_>>> {
+        let answer = self.properties(context, address)?;
+        let kind = match answer.kind {
+            sys::ZE_MEMORY_TYPE_UNKNOWN => return Ok(None),
+            sys::ZE_MEMORY_TYPE_HOST => AllocationKind::Host,
+            sys::ZE_MEMORY_TYPE_DEVICE => AllocationKind::Device,
+            sys::ZE_MEMORY_TYPE_SHARED => AllocationKind::Managed,
+            other => return Err(inconsistent().context("type", other)),
+        };
+        let (mut base, mut len) = (ptr::null_mut(), 0usize);
+        let get = self.driver.functions.mem_get_address_range;
+        // SAFETY: the caller keeps the context; `base` and `len` are writable. The address is only
+        // looked up.
+        match unsafe { get(context, pointer(address), &mut base, &mut len) } {
+            // A part of a pool that no allocation has.
+            ZeResult::ZE_RESULT_ERROR_ADDRESS_NOT_FOUND => return Ok(None),
+            code => check(code, "zeMemGetAddressRange")?,
+        }
+        let range = AddressRange::new(Address::of_ptr(base), len as u64)?;
+        if !range.contains(address) {
+            return Err(inconsistent().context("range", range));
+        }
+        let entry = {
+            let table = self.owned.lock();
+            let entry = table.get(&range.start().0).filter(|owned| owned.driver_id == answer.id);
+            entry.map(|owned| (owned.id, owned.pooled, owned.imported))
+        };
+        let pooled = match entry {
+            Some((_, pooled, _)) => pooled,
+            None => self.is_pooled(context, range, answer.id)?,
+        };
+        let id = match entry {
+            Some((id, ..)) => id,
+            None => identity(driver, answer.id, pooled.then_some(range)),
+        };
+        let device = match kind {
+            AllocationKind::Device => self.driver.device_of(answer.device),
+            // Host memory belongs to no device, shared memory to several.
+            _ => None,
+        };
+        let kind = match entry {
+            Some((.., true)) => AllocationKind::Imported,
+            _ => kind,
+        };
+        let allocation = Allocation {
+            iface: IfaceKind::ZE,
+            range,
+            device: device.map(|entry| entry.description.id),
+            kind,
+            id,
+        };
+        Ok(Some(FoundAllocation {
+            allocation,
+            device,
+            driver,
+            page_size: answer.page_size,
+            pooled,
+            owned: entry.is_some(),
+            driver_id: answer.id,
+        }))
+    }
+
+    /// Returns true if the bytes next to a range belong to the same allocation of the driver, from
+    /// which the driver cut the range. Intel's driver does so with small allocations that were not
+    /// allocated to be exported.
+    fn is_pooled(&self, context: ContextHandle, range: AddressRange, id: u64) -> Result<bool> {
+        for next in [range.start().0.checked_add(range.len()), range.start().0.checked_sub(1)] {
+            let Some(next) = next.filter(|next| *next != 0) else { continue };
+            let answer = self.properties(context, Address(next))?;
+            if answer.kind != sys::ZE_MEMORY_TYPE_UNKNOWN && answer.id == id {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn properties(&self, context: ContextHandle, address: Address) -> Result<Answer> {
+        let mut properties = MemoryAllocationProperties::default();
+        let mut device = DeviceHandle::NULL;
+        let get = self.driver.functions.mem_get_alloc_properties;
+        // SAFETY: the caller keeps the context; the structure says its type and ends the chain;
+        // `device` is writable. The address is only looked up, never dereferenced.
+        let code = unsafe { get(context, pointer(address), &mut properties, &mut device) };
+        check(code, "zeMemGetAllocProperties")?;
+        let MemoryAllocationProperties { kind, id, page_size, .. } = properties;
+        Ok(Answer { kind, id, page_size, device })
+    }
+
+    /// Number of allocations to give back.
+    pub(crate) fn len(&self) -> usize {
+        self.owned.lock().len()
+    }
+
+    /// Enters memory that the driver gave out just now, and returns it as an allocation of `len`
+    /// bytes.
+    pub(crate) fn enter(
+        &self,
+        driver: usize,
+        base: *mut c_void,
+        imported: bool,
+    ) -> Result<Allocation> {
+        let base = Address::of_ptr(base);
+        let found = self.driver.with_context(driver, |context| self.find_in(driver, context, base));
+        let found = found?.ok_or_else(|| {
+            Error::new(ErrorKind::Driver, "allocate")
+                .iface(IfaceKind::ZE)
+                .context("address", base)
+                .context("reason", "the driver does not know memory that it gave out just now")
+        })?;
+        let FoundAllocation { mut allocation, driver_id, pooled, .. } = found;
+        if imported {
+            allocation.kind = AllocationKind::Imported;
+        }
+        if pooled {
+            // Freed memory of a pool leaves no trace in the driver's answers, but one in the table.
+            static NEXT: AtomicU64 = AtomicU64::new(1 << 63);
+            allocation.id = AllocationId(NEXT.fetch_add(1, Ordering::Relaxed));
+        }
+        let id = allocation.id;
+        let owned = Owned { id, driver_id, pooled, driver, imported, shared: None };
+        self.owned.lock().insert(base.0, owned);
+        Ok(allocation)
+    }
+
+    /// Takes an allocation out, so that of two threads that free it only one reaches the driver.
+    ///
+    /// # Errors
+    /// InvalidArgument if it is not in the table.
+    pub(crate) fn take(
+        &self,
+        operation: &'static str,
+        allocation: &Allocation,
+        imported: bool,
+    ) -> Result<Owned> {
+        let mut table = self.owned.lock();
+        let live = table
+            .get(&allocation.base().0)
+            .is_some_and(|owned| owned.id == allocation.id && owned.imported == imported);
+        let owned = if live { table.remove(&allocation.base().0) } else { None };
+        owned.ok_or_else(|| not_live(operation, allocation))
+    }
+
+    /// Puts an allocation back that the driver refused to free.
+    pub(crate) fn put_back(&self, allocation: &Allocation, owned: Owned) {
+        self.owned.lock().insert(allocation.base().0, owned);
+    }
+
+    /// Returns the dma-buf under which an allocation of this iface is shared, and has it made the
+    /// first time.
+    pub(crate) fn share(
+        &self,
+        allocation: &Allocation,
+        export: impl FnOnce() -> Result<OwnedFd>,
+    ) -> Result<Arc<OwnedFd>> {
+        let live = |owned: &&mut Owned| owned.id == allocation.id;
+        let refused = || not_live("ipc_export", allocation);
+        let base = allocation.base().0;
+        let shared =
+            self.owned.lock().get_mut(&base).filter(live).ok_or_else(refused)?.shared.clone();
+        if let Some(fd) = shared {
+            return Ok(fd);
+        }
+        let fd = Arc::new(export()?);
+        let mut table = self.owned.lock();
+        let owned = table.get_mut(&base).filter(live).ok_or_else(refused)?;
+        Ok(Arc::clone(owned.shared.get_or_insert(fd)))
+    }
+
+    /// Frees memory by the driver.
+    pub(crate) fn free(&self, driver: usize, base: Address) -> Result<()> {
+        self.driver.with_context(driver, |context| {
+            let pointer = ptr::with_exposed_provenance_mut(base.0 as usize);
+            // SAFETY: the driver gave out the memory and it is freed once: the table's entry was
+            // taken, or there was none yet. The caller of the facet promises that nothing uses it.
+            check(unsafe { (self.driver.functions.mem_free)(context, pointer) }, "zeMemFree")
+        })
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        let left = self.len();
+        if left > 0 {
+            tracing::warn!(left, "Level Zero memory was not freed before its iface was dropped");
+        }
+    }
+}
+
+/// Returns the identity of memory that this iface did not allocate. Each driver counts from 1: its
+/// number above that keeps two drivers' allocations apart, and the address those of one pool.
+fn identity(driver: usize, number: u64, in_pool: Option<AddressRange>) -> AllocationId {
+    let place = in_pool.map_or(0, |range| range.start().0.rotate_left(8) >> 8);
+    AllocationId((number ^ place) & (u64::MAX >> 8) | (driver as u64) << 56)
+}
+
+pub(crate) fn pointer(address: Address) -> *const c_void {
+    ptr::with_exposed_provenance(address.0 as usize)
+}
+
+/// Returns the error for an allocation that is not in the table.
+fn not_live(operation: &'static str, allocation: &Allocation) -> Error {
+    Error::new(ErrorKind::InvalidArgument, operation)
         .iface(IfaceKind::ZE)
-        .context(
-            "reason",
-            "the driver's answer does not describe an allocation that holds the address",
-        )
-        .context("address", address)
+        .context("allocation", allocation.range)
+        .context("identity", allocation.id.0)
+        .remedy("not a live allocation of this iface: freed already, or another's, who frees it")
+}
+
+fn inconsistent() -> Error {
+    Error::new(ErrorKind::Driver, "query").iface(IfaceKind::ZE).context(
+        "reason",
+        "the driver's answer does not describe an allocation that holds the address",
+    )
 }

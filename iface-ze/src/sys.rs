@@ -1,19 +1,20 @@
 //! libze_loader.so.1: its function table, and the layouts and constants of `ze_api.h`, laid out by
 //! hand.
 //!
-//! Public so that a driver of one's own can be injected with [`Functions::from_lookup`].
+//! Public, so that a test can inject a driver of its own with [`Functions::from_lookup`].
 //!
 //! ```
-//! use hmem_iface_ze::sys::{ZeResult, Functions};
+//! use hmem_iface_ze::sys::{Functions, ZeResult};
 //!
 //! // SAFETY: the lookup returns nothing, so there is nothing that it must vouch for.
 //! let error = unsafe { Functions::from_lookup(|_| None) }.unwrap_err();
 //! assert_eq!(error.context_value("symbol"), Some(Functions::SYMBOLS[0]));
-//! assert_eq!(ZeResult::ZE_RESULT_ERROR_UNINITIALIZED.name(), Some("ZE_RESULT_ERROR_UNINITIALIZED"));
+//! let code = ZeResult::ZE_RESULT_ERROR_UNINITIALIZED;
+//! assert_eq!(code.name(), Some("ZE_RESULT_ERROR_UNINITIALIZED"));
 //! ```
 
 use std::{
-    ffi::{c_char, c_void},
+    ffi::{c_char, c_int, c_void},
     mem,
     path::Path,
     ptr,
@@ -23,7 +24,7 @@ use std::{
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
-/// `ze_result_t`: what every call of Level Zero returns.
+/// `ze_result_t`: the result of every call of Level Zero.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ZeResult(pub u32);
@@ -31,6 +32,9 @@ pub struct ZeResult(pub u32);
 macro_rules! codes {
     ($($name:ident = $code:literal,)+) => {
         impl ZeResult {
+            /// Every code that has a name here.
+            pub const ALL: &[Self] = &[$(Self($code)),+];
+
             $(
                 #[doc = concat!("`", stringify!($name), "`")]
                 pub const $name: Self = Self($code);
@@ -91,6 +95,7 @@ codes! {
     ZE_RESULT_WARNING_ACTION_REQUIRED = 0x7800_001b,
     ZE_RESULT_ERROR_INVALID_KERNEL_HANDLE = 0x7800_001c,
     ZE_RESULT_ERROR_SURVIVABILITY_MODE_DETECTED = 0x7800_0020,
+    ZE_RESULT_ERROR_ADDRESS_NOT_FOUND = 0x7800_0021,
     ZE_RESULT_EXP_ERROR_DEVICE_IS_NOT_VERTEX = 0x7ff0_0001,
     ZE_RESULT_EXP_ERROR_VERTEX_IS_NOT_DEVICE = 0x7ff0_0002,
     ZE_RESULT_EXP_ERROR_REMOTE_DEVICE = 0x7ff0_0003,
@@ -109,13 +114,12 @@ macro_rules! handles {
             pub const NULL: Self = Self(ptr::null_mut());
         }
 
-        // SAFETY: a handle is an opaque name that this crate never dereferences; the specification lets an
-        // application use it from any thread ("free-threaded" objects, and these three are among them).
+        // SAFETY: a handle is an opaque name that this crate never dereferences; the specification
+        // lets an application use its object from any thread.
         unsafe impl Send for $name {}
-        // SAFETY: as above; it has no state on this side of the call.
+        // SAFETY: the handle has no state on this side of a call; where the specification allows an
+        // object in one thread at a time only, its owner in this crate sees to it.
         unsafe impl Sync for $name {}
-
-        const _: () = assert!(size_of::<$name>() == size_of::<*mut c_void>());
     )+};
 }
 
@@ -126,191 +130,317 @@ handles! {
     DeviceHandle,
     /// `ze_context_handle_t`
     ContextHandle,
+    /// `ze_command_list_handle_t`: used by one thread at a time.
+    CommandListHandle,
+    /// `ze_event_pool_handle_t`
+    EventPoolHandle,
+    /// `ze_event_handle_t`
+    EventHandle,
 }
 
-/// `ze_device_properties_t`
-#[repr(C)]
+/// Size of a structure and offsets of its fields, by their names in `ze_api.h`.
 #[derive(Clone, Copy, Debug)]
-pub struct DeviceProperties {
-    /// [`ZE_STRUCTURE_TYPE_DEVICE_PROPERTIES`]
-    pub stype: u32,
-    /// The next structure of the chain, or null.
-    pub next: *mut c_void,
-    /// A `ZE_DEVICE_TYPE_*`.
-    pub kind: u32,
-    /// PCI vendor.
-    pub vendor_id: u32,
-    /// PCI device.
-    pub device_id: u32,
-    /// `ze_device_property_flag_t` bits.
-    pub flags: u32,
-    /// Number of a sub-device.
-    pub subdevice_id: u32,
-    /// In MHz.
-    pub core_clock_rate: u32,
-    /// Largest allocation in bytes.
-    pub max_mem_alloc_size: u64,
-    /// Logical hardware contexts.
-    pub max_hardware_contexts: u32,
-    /// Highest queue priority.
-    pub max_command_queue_priority: u32,
-    /// Threads of an execution unit.
-    pub num_threads_per_eu: u32,
-    /// Lanes of an execution unit.
-    pub physical_eu_simd_width: u32,
-    /// Execution units of a sub-slice.
-    pub num_eus_per_subslice: u32,
-    /// Sub-slices of a slice.
-    pub num_subslices_per_slice: u32,
-    /// Slices.
-    pub num_slices: u32,
-    /// In nanoseconds.
-    pub timer_resolution: u64,
-    /// Valid bits of a timestamp.
-    pub timestamp_valid_bits: u32,
-    /// Valid bits of a kernel's timestamp.
-    pub kernel_timestamp_valid_bits: u32,
-    /// `ze_device_uuid_t`
-    pub uuid: [u8; 16],
-    /// NUL-terminated.
-    pub name: [c_char; ZE_MAX_DEVICE_NAME],
+pub struct Layout {
+    /// Name of the structure.
+    pub name: &'static str,
+    /// Its bytes.
+    pub size: usize,
+    /// Its fields with their offsets.
+    pub fields: &'static [(&'static str, usize)],
 }
 
-/// `ze_device_memory_properties_t`
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct DeviceMemoryProperties {
-    /// [`ZE_STRUCTURE_TYPE_DEVICE_MEMORY_PROPERTIES`]
-    pub stype: u32,
-    /// The next structure of the chain, or null.
-    pub next: *mut c_void,
-    /// Reserved bits.
-    pub flags: u32,
-    /// In MHz.
-    pub max_clock_rate: u32,
-    /// In bits.
-    pub max_bus_width: u32,
-    /// Bytes of the memory.
-    pub total_size: u64,
-    /// NUL-terminated.
-    pub name: [c_char; ZE_MAX_DEVICE_NAME],
+/// Structures as `ze_api.h` has them. Those with a type begin with it and the next structure of
+/// their chain; the default has the type, no next one, and zeros.
+macro_rules! structures {
+    ($(
+        $(#[doc = $doc:literal])+
+        $name:ident = $c:literal $(($stype:ident))? {
+            $($field:ident = $c_field:literal: $type:ty,)+
+        }
+    )+) => {
+        $(
+            $(#[doc = $doc])+
+            #[repr(C)]
+            #[derive(Clone, Copy, Debug)]
+            pub struct $name {
+                $(
+                    #[doc = concat!("`", $c_field, "`")]
+                    pub $field: $type,
+                )+
+            }
+
+            impl Default for $name {
+                fn default() -> Self {
+                    // SAFETY: every field is an integer, an array of them or a pointer that may be
+                    // null.
+                    #[allow(unused_mut)]
+                    let mut zeroed: Self = unsafe { mem::zeroed() };
+                    $(zeroed.stype = $stype;)?
+                    zeroed
+                }
+            }
+        )+
+
+        /// The layout of each structure.
+        pub const LAYOUTS: &[Layout] = &[$(Layout {
+            name: $c,
+            size: size_of::<$name>(),
+            fields: &[$(($c_field, mem::offset_of!($name, $field))),+],
+        }),+];
+    };
 }
 
-/// `ze_pci_ext_properties_t` with its `ze_pci_address_ext_t` and `ze_pci_speed_ext_t`
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct PciProperties {
-    /// [`ZE_STRUCTURE_TYPE_PCI_EXT_PROPERTIES`]
-    pub stype: u32,
-    /// The next structure of the chain, or null.
-    pub next: *mut c_void,
-    /// PCI domain.
-    pub domain: u32,
-    /// PCI bus.
-    pub bus: u32,
-    /// PCI device.
-    pub device: u32,
-    /// PCI function.
-    pub function: u32,
-    /// Generation of the link, or -1.
-    pub speed_generation: i32,
-    /// Lanes, or -1.
-    pub speed_width: i32,
-    /// Bytes per second, or -1.
-    pub speed_bandwidth: i64,
-}
+structures! {
+    /// `ze_device_properties_t`
+    DeviceProperties = "ze_device_properties_t" (ZE_STRUCTURE_TYPE_DEVICE_PROPERTIES) {
+        stype = "stype": u32,
+        next = "pNext": *mut c_void,
+        kind = "type": u32,
+        vendor_id = "vendorId": u32,
+        device_id = "deviceId": u32,
+        flags = "flags": u32,
+        subdevice_id = "subdeviceId": u32,
+        core_clock_rate = "coreClockRate": u32,
+        max_mem_alloc_size = "maxMemAllocSize": u64,
+        max_hardware_contexts = "maxHardwareContexts": u32,
+        max_command_queue_priority = "maxCommandQueuePriority": u32,
+        num_threads_per_eu = "numThreadsPerEU": u32,
+        physical_eu_simd_width = "physicalEUSimdWidth": u32,
+        num_eus_per_subslice = "numEUsPerSubslice": u32,
+        num_subslices_per_slice = "numSubslicesPerSlice": u32,
+        num_slices = "numSlices": u32,
+        timer_resolution = "timerResolution": u64,
+        timestamp_valid_bits = "timestampValidBits": u32,
+        kernel_timestamp_valid_bits = "kernelTimestampValidBits": u32,
+        uuid = "uuid": [u8; 16],
+        name = "name": [c_char; ZE_MAX_DEVICE_NAME],
+    }
 
-/// `ze_context_desc_t`
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct ContextDescription {
-    /// [`ZE_STRUCTURE_TYPE_CONTEXT_DESC`]
-    pub stype: u32,
-    /// The next structure of the chain, or null.
-    pub next: *const c_void,
-    /// `ze_context_flag_t` bits.
-    pub flags: u32,
-}
+    /// `ze_device_memory_properties_t`
+    DeviceMemoryProperties = "ze_device_memory_properties_t"
+        (ZE_STRUCTURE_TYPE_DEVICE_MEMORY_PROPERTIES) {
+        stype = "stype": u32,
+        next = "pNext": *mut c_void,
+        flags = "flags": u32,
+        max_clock_rate = "maxClockRate": u32,
+        max_bus_width = "maxBusWidth": u32,
+        total_size = "totalSize": u64,
+        name = "name": [c_char; ZE_MAX_DEVICE_NAME],
+    }
 
-/// `ze_memory_allocation_properties_t`
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct MemoryAllocationProperties {
-    /// [`ZE_STRUCTURE_TYPE_MEMORY_ALLOCATION_PROPERTIES`]
-    pub stype: u32,
-    /// The next structure of the chain, or null.
-    pub next: *mut c_void,
-    /// A `ZE_MEMORY_TYPE_*`.
-    pub kind: u32,
-    /// Which allocation of its driver it is.
-    pub id: u64,
-    /// Bytes of a page of it.
-    pub page_size: u64,
+    /// `ze_device_external_memory_properties_t`
+    DeviceExternalMemoryProperties = "ze_device_external_memory_properties_t"
+        (ZE_STRUCTURE_TYPE_DEVICE_EXTERNAL_MEMORY_PROPERTIES) {
+        stype = "stype": u32,
+        next = "pNext": *mut c_void,
+        memory_import_types = "memoryAllocationImportTypes": u32,
+        memory_export_types = "memoryAllocationExportTypes": u32,
+        image_import_types = "imageImportTypes": u32,
+        image_export_types = "imageExportTypes": u32,
+    }
+
+    /// `ze_command_queue_group_properties_t`
+    QueueGroupProperties = "ze_command_queue_group_properties_t"
+        (ZE_STRUCTURE_TYPE_COMMAND_QUEUE_GROUP_PROPERTIES) {
+        stype = "stype": u32,
+        next = "pNext": *mut c_void,
+        flags = "flags": u32,
+        max_memory_fill_pattern_size = "maxMemoryFillPatternSize": usize,
+        num_queues = "numQueues": u32,
+    }
+
+    /// `ze_pci_ext_properties_t` with its address and speed
+    PciProperties = "ze_pci_ext_properties_t" (ZE_STRUCTURE_TYPE_PCI_EXT_PROPERTIES) {
+        stype = "stype": u32,
+        next = "pNext": *mut c_void,
+        domain = "address.domain": u32,
+        bus = "address.bus": u32,
+        device = "address.device": u32,
+        function = "address.function": u32,
+        speed_generation = "maxSpeed.genVersion": i32,
+        speed_width = "maxSpeed.width": i32,
+        speed_bandwidth = "maxSpeed.maxBandwidth": i64,
+    }
+
+    /// `ze_context_desc_t`
+    ContextDescription = "ze_context_desc_t" (ZE_STRUCTURE_TYPE_CONTEXT_DESC) {
+        stype = "stype": u32,
+        next = "pNext": *const c_void,
+        flags = "flags": u32,
+    }
+
+    /// `ze_device_mem_alloc_desc_t`
+    DeviceMemoryDescription = "ze_device_mem_alloc_desc_t"
+        (ZE_STRUCTURE_TYPE_DEVICE_MEM_ALLOC_DESC) {
+        stype = "stype": u32,
+        next = "pNext": *const c_void,
+        flags = "flags": u32,
+        ordinal = "ordinal": u32,
+    }
+
+    /// `ze_host_mem_alloc_desc_t`
+    HostMemoryDescription = "ze_host_mem_alloc_desc_t" (ZE_STRUCTURE_TYPE_HOST_MEM_ALLOC_DESC) {
+        stype = "stype": u32,
+        next = "pNext": *const c_void,
+        flags = "flags": u32,
+    }
+
+    /// `ze_external_memory_export_desc_t`: says at allocation how the memory will be exported.
+    ExportDescription = "ze_external_memory_export_desc_t"
+        (ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_EXPORT_DESC) {
+        stype = "stype": u32,
+        next = "pNext": *const c_void,
+        flags = "flags": u32,
+    }
+
+    /// `ze_external_memory_export_fd_t`: asks for an fd of an allocation.
+    ExportFd = "ze_external_memory_export_fd_t" (ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_EXPORT_FD) {
+        stype = "stype": u32,
+        next = "pNext": *const c_void,
+        flags = "flags": u32,
+        fd = "fd": c_int,
+    }
+
+    /// `ze_external_memory_import_fd_t`: allocates the memory of an fd.
+    ImportFd = "ze_external_memory_import_fd_t" (ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_IMPORT_FD) {
+        stype = "stype": u32,
+        next = "pNext": *const c_void,
+        flags = "flags": u32,
+        fd = "fd": c_int,
+    }
+
+    /// `ze_memory_allocation_properties_t`
+    MemoryAllocationProperties = "ze_memory_allocation_properties_t"
+        (ZE_STRUCTURE_TYPE_MEMORY_ALLOCATION_PROPERTIES) {
+        stype = "stype": u32,
+        next = "pNext": *mut c_void,
+        kind = "type": u32,
+        id = "id": u64,
+        page_size = "pageSize": u64,
+    }
+
+    /// `ze_command_queue_desc_t`
+    QueueDescription = "ze_command_queue_desc_t" (ZE_STRUCTURE_TYPE_COMMAND_QUEUE_DESC) {
+        stype = "stype": u32,
+        next = "pNext": *const c_void,
+        ordinal = "ordinal": u32,
+        index = "index": u32,
+        flags = "flags": u32,
+        mode = "mode": u32,
+        priority = "priority": u32,
+    }
+
+    /// `ze_event_pool_desc_t`
+    EventPoolDescription = "ze_event_pool_desc_t" (ZE_STRUCTURE_TYPE_EVENT_POOL_DESC) {
+        stype = "stype": u32,
+        next = "pNext": *const c_void,
+        flags = "flags": u32,
+        count = "count": u32,
+    }
+
+    /// `ze_event_desc_t`
+    EventDescription = "ze_event_desc_t" (ZE_STRUCTURE_TYPE_EVENT_DESC) {
+        stype = "stype": u32,
+        next = "pNext": *const c_void,
+        index = "index": u32,
+        signal = "signal": u32,
+        wait = "wait": u32,
+    }
+
+    /// `ze_ipc_mem_handle_t`
+    IpcMemoryHandle = "ze_ipc_mem_handle_t" {
+        data = "data": [c_char; ZE_MAX_IPC_HANDLE_SIZE],
+    }
 }
 
 /// `ZE_MAX_DEVICE_NAME`
 pub const ZE_MAX_DEVICE_NAME: usize = 256;
+/// `ZE_MAX_IPC_HANDLE_SIZE`
+pub const ZE_MAX_IPC_HANDLE_SIZE: usize = 64;
 
-/// `ZE_INIT_FLAG_GPU_ONLY`
-pub const ZE_INIT_FLAG_GPU_ONLY: u32 = 1;
+macro_rules! constants {
+    ($($name:ident = $value:literal,)+) => {
+        $(
+            #[doc = concat!("`", stringify!($name), "`")]
+            pub const $name: u32 = $value;
+        )+
 
-/// `ZE_STRUCTURE_TYPE_DEVICE_PROPERTIES`
-pub const ZE_STRUCTURE_TYPE_DEVICE_PROPERTIES: u32 = 0x3;
-/// `ZE_STRUCTURE_TYPE_DEVICE_MEMORY_PROPERTIES`
-pub const ZE_STRUCTURE_TYPE_DEVICE_MEMORY_PROPERTIES: u32 = 0x7;
-/// `ZE_STRUCTURE_TYPE_CONTEXT_DESC`
-pub const ZE_STRUCTURE_TYPE_CONTEXT_DESC: u32 = 0xd;
-/// `ZE_STRUCTURE_TYPE_MEMORY_ALLOCATION_PROPERTIES`
-pub const ZE_STRUCTURE_TYPE_MEMORY_ALLOCATION_PROPERTIES: u32 = 0x17;
-/// `ZE_STRUCTURE_TYPE_PCI_EXT_PROPERTIES`
-pub const ZE_STRUCTURE_TYPE_PCI_EXT_PROPERTIES: u32 = 0x1_0008;
+        /// Each constant with its name.
+        pub const CONSTANTS: &[(&str, u32)] = &[$((stringify!($name), $value)),+];
+    };
+}
 
-/// `ZE_DEVICE_TYPE_GPU`
-pub const ZE_DEVICE_TYPE_GPU: u32 = 1;
+constants! {
+    ZE_INIT_FLAG_GPU_ONLY = 1,
+    ZE_DEVICE_TYPE_GPU = 1,
+    ZE_MEMORY_TYPE_UNKNOWN = 0,
+    ZE_MEMORY_TYPE_HOST = 1,
+    ZE_MEMORY_TYPE_DEVICE = 2,
+    ZE_MEMORY_TYPE_SHARED = 3,
+    ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF = 2,
+    ZE_COMMAND_QUEUE_GROUP_PROPERTY_FLAG_COMPUTE = 1,
+    ZE_COMMAND_QUEUE_GROUP_PROPERTY_FLAG_COPY = 2,
+    ZE_COMMAND_QUEUE_MODE_ASYNCHRONOUS = 2,
+    ZE_EVENT_POOL_FLAG_HOST_VISIBLE = 1,
+    ZE_EVENT_SCOPE_FLAG_HOST = 4,
+    ZE_STRUCTURE_TYPE_DEVICE_PROPERTIES = 0x3,
+    ZE_STRUCTURE_TYPE_COMMAND_QUEUE_GROUP_PROPERTIES = 0x6,
+    ZE_STRUCTURE_TYPE_DEVICE_MEMORY_PROPERTIES = 0x7,
+    ZE_STRUCTURE_TYPE_DEVICE_EXTERNAL_MEMORY_PROPERTIES = 0xc,
+    ZE_STRUCTURE_TYPE_CONTEXT_DESC = 0xd,
+    ZE_STRUCTURE_TYPE_COMMAND_QUEUE_DESC = 0xe,
+    ZE_STRUCTURE_TYPE_EVENT_POOL_DESC = 0x10,
+    ZE_STRUCTURE_TYPE_EVENT_DESC = 0x11,
+    ZE_STRUCTURE_TYPE_DEVICE_MEM_ALLOC_DESC = 0x15,
+    ZE_STRUCTURE_TYPE_HOST_MEM_ALLOC_DESC = 0x16,
+    ZE_STRUCTURE_TYPE_MEMORY_ALLOCATION_PROPERTIES = 0x17,
+    ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_EXPORT_DESC = 0x18,
+    ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_IMPORT_FD = 0x19,
+    ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_EXPORT_FD = 0x1a,
+    ZE_STRUCTURE_TYPE_PCI_EXT_PROPERTIES = 0x1_0008,
+}
 
-/// Not memory of this driver.
-pub const ZE_MEMORY_TYPE_UNKNOWN: u32 = 0;
-/// `ZE_MEMORY_TYPE_HOST`
-pub const ZE_MEMORY_TYPE_HOST: u32 = 1;
-/// `ZE_MEMORY_TYPE_DEVICE`
-pub const ZE_MEMORY_TYPE_DEVICE: u32 = 2;
-/// `ZE_MEMORY_TYPE_SHARED`
-pub const ZE_MEMORY_TYPE_SHARED: u32 = 3;
-
-const _: () = assert!(size_of::<ZeResult>() == 4);
-const _: () = assert!(size_of::<DeviceProperties>() == 368);
-const _: () = assert!(mem::offset_of!(DeviceProperties, kind) == 16);
-const _: () = assert!(mem::offset_of!(DeviceProperties, flags) == 28);
-const _: () = assert!(mem::offset_of!(DeviceProperties, max_mem_alloc_size) == 40);
-const _: () = assert!(mem::offset_of!(DeviceProperties, timer_resolution) == 80);
-const _: () = assert!(mem::offset_of!(DeviceProperties, uuid) == 96);
-const _: () = assert!(mem::offset_of!(DeviceProperties, name) == 112);
-const _: () = assert!(size_of::<DeviceMemoryProperties>() == 296);
-const _: () = assert!(mem::offset_of!(DeviceMemoryProperties, total_size) == 32);
-const _: () = assert!(mem::offset_of!(DeviceMemoryProperties, name) == 40);
-const _: () = assert!(size_of::<PciProperties>() == 48);
-const _: () = assert!(mem::offset_of!(PciProperties, domain) == 16);
-const _: () = assert!(mem::offset_of!(PciProperties, speed_generation) == 32);
-const _: () = assert!(mem::offset_of!(PciProperties, speed_bandwidth) == 40);
-const _: () = assert!(size_of::<ContextDescription>() == 24);
-const _: () = assert!(mem::offset_of!(ContextDescription, flags) == 16);
-const _: () = assert!(size_of::<MemoryAllocationProperties>() == 40);
-const _: () = assert!(mem::offset_of!(MemoryAllocationProperties, kind) == 16);
-const _: () = assert!(mem::offset_of!(MemoryAllocationProperties, id) == 24);
-const _: () = assert!(mem::offset_of!(MemoryAllocationProperties, page_size) == 32);
+/// A required function as the table has it.
+macro_rules! required {
+    ($library:expr, $lookup:expr, $symbol:ident, $type:ty) => {{
+        let address = $lookup(stringify!($symbol))
+            .filter(|address: &*const ()| !address.is_null())
+            .ok_or_else(|| lacks_symbol($library, stringify!($symbol)))?;
+        // SAFETY: the caller of `fill` promises that the address is a function with the signature
+        // that the header declares for this name, which is the one in this table.
+        unsafe { mem::transmute::<*const (), $type>(address) }
+    }};
+}
 
 macro_rules! functions {
-    ($($(#[doc = $doc:literal])+ $field:ident: $symbol:ident = fn($($argument:ty),*);)+) => {
+    (
+        $($(#[doc = $doc:literal])+ $field:ident: $symbol:ident = fn($($argument:ty),*);)+
+        optional:
+        $($(#[doc = $optional_doc:literal])+ $optional:ident: $optional_symbol:ident = fn($($optional_argument:ty),*);)+
+    ) => {
         /// The functions of libze_loader.so.1 that this crate calls.
         #[derive(Clone, Debug)]
         pub struct Functions {
             library: Arc<str>,
             $($(#[doc = $doc])+ pub(crate) $field: unsafe extern "C" fn($($argument),*) -> ZeResult,)+
+            $(
+                $(#[doc = $optional_doc])+
+                pub(crate) $optional: Option<unsafe extern "C" fn($($optional_argument),*) -> ZeResult>,
+            )+
         }
 
         impl Functions {
             /// Every symbol that the library must have.
             pub const SYMBOLS: &[&str] = &[$(stringify!($symbol)),+];
+
+            /// Symbols that older releases of the library lack.
+            pub const OPTIONAL_SYMBOLS: &[&str] = &[$(stringify!($optional_symbol)),+];
+
+            /// Each symbol with the types of its arguments, as Rust spells them.
+            pub const SIGNATURES: &[(&str, &[&str])] = &[
+                $((stringify!($symbol), &[$(stringify!($argument)),*]),)+
+                $((stringify!($optional_symbol), &[$(stringify!($optional_argument)),*]),)+
+            ];
 
             /// # Safety
             /// As [`Functions::from_lookup`].
@@ -320,16 +450,19 @@ macro_rules! functions {
             ) -> Result<Self> {
                 Ok(Self {
                     library: library.into(),
-                    $($field: {
-                        let address = lookup(stringify!($symbol))
-                            .filter(|address| !address.is_null())
-                            .ok_or_else(|| lacks_symbol(library, stringify!($symbol)))?;
-                        // SAFETY: the caller promises that what it returns under this name is a function with the
-                        // signature that the header declares for it, which is the one in this table.
-                        unsafe {
-                            mem::transmute::<*const (), unsafe extern "C" fn($($argument),*) -> ZeResult>(address)
-                        }
-                    },)+
+                    $($field: required!(
+                        library, lookup, $symbol, unsafe extern "C" fn($($argument),*) -> ZeResult
+                    ),)+
+                    $($optional: lookup(stringify!($optional_symbol))
+                        .filter(|address| !address.is_null())
+                        // SAFETY: the caller promises that the address is a function with the
+                        // signature that the header declares for this name, which is the one in
+                        // this table.
+                        .map(|address| unsafe {
+                            mem::transmute::<*const (), unsafe extern "C" fn($($optional_argument),*) -> ZeResult>(
+                                address,
+                            )
+                        }),)+
                 })
             }
         }
@@ -350,18 +483,72 @@ functions! {
     /// `zeDeviceGetMemoryProperties(device, count, properties)`
     device_get_memory_properties: zeDeviceGetMemoryProperties =
         fn(DeviceHandle, *mut u32, *mut DeviceMemoryProperties);
+    /// `zeDeviceGetExternalMemoryProperties(device, properties)`
+    device_get_external_memory_properties: zeDeviceGetExternalMemoryProperties =
+        fn(DeviceHandle, *mut DeviceExternalMemoryProperties);
+    /// `zeDeviceGetCommandQueueGroupProperties(device, count, properties)`
+    device_get_queue_groups: zeDeviceGetCommandQueueGroupProperties =
+        fn(DeviceHandle, *mut u32, *mut QueueGroupProperties);
     /// `zeDevicePciGetPropertiesExt(device, properties)`
     device_pci_get_properties: zeDevicePciGetPropertiesExt = fn(DeviceHandle, *mut PciProperties);
     /// `zeContextCreate(driver, description, context)`
     context_create: zeContextCreate = fn(DriverHandle, *const ContextDescription, *mut ContextHandle);
     /// `zeContextDestroy(context)`
     context_destroy: zeContextDestroy = fn(ContextHandle);
+    /// `zeMemAllocDevice(context, description, size, alignment, device, pointer)`
+    mem_alloc_device: zeMemAllocDevice =
+        fn(ContextHandle, *const DeviceMemoryDescription, usize, usize, DeviceHandle, *mut *mut c_void);
+    /// `zeMemAllocHost(context, description, size, alignment, pointer)`
+    mem_alloc_host: zeMemAllocHost =
+        fn(ContextHandle, *const HostMemoryDescription, usize, usize, *mut *mut c_void);
+    /// `zeMemAllocShared(context, device's description, host's, size, alignment, device, pointer)`
+    mem_alloc_shared: zeMemAllocShared = fn(
+        ContextHandle,
+        *const DeviceMemoryDescription,
+        *const HostMemoryDescription,
+        usize,
+        usize,
+        DeviceHandle,
+        *mut *mut c_void
+    );
+    /// `zeMemFree(context, pointer)`
+    mem_free: zeMemFree = fn(ContextHandle, *mut c_void);
     /// `zeMemGetAllocProperties(context, pointer, properties, device)`
     mem_get_alloc_properties: zeMemGetAllocProperties =
         fn(ContextHandle, *const c_void, *mut MemoryAllocationProperties, *mut DeviceHandle);
     /// `zeMemGetAddressRange(context, pointer, base, size)`
     mem_get_address_range: zeMemGetAddressRange =
         fn(ContextHandle, *const c_void, *mut *mut c_void, *mut usize);
+    /// `zeCommandListCreateImmediate(context, device, description, list)`
+    command_list_create_immediate: zeCommandListCreateImmediate =
+        fn(ContextHandle, DeviceHandle, *const QueueDescription, *mut CommandListHandle);
+    /// `zeCommandListDestroy(list)`
+    command_list_destroy: zeCommandListDestroy = fn(CommandListHandle);
+    /// `zeCommandListAppendMemoryCopy(list, to, from, size, signal, count, wait for)`
+    append_memory_copy: zeCommandListAppendMemoryCopy =
+        fn(CommandListHandle, *mut c_void, *const c_void, usize, EventHandle, u32, *mut EventHandle);
+    /// `zeEventPoolCreate(context, description, count, devices, pool)`
+    event_pool_create: zeEventPoolCreate =
+        fn(ContextHandle, *const EventPoolDescription, u32, *mut DeviceHandle, *mut EventPoolHandle);
+    /// `zeEventPoolDestroy(pool)`
+    event_pool_destroy: zeEventPoolDestroy = fn(EventPoolHandle);
+    /// `zeEventCreate(pool, description, event)`
+    event_create: zeEventCreate = fn(EventPoolHandle, *const EventDescription, *mut EventHandle);
+    /// `zeEventDestroy(event)`
+    event_destroy: zeEventDestroy = fn(EventHandle);
+    /// `zeEventHostSynchronize(event, nanoseconds)`
+    event_host_synchronize: zeEventHostSynchronize = fn(EventHandle, u64);
+    /// `zeEventQueryStatus(event)`
+    event_query_status: zeEventQueryStatus = fn(EventHandle);
+    /// `zeEventHostReset(event)`
+    event_host_reset: zeEventHostReset = fn(EventHandle);
+
+    optional:
+    /// `zeMemGetIpcHandleFromFileDescriptorExp(context, fd, handle)`
+    ipc_handle_from_fd: zeMemGetIpcHandleFromFileDescriptorExp =
+        fn(ContextHandle, u64, *mut IpcMemoryHandle);
+    /// `zeMemPutIpcHandle(context, handle)`
+    put_ipc_handle: zeMemPutIpcHandle = fn(ContextHandle, IpcMemoryHandle);
 }
 
 impl Functions {
@@ -412,6 +599,12 @@ impl Functions {
     ) -> Result<Self> {
         // SAFETY: the same promise, made by the caller.
         unsafe { Self::fill("(injected)", lookup) }
+    }
+
+    /// Returns true if the library has the calls that give an fd of an export back.
+    #[must_use]
+    pub fn gives_fds_back(&self) -> bool {
+        self.put_ipc_handle.is_some() && self.ipc_handle_from_fd.is_some()
     }
 
     /// The library that the functions came from, as it was named.

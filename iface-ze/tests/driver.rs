@@ -1,525 +1,729 @@
-//! Over an injected driver: what a user sees of devices, addresses and the driver's refusals.
+//! Over the fake driver: devices, addresses, allocations, exports, IPC and refusals.
 
-use std::{cell::RefCell, ffi::c_void, ptr};
+use std::{
+    collections::HashSet,
+    os::fd::{AsFd, AsRawFd},
+    sync::Arc,
+};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, ErrorKind, Iface,
+    Address, AddressRange, Allocation, AllocationKind, DeviceBuffer, DeviceId, ErrorKind, Iface,
     IfaceExt, IfaceKind, Result,
     iface::{AllocRequest, DmaBufMapping, IpcHandle},
     provider::Nic,
 };
+use hmem_fake_ze::{FakeDriver, Live, Profile};
 use hmem_iface_ze::{
     LevelZero,
-    sys::{
-        self, ContextDescription, ContextHandle, DeviceHandle, DeviceMemoryProperties,
-        DeviceProperties, DriverHandle, Functions, MemoryAllocationProperties, PciProperties,
-        ZeResult,
-    },
+    sys::{Functions, ZeResult},
 };
 
-/// The first driver; the next is one above. Its root devices are 0x100, 0x101 and so on, the next
-/// driver's 0x110 and so on, with one sub-device 0x1000 above each.
-const FIRST_DRIVER: usize = 0x10;
-/// The first driver's context; the next driver's is one above.
-const FIRST_CONTEXT: usize = 0x20;
+const LEN: u64 = 256 << 10;
 
-/// What the driver of this test's thread answers.
-struct Driver {
-    init: ZeResult,
-    drivers: usize,
-    /// Of each driver.
-    devices: usize,
-    /// Of the first device: no GPU if not [`sys::ZE_DEVICE_TYPE_GPU`].
-    first: u32,
-    pci: ZeResult,
-    create: ZeResult,
-    destroy: ZeResult,
-    query: ZeResult,
-    /// Contexts that are alive.
-    contexts: u32,
-    allocations: Vec<Fake>,
-}
-
-#[derive(Clone, Copy)]
-struct Fake {
-    start: u64,
-    len: usize,
-    kind: u32,
-    id: u64,
-    owner: usize,
-}
-
-impl Fake {
-    fn device(start: u64, len: usize, ordinal: usize) -> Self {
-        Self { start, len, kind: sys::ZE_MEMORY_TYPE_DEVICE, id: 77, owner: 0x100 + ordinal }
-    }
-}
-
-thread_local! {
-    static DRIVER: RefCell<Driver> = const {
-        RefCell::new(Driver {
-            init: ZeResult::ZE_RESULT_SUCCESS,
-            drivers: 1,
-            devices: 2,
-            first: sys::ZE_DEVICE_TYPE_GPU,
-            pci: ZeResult::ZE_RESULT_SUCCESS,
-            create: ZeResult::ZE_RESULT_SUCCESS,
-            destroy: ZeResult::ZE_RESULT_SUCCESS,
-            query: ZeResult::ZE_RESULT_SUCCESS,
-            contexts: 0,
-            allocations: Vec::new(),
-        })
-    };
-}
-
-fn handle(number: usize) -> *mut c_void {
-    ptr::without_provenance_mut(number)
-}
-
-/// Writes `elements` as Level Zero does: the count alone, or no more than were asked for.
-unsafe fn list<T: Copy>(elements: &[T], count: *mut u32, into: *mut T) -> ZeResult {
-    // SAFETY: the iface passes a writable count, and null or that many writable elements.
-    unsafe {
-        if !into.is_null() {
-            assert_eq!(*count as usize, elements.len());
-            into.copy_from_nonoverlapping(elements.as_ptr(), elements.len());
-        }
-        *count = elements.len() as u32;
-    }
-    ZeResult::ZE_RESULT_SUCCESS
-}
-
-unsafe extern "C" fn init(_flags: u32) -> ZeResult {
-    DRIVER.with_borrow(|driver| driver.init)
-}
-
-unsafe extern "C" fn driver_get(count: *mut u32, into: *mut DriverHandle) -> ZeResult {
-    let drivers = DRIVER.with_borrow(|driver| driver.drivers);
-    let drivers: Vec<_> =
-        (0..drivers).map(|number| DriverHandle(handle(FIRST_DRIVER + number))).collect();
-    // SAFETY: the iface's pointers are passed on.
-    unsafe { list(&drivers, count, into) }
-}
-
-unsafe extern "C" fn device_get(
-    driver: DriverHandle,
-    count: *mut u32,
-    into: *mut DeviceHandle,
-) -> ZeResult {
-    let devices = DRIVER.with_borrow(|driver| driver.devices);
-    let first = 0x100 + 0x10 * (driver.0.addr() - FIRST_DRIVER);
-    let devices: Vec<_> =
-        (first..first + devices).map(|device| DeviceHandle(handle(device))).collect();
-    // SAFETY: the iface's pointers are passed on.
-    unsafe { list(&devices, count, into) }
-}
-
-unsafe extern "C" fn device_get_sub_devices(
-    device: DeviceHandle,
-    count: *mut u32,
-    into: *mut DeviceHandle,
-) -> ZeResult {
-    // SAFETY: the iface's pointers are passed on.
-    unsafe { list(&[DeviceHandle(handle(device.0.addr() + 0x1000))], count, into) }
-}
-
-unsafe extern "C" fn device_get_properties(
-    device: DeviceHandle,
-    into: *mut DeviceProperties,
-) -> ZeResult {
-    // SAFETY: the iface passes a writable structure.
-    let into = unsafe { &mut *into };
-    assert_eq!(into.stype, sys::ZE_STRUCTURE_TYPE_DEVICE_PROPERTIES);
-    let first = DRIVER.with_borrow(|driver| driver.first);
-    into.kind = if device.0.addr() == 0x100 { first } else { sys::ZE_DEVICE_TYPE_GPU };
-    for (to, from) in into.name.iter_mut().zip(b"Intel Test\0") {
-        *to = from.cast_signed();
-    }
-    ZeResult::ZE_RESULT_SUCCESS
-}
-
-unsafe extern "C" fn device_get_memory_properties(
-    _device: DeviceHandle,
-    count: *mut u32,
-    into: *mut DeviceMemoryProperties,
-) -> ZeResult {
-    let memory = DeviceMemoryProperties {
-        stype: sys::ZE_STRUCTURE_TYPE_DEVICE_MEMORY_PROPERTIES,
-        next: ptr::null_mut(),
-        flags: 0,
-        max_clock_rate: 0,
-        max_bus_width: 0,
-        total_size: 8 << 30,
-        name: [0; sys::ZE_MAX_DEVICE_NAME],
-    };
-    // SAFETY: the iface's pointers are passed on.
-    unsafe { list(&[memory, memory], count, into) }
-}
-
-unsafe extern "C" fn device_pci_get_properties(
-    device: DeviceHandle,
-    into: *mut PciProperties,
-) -> ZeResult {
-    // SAFETY: the iface passes a writable structure.
-    let into = unsafe { &mut *into };
-    (into.bus, into.device, into.function) = (0x3a + (device.0.addr() as u32 & 0xf), 2, 1);
-    DRIVER.with_borrow(|driver| driver.pci)
-}
-
-unsafe extern "C" fn context_create(
-    driver: DriverHandle,
-    description: *const ContextDescription,
-    into: *mut ContextHandle,
-) -> ZeResult {
-    // SAFETY: the iface passes a description and a writable place.
-    unsafe {
-        assert_eq!((*description).stype, sys::ZE_STRUCTURE_TYPE_CONTEXT_DESC);
-        *into = ContextHandle(handle(driver.0.addr() - FIRST_DRIVER + FIRST_CONTEXT));
-    }
-    DRIVER.with_borrow_mut(|driver| {
-        driver.contexts += u32::from(driver.create == ZeResult::ZE_RESULT_SUCCESS);
-        driver.create
-    })
-}
-
-unsafe extern "C" fn context_destroy(context: ContextHandle) -> ZeResult {
-    assert!(context.0.addr() >= FIRST_CONTEXT);
-    DRIVER.with_borrow_mut(|driver| {
-        driver.contexts -= u32::from(driver.destroy == ZeResult::ZE_RESULT_SUCCESS);
-        driver.destroy
-    })
-}
-
-/// What the context's driver knows at the address: memory of its own devices.
-fn find(driver: &Driver, context: ContextHandle, pointer: *const c_void) -> Option<&Fake> {
-    let number = context.0.addr() - FIRST_CONTEXT;
-    driver.allocations.iter().find(|fake| {
-        fake.owner >> 4 & 0xf == number
-            && (pointer as u64).checked_sub(fake.start).is_some_and(|at| at < fake.len as u64)
-    })
-}
-
-unsafe extern "C" fn mem_get_alloc_properties(
-    context: ContextHandle,
-    pointer: *const c_void,
-    into: *mut MemoryAllocationProperties,
-    owner: *mut DeviceHandle,
-) -> ZeResult {
-    DRIVER.with_borrow(|driver| {
-        if driver.query != ZeResult::ZE_RESULT_SUCCESS {
-            return driver.query;
-        }
-        // SAFETY: the iface passes a writable structure and place.
-        unsafe {
-            assert_eq!((*into).stype, sys::ZE_STRUCTURE_TYPE_MEMORY_ALLOCATION_PROPERTIES);
-            match find(driver, context, pointer) {
-                Some(fake) => {
-                    ((*into).kind, (*into).id) = (fake.kind, fake.id);
-                    *owner = DeviceHandle(handle(fake.owner));
-                }
-                None => (*into).kind = sys::ZE_MEMORY_TYPE_UNKNOWN,
-            }
-        }
-        ZeResult::ZE_RESULT_SUCCESS
-    })
-}
-
-unsafe extern "C" fn mem_get_address_range(
-    context: ContextHandle,
-    pointer: *const c_void,
-    base: *mut *mut c_void,
-    len: *mut usize,
-) -> ZeResult {
-    DRIVER.with_borrow(|driver| {
-        let Some(fake) = find(driver, context, pointer) else {
-            return ZeResult::ZE_RESULT_ERROR_UNKNOWN;
-        };
-        // SAFETY: the iface passes writable places.
-        unsafe { (*base, *len) = (handle(fake.start as usize), fake.len) };
-        ZeResult::ZE_RESULT_SUCCESS
-    })
-}
-
-fn symbol(name: &str) -> Option<*const ()> {
-    Some(match name {
-        "zeInit" => init as *const (),
-        "zeDriverGet" => driver_get as *const (),
-        "zeDeviceGet" => device_get as *const (),
-        "zeDeviceGetSubDevices" => device_get_sub_devices as *const (),
-        "zeDeviceGetProperties" => device_get_properties as *const (),
-        "zeDeviceGetMemoryProperties" => device_get_memory_properties as *const (),
-        "zeDevicePciGetPropertiesExt" => device_pci_get_properties as *const (),
-        "zeContextCreate" => context_create as *const (),
-        "zeContextDestroy" => context_destroy as *const (),
-        "zeMemGetAllocProperties" => mem_get_alloc_properties as *const (),
-        "zeMemGetAddressRange" => mem_get_address_range as *const (),
-        _ => return None,
-    })
-}
-
-fn open() -> Result<LevelZero> {
-    // SAFETY: each function above has the signature of its name in `ze_api.h`, and functions live
+fn open(driver: &FakeDriver) -> Result<LevelZero> {
+    // SAFETY: each function has the signature of its name in `ze_api.h`, and functions live
     // forever.
-    let functions = unsafe { Functions::from_lookup(symbol) }?;
+    let functions = unsafe { Functions::from_lookup(|name| driver.symbol(name)) }?;
     LevelZero::builder().functions(functions).open()
 }
 
-fn allocate(fake: Fake) {
-    DRIVER.with_borrow_mut(|driver| driver.allocations.push(fake));
+fn start(profile: Profile) -> (FakeDriver, Arc<LevelZero>) {
+    let driver = FakeDriver::start(profile);
+    let iface = Arc::new(open(&driver).expect("open"));
+    (driver, iface)
+}
+
+fn request(kind: AllocationKind) -> AllocRequest {
+    AllocRequest { len: LEN, device: DeviceId(0), kind }
+}
+
+fn buffer(iface: &Arc<LevelZero>, kind: AllocationKind) -> DeviceBuffer {
+    DeviceBuffer::allocate(&(Arc::clone(iface) as _), &request(kind)).expect("allocate")
+}
+
+fn nic() -> Nic {
+    Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None }
 }
 
 fn query(iface: &LevelZero, address: u64) -> Option<Allocation> {
     iface.query(Address(address)).expect("query")
 }
 
-fn contexts() -> u32 {
-    DRIVER.with_borrow(|driver| driver.contexts)
+/// Open fds that are not the driver's own.
+fn open_fds(driver: &FakeDriver) -> usize {
+    std::fs::read_dir("/proc/self/fd").expect("the fds").count() - driver.files()
+}
+
+fn close(iface: Arc<LevelZero>) {
+    Arc::into_inner(iface).expect("the last user").close().expect("close");
 }
 
 /// HM-04
 #[test]
-fn a_missing_symbol_is_named_whichever_it_is() {
+fn missing_symbol_is_named_whichever_it_is() {
+    let driver = FakeDriver::start(Profile::default());
     for missing in Functions::SYMBOLS {
-        // SAFETY: as in `fake`; one symbol fewer.
-        let error =
-            unsafe { Functions::from_lookup(|name| symbol(name).filter(|_| name != *missing)) }
-                .expect_err("a symbol is missing");
+        let lookup = |name: &'static str| driver.symbol(name).filter(|_| name != *missing);
+        // SAFETY: as in `open`; one symbol fewer.
+        let error = unsafe { Functions::from_lookup(lookup) }.expect_err("a symbol is missing");
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         assert_eq!(error.context_value("symbol"), Some(*missing));
     }
+    for missing in Functions::OPTIONAL_SYMBOLS {
+        let lookup = |name: &'static str| driver.symbol(name).filter(|_| name != *missing);
+        // SAFETY: as in `open`; one symbol fewer.
+        unsafe { Functions::from_lookup(lookup) }.expect("it works without");
+    }
 }
 
 /// HM-04
 #[test]
-fn a_driver_without_devices_is_unavailable_with_its_own_code() {
-    DRIVER.with_borrow_mut(|driver| driver.init = ZeResult::ZE_RESULT_ERROR_UNINITIALIZED);
-    let error = open().expect_err("no device");
-    assert_eq!(error.kind(), ErrorKind::Unavailable);
-    assert_eq!(error.operation(), "zeInit");
-    let code = error.driver().expect("the driver's code");
-    assert_eq!((code.name.as_ref(), code.code), ("ZE_RESULT_ERROR_UNINITIALIZED", 0x7800_0001));
-    assert!(error.context_value("library").is_some());
-    assert!(error.to_string().contains("0x78000001"), "{error}");
+fn driver_that_does_not_start_is_unavailable_with_its_own_code() {
+    let driver = FakeDriver::start(Profile::default());
+    for (code, word) in [
+        (ZeResult::ZE_RESULT_ERROR_UNINITIALIZED, "/dev/dri"),
+        (ZeResult::ZE_RESULT_ERROR_DEPENDENCY_UNAVAILABLE, "ZE_ENABLE_LOADER_DEBUG_TRACE"),
+    ] {
+        driver.fail_nth("zeInit", 1, code);
+        let error = open(&driver).expect_err("no driver");
+        assert_eq!((error.kind(), error.operation()), (ErrorKind::Unavailable, "zeInit"));
+        let said = error.driver().expect("the driver's code");
+        assert_eq!((Some(said.name.as_ref()), said.code), (code.name(), i64::from(code.0)));
+        assert!(error.context_value("library").is_some());
+        assert!(error.remedy_text().is_some_and(|remedy| remedy.contains(word)), "{error}");
+    }
 }
 
 /// HM-04
 #[test]
-fn a_driver_that_counts_no_devices_is_unavailable() {
-    DRIVER.with_borrow_mut(|driver| driver.devices = 0);
-    let error = open().expect_err("no device");
+fn driver_without_devices_is_unavailable_and_keeps_no_context() {
+    let driver = FakeDriver::start(Profile { devices: 0, ..Profile::default() });
+    let error = open(&driver).expect_err("no device");
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert_eq!(error.context_value("devices"), Some("0"));
+    assert_eq!(driver.live(), Live::default());
 }
 
 /// HM-01
 #[test]
-fn an_address_at_either_end_of_an_allocation_is_found_and_one_past_it_is_not() {
-    let iface = open().expect("open");
-    allocate(Fake::device(0x7000_0000, 100_000, 1));
-    for offset in [0, 1, 4097, 99_999] {
-        let allocation = query(&iface, 0x7000_0000 + offset).expect("known");
-        assert_eq!(
-            allocation.range,
-            AddressRange::new(Address(0x7000_0000), 100_000).expect("range")
-        );
-        assert_eq!(
-            (allocation.kind, allocation.device),
-            (AllocationKind::Device, Some(DeviceId(1)))
-        );
-        assert_eq!(allocation.iface, IfaceKind::ZE);
+fn devices_are_numbered_as_libfabric_numbers_them() {
+    let (driver, iface) = start(Profile { drivers: 2, ..Profile::default() });
+    let devices = iface.devices().expect("devices");
+    let ids: Vec<_> = devices.iter().map(|device| device.id.0).collect();
+    assert_eq!(ids, [0, 1, 1 << 16, 1 << 16 | 1], "driver index << 16 | device index");
+    let second = &devices[1];
+    assert_eq!((second.name.as_str(), second.memory), ("Intel Test", 16 << 30));
+    assert_eq!(second.pci_bus_id.as_deref(), Some("0000:3b:02.1"));
+    let request = AllocRequest { device: DeviceId(1 << 16 | 1), ..request(AllocationKind::Device) };
+    let allocation = iface.allocate(&request).expect("allocate");
+    assert_eq!(allocation.device, Some(request.device));
+    assert_eq!(query(&iface, allocation.base().0), Some(allocation));
+    // Each driver counts its own allocations from 1.
+    let other = iface.allocate(&self::request(AllocationKind::Device)).expect("allocate");
+    assert_ne!(other.id, allocation.id);
+    for allocation in [allocation, other] {
+        // SAFETY: nothing uses the memory.
+        unsafe { iface.free(&allocation) }.expect("free");
     }
-    assert_eq!(query(&iface, 0x7000_0000 - 1), None);
-    assert_eq!(query(&iface, 0x7000_0000 + 100_000), None);
+    close(iface);
+    assert_eq!(driver.live(), Live::default());
 }
 
 /// HM-01
 #[test]
-fn a_foreign_address_is_nobodys() {
-    let iface = open().expect("open");
-    let on_the_stack = 0u8;
-    for address in [Address(0), Address::of_ptr(&on_the_stack), Address(u64::MAX)] {
-        assert_eq!(iface.query(address).expect("query"), None);
-    }
+fn device_that_is_no_gpu_is_left_out_and_the_others_keep_their_numbers() {
+    let (_driver, iface) = start(Profile { first: 5, ..Profile::default() });
+    let devices = iface.devices().expect("devices");
+    assert_eq!(devices.iter().map(|device| device.id.0).collect::<Vec<_>>(), [1]);
 }
 
 /// HM-01
 #[test]
-fn a_failed_query_is_an_error_with_the_drivers_code_and_the_address() {
-    let iface = open().expect("open");
-    DRIVER.with_borrow_mut(|driver| driver.query = ZeResult::ZE_RESULT_ERROR_DEVICE_LOST);
-    let error = iface.query(Address(0x7000_0000)).expect_err("the driver refused");
-    assert_eq!(error.kind(), ErrorKind::Unavailable);
-    assert_eq!(error.operation(), "zeMemGetAllocProperties");
-    assert_eq!(error.driver().expect("code").name, "ZE_RESULT_ERROR_DEVICE_LOST");
-    assert_eq!(error.context_value("address"), Some("0x70000000"));
-}
-
-/// HM-01
-#[test]
-fn not_supported_in_the_drivers_dialect_is_unsupported() {
-    let iface = open().expect("open");
-    DRIVER.with_borrow_mut(|driver| driver.query = ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_FEATURE);
-    assert!(iface.query(Address(0x7000_0000)).expect_err("not supported").is_unsupported());
-}
-
-/// HM-01
-#[test]
-fn a_code_that_no_header_names_keeps_its_number() {
-    let iface = open().expect("open");
-    DRIVER.with_borrow_mut(|driver| driver.query = ZeResult(12_345));
-    let error = iface.query(Address(0x7000_0000)).expect_err("the driver refused");
-    assert_eq!(error.kind(), ErrorKind::Driver);
-    assert!(error.to_string().contains("code 0x3039"), "{error}");
+fn device_on_no_pci_bus_is_listed_without_a_bus_id() {
+    let pci = ZeResult::ZE_RESULT_ERROR_UNINITIALIZED;
+    let (_driver, iface) = start(Profile { pci, ..Profile::default() });
+    let devices = iface.devices().expect("devices");
+    assert_eq!((devices.len(), devices[0].pci_bus_id.as_deref()), (2, None));
 }
 
 /// HM-05
 #[test]
-fn a_device_out_of_range_is_an_invalid_argument() {
-    let iface = open().expect("open");
-    for device in [DeviceId(2), DeviceId(u32::MAX)] {
-        let error = iface.flush_inbound(device).expect_err("two devices");
+fn device_out_of_range_is_an_invalid_argument() {
+    let (_driver, iface) = start(Profile::default());
+    for device in [DeviceId(2), DeviceId(1 << 16), DeviceId(u32::MAX)] {
+        let request = AllocRequest { device, ..request(AllocationKind::Device) };
+        let error = iface.allocate(&request).expect_err("two devices");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         assert_eq!(error.context_value("devices"), Some("2"));
     }
 }
 
-/// HM-04
-///
-/// A function that is not there yet is refused as such, and the capability agrees.
+/// HM-01
 #[test]
-fn what_is_lacking_is_unsupported_with_its_reason() {
-    let iface = open().expect("open");
-    let range = AddressRange::new(Address(0x7000_0000), 4096).expect("range");
-    let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
-    let request = AllocRequest { len: 4096, device: DeviceId(0), kind: AllocationKind::Device };
-    let capability = iface.capability();
-    // SAFETY: the addresses are never reached: the copy is refused.
-    let copy = unsafe { iface.start_copy(Address(1), Address(2), 1) };
-    // SAFETY: the range is never locked: the call is refused.
-    let lock = unsafe { iface.host_register(range) };
-    for (has, refused) in [
-        (capability.allocate, iface.allocate(&request).err()),
-        (capability.dma_buf, iface.export_dma_buf(range, &nic, DmaBufMapping::Default).err()),
-        (capability.peer_memory, iface.export_peer_memory(range, &nic).err()),
-        (capability.async_copy, copy.err()),
-        (capability.host_register, lock.err()),
-        (capability.ipc, iface.ipc_open(&IpcHandle { iface: IfaceKind::ZE, bytes: vec![] }).err()),
-        (capability.free_callback, iface.start_monitor().err()),
+fn failed_query_is_an_error_with_the_drivers_code_and_the_address() {
+    let (driver, iface) = start(Profile::default());
+    for (code, kind) in [
+        (ZeResult::ZE_RESULT_ERROR_DEVICE_LOST, ErrorKind::Unavailable),
+        (ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_FEATURE, ErrorKind::Unsupported),
+        (ZeResult::ZE_RESULT_ERROR_INSUFFICIENT_PERMISSIONS, ErrorKind::PermissionDenied),
+        (ZeResult(12_345), ErrorKind::Driver),
     ] {
-        assert!(!has);
-        let error = refused.expect("refused");
-        assert_eq!(error.kind(), ErrorKind::Unsupported);
-        assert!(
-            error.context_value("reason").expect("reason").starts_with("hmem-iface-ze does not"),
-            "{error}"
-        );
+        driver.fail_nth("zeMemGetAllocProperties", 1, code);
+        let error = iface.query(Address(0x7000_0000)).expect_err("the driver refused");
+        assert_eq!((error.kind(), error.operation()), (kind, "zeMemGetAllocProperties"));
+        assert_eq!(error.driver().expect("code").code, i64::from(code.0));
+        assert_eq!(error.context_value("address"), Some("0x70000000"));
     }
 }
 
-/// HM-04
+/// HM-01 MON-07
+///
+/// Memory of a pool: each allocation has its own range, free parts of the pool are nobody's, and
+/// nothing of it is exported or watched. The application's larger memory is both.
 #[test]
-fn no_context_stays_behind_an_opening_that_failed() {
-    DRIVER.with_borrow_mut(|driver| driver.create = ZeResult::ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY);
-    let error = open().expect_err("no context");
-    assert_eq!((error.kind(), error.operation()), (ErrorKind::OutOfResources, "zeContextCreate"));
-    assert_eq!(contexts(), 0);
-    DRIVER.with_borrow_mut(|driver| driver.devices = 0);
-    open().expect_err("no device");
-    assert_eq!(contexts(), 0);
+fn pooled_memory_of_the_application_is_told_apart() {
+    let (driver, iface) = start(Profile::default());
+    let monitor = iface.start_monitor().expect("a monitor");
+    let small: Vec<_> = (0..3).map(|_| driver.allocate_elsewhere(1000)).collect();
+    let mut seen = HashSet::new();
+    for address in &small {
+        let found = query(&iface, address + 999).expect("known");
+        assert_eq!(found.range, AddressRange::new(Address(*address), 1000).expect("a range"));
+        assert_eq!(query(&iface, address + 1000), None, "between two allocations");
+        assert!(seen.insert(found.id), "two allocations have one identity");
+        let error = iface
+            .export_dma_buf(found.range, &nic(), DmaBufMapping::Default)
+            .expect_err("where in the pool it lies nobody says");
+        assert!(error.is_unsupported() && error.to_string().contains("pool"), "{error}");
+        let error = monitor.subscribe(found.range, Arc::new(Nobody)).expect_err("not watched");
+        assert!(error.is_unsupported(), "{error}");
+        assert!(!monitor.valid(&found).expect("asked"), "nothing shows that it was freed");
+    }
+    let large = driver.allocate_elsewhere(3 << 20);
+    let found = query(&iface, large).expect("known");
+    let export = iface.export_dma_buf(found.range, &nic(), DmaBufMapping::Default).expect("export");
+    iface.release_dma_buf(export).expect("release");
+    monitor.subscribe(found.range, Arc::new(Nobody)).expect("watched");
+    assert!(monitor.valid(&found).expect("asked"));
+    driver.free_elsewhere(large);
+    assert_eq!(driver.allocate_elsewhere(3 << 20), large, "the address comes back");
+    assert!(!monitor.valid(&found).expect("asked"));
 }
 
-/// HM-04
-#[test]
-fn closing_and_dropping_destroy_the_context_once() {
-    let iface = open().expect("open");
-    assert_eq!(contexts(), 1);
-    iface.close().expect("close");
-    assert_eq!(contexts(), 0);
-    drop(open().expect("open"));
-    assert_eq!(contexts(), 0);
+/// Is told of nothing: identities show what changed.
+#[derive(Debug)]
+struct Nobody;
+
+impl hmem_core::monitor::Invalidator for Nobody {
+    fn invalidate(&self, _: AddressRange, _: hmem_core::monitor::InvalidationCause) {}
+    fn invalidate_start(
+        &self,
+        _: AddressRange,
+        _: hmem_core::monitor::InvalidationCause,
+    ) -> hmem_core::monitor::InvalidationToken {
+        hmem_core::monitor::InvalidationToken(0)
+    }
+    fn invalidate_end(&self, _: hmem_core::monitor::InvalidationToken) {}
+    fn close_gate(&self) {}
+    fn open_gate(&self) {}
 }
 
-/// HM-04
+/// HM-01 MON-07
+///
+/// Small host memory of the iface comes from a pool too. The table of the iface tells its frees.
 #[test]
-fn a_refused_close_hands_the_iface_back() {
-    let iface = open().expect("open");
-    DRIVER
-        .with_borrow_mut(|driver| driver.destroy = ZeResult::ZE_RESULT_ERROR_HANDLE_OBJECT_IN_USE);
-    let rejected = iface.close().expect_err("refused");
+fn pooled_memory_of_the_iface_has_identities_of_its_own() {
+    let (_driver, iface) = start(Profile::default());
+    let monitor = iface.start_monitor().expect("a monitor");
+    let mut last: Option<Allocation> = None;
+    let mut reused = 0;
+    for _ in 0..50 {
+        let allocation = iface.allocate(&request(AllocationKind::Host)).expect("allocate");
+        assert_eq!(query(&iface, allocation.base().0 + 7), Some(allocation));
+        assert!(monitor.valid(&allocation).expect("asked"));
+        if let Some(last) = last.replace(allocation) {
+            assert_ne!(last.id, allocation.id);
+            assert!(!monitor.valid(&last).expect("asked"), "it was freed");
+            reused += u32::from(last.base() == allocation.base());
+        }
+        // SAFETY: nothing uses the memory.
+        unsafe { iface.free(&allocation) }.expect("free");
+    }
+    assert!(reused > 40, "the address came back {reused} times");
+}
+
+/// HM-06
+///
+/// An allocation is exported whole: the offset in the dma-buf is that in the allocation, and every
+/// fd is given back, whichever way the release has for it.
+#[test]
+fn exports_are_owned_fds_and_every_fd_is_given_back() {
+    // The last one is an old driver behind a new loader.
+    let behind_new_loader = Profile { absent: Vec::new(), ..Profile::old() };
+    for profile in [Profile::default(), Profile::old(), behind_new_loader] {
+        let (driver, iface) = start(profile);
+        let buffer = buffer(&iface, AllocationKind::Device);
+        let range = buffer.allocation().range;
+        let part = range.slice(70_001, 10_007).expect("a part");
+        let before = open_fds(&driver);
+        for _ in 0..10_000 {
+            let export =
+                iface.export_dma_buf(part, &nic(), DmaBufMapping::Default).expect("export");
+            assert_eq!(
+                (export.offset.0, export.alloc_offset.0, export.len),
+                (70_001, 70_001, 10_007)
+            );
+            iface.release_dma_buf(export).expect("release");
+        }
+        assert_eq!(open_fds(&driver), before);
+        assert_eq!(driver.live().exports, 0, "the driver has every fd back");
+        let kept = iface.export_dma_buf(part, &nic(), DmaBufMapping::Default).expect("export");
+        let again = iface.export_dma_buf(part, &nic(), DmaBufMapping::Default).expect("export");
+        assert_ne!(kept.as_fd().as_raw_fd(), again.as_fd().as_raw_fd());
+        drop(buffer);
+        let stat = rustix::fs::fstat(&kept).expect("the fd outlives the memory");
+        assert_eq!(stat.st_size as u64, LEN);
+        drop((kept, again));
+        assert_eq!(open_fds(&driver), before);
+        close(iface);
+        assert_eq!(driver.live(), Live::default());
+    }
+}
+
+/// HM-06
+///
+/// A driver may close the one fd of an allocation when it gets it back.
+#[test]
+fn exports_of_one_allocation_take_turns() {
+    let (driver, iface) = start(Profile { first_put_closes: true, ..Profile::default() });
+    let buffer = buffer(&iface, AllocationKind::Device);
+    let range = buffer.allocation().range;
+    let before = open_fds(&driver);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                for _ in 0..5_000 {
+                    let export = iface.export_dma_buf(range, &nic(), DmaBufMapping::Default);
+                    iface.release_dma_buf(export.expect("export")).expect("release");
+                }
+            });
+        }
+    });
+    assert_eq!(open_fds(&driver), before);
+    assert_eq!(driver.live().exports, 0, "the driver has every fd back");
+}
+
+/// HM-06
+///
+/// A device without the ability, whose driver reports success and the fd of another file: it is
+/// neither used nor closed.
+#[test]
+fn export_that_succeeds_with_a_foreign_fd_is_refused_and_the_fd_stays_open() {
+    let (driver, iface) = start(Profile::without_exports());
+    assert!(!iface.capability().dma_buf);
+    let error_of = |range| {
+        let export = iface.export_dma_buf(range, &nic(), DmaBufMapping::Default);
+        export.expect_err("no dma-buf")
+    };
+    let buffer = buffer(&iface, AllocationKind::Device);
+    let range = buffer.allocation().range;
+    let error = error_of(range);
+    assert!(error.is_unsupported(), "{error}");
+    assert_eq!(error.context_value("memoryAllocationExportTypes"), Some("0"));
+    assert_eq!(driver.calls("zeMemPutIpcHandle"), 0);
+
+    // The field promises an export, and the fd is none: a pipe, /dev/null, a named file, none.
+    let (pipe, _other) = rustix::pipe::pipe().expect("a pipe");
+    let null = std::fs::File::open("/dev/null").expect("a file");
+    let named = std::fs::File::open("/proc/self/exe").expect("a file");
+    let fds = [pipe.as_raw_fd(), null.as_raw_fd(), named.as_raw_fd(), -1, 100_000];
+    for fd in fds {
+        driver.change(|profile| (profile.bogus_fd, profile.exports) = (Some(fd), true));
+        let promising = Arc::new(open(&driver).expect("open"));
+        let buffer = self::buffer(&promising, AllocationKind::Device);
+        driver.change(|profile| profile.exports = false);
+        let before = open_fds(&driver);
+        let export =
+            promising.export_dma_buf(buffer.allocation().range, &nic(), DmaBufMapping::Default);
+        let error = export.expect_err("no dma-buf");
+        assert!(error.is_unsupported() && error.to_string().contains("no dma-buf"), "{error}");
+        assert_eq!(open_fds(&driver), before, "nothing was closed or left open");
+    }
+}
+
+/// HM-06
+#[test]
+fn dma_buf_of_one_tile_is_refused_and_given_back() {
+    let (driver, iface) = start(Profile { tiles: true, ..Profile::default() });
+    let buffer = buffer(&iface, AllocationKind::Device);
+    let range = buffer.allocation().range;
+    let export = iface.export_dma_buf(range, &nic(), DmaBufMapping::Default);
+    let error = export.expect_err("half of the memory");
+    assert!(error.to_string().contains("tiles"), "{error}");
+    assert_eq!(driver.live().exports, 0);
+}
+
+/// HM-08
+#[test]
+fn host_and_shared_memory_are_not_exported_as_device_memory() {
+    let (_driver, iface) = start(Profile::default());
+    for (kind, word) in
+        [(AllocationKind::Managed, "migrates"), (AllocationKind::Host, "host pages")]
+    {
+        let buffer = buffer(&iface, kind);
+        let range = buffer.allocation().range;
+        let export = iface.export_dma_buf(range, &nic(), DmaBufMapping::Default);
+        let error = export.expect_err("no device memory");
+        assert!(error.is_unsupported() && error.to_string().contains(word), "{error}");
+    }
+}
+
+/// HM-09
+///
+/// Level Zero has one mapping: the PCIe one is not listed, and is refused by name.
+#[test]
+fn pcie_mapping_is_unsupported_and_not_listed() {
+    let (driver, iface) = start(Profile::default());
+    assert!(!iface.capability().pcie_mapping);
+    let buffer = buffer(&iface, AllocationKind::Device);
+    let export = iface.export_dma_buf(buffer.allocation().range, &nic(), DmaBufMapping::Pcie);
+    assert!(export.expect_err("no such mapping").is_unsupported());
+    assert_eq!(driver.live().exports, 0);
+}
+
+/// HM-01
+#[test]
+fn memory_freed_behind_the_ifaces_back_is_not_claimed_and_not_exported() {
+    let (driver, iface) = start(Profile::default());
+    let allocation = iface.allocate(&request(AllocationKind::Device)).expect("allocate");
+    driver.free_elsewhere(allocation.base().0);
+    assert_eq!(query(&iface, allocation.base().0), None);
+    let export = iface.export_dma_buf(allocation.range, &nic(), DmaBufMapping::Default);
+    assert_eq!(export.expect_err("freed").kind(), ErrorKind::OutOfBounds);
+    let again = iface.allocate(&request(AllocationKind::Device)).expect("allocate");
+    assert_eq!(again.base(), allocation.base(), "the address comes back");
+    assert_ne!(again.id, allocation.id);
+    // SAFETY: nothing uses either.
+    unsafe {
+        let error = iface.free(&allocation).expect_err("another allocation is there");
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        iface.free(&again).expect("free");
+    }
+    assert_eq!(driver.live().undefined, 0);
+}
+
+/// HM-03
+///
+/// The fake counts copies that Level Zero leaves undefined: of memory that the device cannot
+/// access, of sides that overlap.
+#[test]
+fn copies_never_hand_the_device_what_it_cannot_access() {
+    let (driver, iface) = start(Profile { drivers: 2, ..Profile::default() });
+    let on = |device| AllocRequest { device: DeviceId(device), ..request(AllocationKind::Device) };
+    let shared = iface.allocate(&request(AllocationKind::Managed)).expect("allocate");
+    let host = iface.allocate(&request(AllocationKind::Host)).expect("allocate");
+    let devices: Vec<_> = [0, 0, 1, 1 << 16]
+        .into_iter()
+        .map(|device| iface.allocate(&on(device)).expect("allocate"))
+        .collect();
+    let mut chain = vec![shared, host];
+    chain.extend(&devices);
+    let bytes: Vec<u8> = (0..LEN).map(|at| (at * 7 + at / 256) as u8).collect();
+    let mut found = vec![0u8; LEN as usize];
+    let (first, last) = (Address::of_ptr(bytes.as_ptr()), Address::of_ptr(found.as_mut_ptr()));
+    for asynchronous in [false, true] {
+        found.fill(0);
+        // From a vector through each kind of memory to each other, and back to a vector.
+        let mut from = first;
+        for to in chain.iter().map(Allocation::base).chain([last]) {
+            // SAFETY: the allocations are live, and nothing refers to `found` meanwhile.
+            unsafe {
+                if asynchronous {
+                    let event = iface.start_copy(to, from, LEN).expect("start");
+                    event.wait().expect("wait");
+                } else {
+                    iface.copy(to, from, LEN).expect("copy");
+                }
+            }
+            from = to;
+        }
+        assert!(found == bytes, "the bytes are not those that went in");
+    }
+    let base = devices[0].base();
+    // SAFETY: the allocation is live.
+    let error = unsafe { iface.copy(Address(base.0 + 100), base, 1000) }.expect_err("overlap");
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    for allocation in chain {
+        // SAFETY: nothing uses the memory.
+        unsafe { iface.free(&allocation) }.expect("free");
+    }
+    close(iface);
+    assert_eq!(driver.live(), Live::default());
+}
+
+/// HM-03
+///
+/// Of the two lanes of a copy between devices only the one with a copy under way is waited for.
+#[test]
+fn failed_wait_of_a_copy_between_devices_leaves_nothing_that_waits() {
+    let (driver, iface) = start(Profile::default());
+    let on = |device| AllocRequest { device: DeviceId(device), ..request(AllocationKind::Device) };
+    let [from, to] = [0, 1].map(|device| iface.allocate(&on(device)).expect("allocate"));
+    let waits = driver.calls("zeEventHostSynchronize");
+    driver.fail_nth("zeEventHostSynchronize", 2, ZeResult::ZE_RESULT_ERROR_UNKNOWN);
+    // SAFETY: the allocations are live.
+    let error = unsafe { iface.copy(to.base(), from.base(), LEN) }.expect_err("the second wait");
+    assert_eq!(error.operation(), "zeEventHostSynchronize");
+    let waits = driver.calls("zeEventHostSynchronize") - waits;
+    assert_eq!(waits, 3, "the first device's, the second's, and the second's once more");
+    for allocation in [from, to] {
+        // SAFETY: nothing uses the memory.
+        unsafe { iface.free(&allocation) }.expect("free");
+    }
+    close(iface);
+    assert_eq!(driver.live(), Live::default());
+}
+
+/// HM-03
+#[test]
+fn started_copy_is_done_only_when_its_bytes_are_there() {
+    let (driver, iface) = start(Profile::default());
+    let allocation = iface.allocate(&request(AllocationKind::Device)).expect("allocate");
+    let bytes = vec![0xA5u8; LEN as usize];
+    let mut found = vec![0u8; LEN as usize];
+    let (from, to) = (Address::of_ptr(bytes.as_ptr()), Address::of_ptr(found.as_mut_ptr()));
+    // SAFETY: the allocation is live, and `found` is not referred to before the copy is done.
+    unsafe {
+        iface.copy(allocation.base(), from, LEN).expect("copy in");
+        let event = iface.start_copy(to, allocation.base(), LEN).expect("start");
+        assert!(!event.is_done(), "the driver has not copied yet");
+        while !event.is_done() {}
+    }
+    assert!(found == bytes);
+    // Dropping an event waits, and the iface is busy until then.
+    // SAFETY: the allocation is live.
+    let event = unsafe { iface.start_copy(allocation.base(), from, LEN) }.expect("start");
+    let rejected =
+        Arc::into_inner(iface).expect("one user").close().expect_err("a copy is under way");
     assert!(rejected.error.is_busy());
-    assert_eq!(rejected.error.operation(), "zeContextDestroy");
-    DRIVER.with_borrow_mut(|driver| driver.destroy = ZeResult::ZE_RESULT_SUCCESS);
+    drop(event);
+    // SAFETY: nothing uses the memory.
+    unsafe { rejected.value.free(&allocation) }.expect("free");
     rejected.value.close().expect("close");
-    assert_eq!(contexts(), 0);
+    assert_eq!(driver.live(), Live::default());
 }
 
-/// HM-01
+/// HM-10
 #[test]
-fn devices_are_listed_with_name_memory_and_pci_bus_id() {
-    let devices = open().expect("open").devices().expect("devices");
-    assert_eq!(devices.len(), 2);
-    assert_eq!((devices[1].id, devices[1].name.as_str()), (DeviceId(1), "Intel Test"));
-    assert_eq!(
-        (devices[1].pci_bus_id.as_deref(), devices[1].memory),
-        (Some("0000:3b:02.1"), 16 << 30)
-    );
+fn ipc_handle_of_freed_memory_or_of_another_iface_is_refused() {
+    let (driver, iface) = start(Profile::default());
+    let allocation = iface.allocate(&request(AllocationKind::Device)).expect("allocate");
+    let before = open_fds(&driver);
+    let handle = iface.ipc_export(&allocation).expect("export");
+    assert_eq!(iface.ipc_export(&allocation).expect("export"), handle, "one fd for all handles");
+    assert_eq!(open_fds(&driver), before + 1);
+    let foreign = IpcHandle { iface: IfaceKind::CUDA, ..handle.clone() };
+    assert_eq!(iface.ipc_open(&foreign).expect_err("CUDA's").kind(), ErrorKind::Malformed);
+    let opened = iface.ipc_open(&handle).expect("open");
+    assert_eq!(opened.kind, AllocationKind::Imported);
+    // SAFETY: nothing uses the memory.
+    unsafe {
+        assert!(iface.free(&opened).is_err(), "it is closed, not freed");
+        iface.ipc_close(&opened).expect("close");
+        assert!(iface.ipc_close(&opened).is_err(), "it is closed already");
+        iface.free(&allocation).expect("free");
+    }
+    let error = iface.ipc_open(&handle).expect_err("freed");
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    let error = iface.ipc_export(&allocation).expect_err("freed");
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    let host = iface.allocate(&request(AllocationKind::Host)).expect("allocate");
+    assert!(iface.ipc_export(&host).expect_err("host memory").is_unsupported());
+    // SAFETY: nothing uses the memory.
+    unsafe { iface.free(&host) }.expect("free");
+    close(iface);
+    assert_eq!(driver.live(), Live::default());
 }
 
-/// HM-01
+/// HM-10
 ///
-/// A simulated device of Intel's driver answers so.
+/// In a process of its own, which the first one lets trace it.
 #[test]
-fn a_device_on_no_pci_bus_is_listed_without_a_bus_id() {
-    DRIVER.with_borrow_mut(|driver| driver.pci = ZeResult::ZE_RESULT_ERROR_UNINITIALIZED);
-    let devices = open().expect("open").devices().expect("devices");
-    assert_eq!((devices.len(), devices[0].pci_bus_id.as_deref()), (2, None));
+fn ipc_handle_opens_in_another_process() {
+    const NAME: &str = "ipc_handle_opens_in_another_process";
+    const HANDLE: &str = "HMEM_ZE_TEST_HANDLE";
+    let bytes: Vec<u8> = (0..LEN).map(|at| (at * 3) as u8).collect();
+    if let Ok(text) = std::env::var(HANDLE) {
+        let handle: Vec<u8> = text.split(',').map(|byte| byte.parse().expect("a byte")).collect();
+        let (driver, iface) = start(Profile::default());
+        let before = open_fds(&driver);
+        let handle = IpcHandle { iface: IfaceKind::ZE, bytes: handle };
+        let opened = iface.ipc_open(&handle).expect("open");
+        assert_eq!(opened.range.len(), LEN);
+        let mut found = vec![0; LEN as usize];
+        // SAFETY: the memory is open until it is closed below, and nothing refers to it.
+        unsafe {
+            iface.read(opened.base(), &mut found).expect("read");
+            iface.write(opened.base(), &[0xEE; 16]).expect("write");
+            iface.ipc_close(&opened).expect("close");
+        }
+        assert!(found == bytes);
+        assert_eq!(open_fds(&driver), before, "no fd is left");
+        close(iface);
+        assert_eq!(driver.live(), Live::default());
+        return;
+    }
+    // Under Yama the child of this test may take fds over because its parent lets it.
+    rustix::process::set_ptracer(rustix::process::PTracer::Any).unwrap_or_default();
+    let (_driver, iface) = start(Profile::default());
+    let buffer = buffer(&iface, AllocationKind::Device);
+    buffer.write(0, &bytes).expect("write");
+    let handle = iface.ipc_export(buffer.allocation()).expect("export");
+    let text: Vec<_> = handle.bytes.iter().map(u8::to_string).collect();
+    let output = std::process::Command::new(std::env::current_exe().expect("this test"))
+        .args(["--exact", NAME, "--nocapture"])
+        .env(HANDLE, text.join(","))
+        .output()
+        .expect("the test runs");
+    let text = [output.stdout, output.stderr].concat();
+    let text = String::from_utf8_lossy(&text);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    let mut found = [0; 16];
+    buffer.read(0, &mut found).expect("read");
+    assert_eq!(found, [0xEE; 16], "what the other process wrote");
 }
 
-/// HM-01
+/// HM-04
 #[test]
-fn a_device_that_is_no_gpu_is_left_out_and_the_others_count_from_0() {
-    DRIVER.with_borrow_mut(|driver| driver.first = 5);
-    let iface = open().expect("open");
-    let devices = iface.devices().expect("devices");
-    assert_eq!((devices.len(), devices[0].id), (1, DeviceId(0)));
-    allocate(Fake::device(0x7000_0000, 4096, 1));
-    assert_eq!(query(&iface, 0x7000_0000).expect("known").device, Some(DeviceId(0)));
+fn iface_with_live_memory_is_busy_and_close_hands_it_back() {
+    let (driver, iface) = start(Profile::default());
+    let allocation = iface.allocate(&request(AllocationKind::Device)).expect("allocate");
+    let rejected = Arc::into_inner(iface).expect("one user").close().expect_err("live memory");
+    assert!(rejected.error.is_busy());
+    assert_eq!(rejected.error.context_value("allocations"), Some("1"));
+    let iface = rejected.value;
+    // SAFETY: nothing uses the memory.
+    unsafe { iface.free(&allocation) }.expect("free");
+    driver.fail_nth("zeContextDestroy", 1, ZeResult::ZE_RESULT_ERROR_HANDLE_OBJECT_IN_USE);
+    let rejected = iface.close().expect_err("refused");
+    assert_eq!(rejected.error.operation(), "zeContextDestroy");
+    rejected.value.close().expect("close");
+    assert_eq!(driver.live(), Live::default());
 }
 
-/// HM-01
+/// REL-01
+///
+/// Every call of the driver fails in turn, the first time and later ones: the error comes back,
+/// nothing is left, and the same work then succeeds.
 #[test]
-fn each_kind_of_memory_is_told_apart() {
-    let iface = open().expect("open");
-    let device = Fake::device(0x7000_0000, 4096, 1);
-    for (fake, kind, owner) in [
-        (device, AllocationKind::Device, Some(DeviceId(1))),
-        (Fake { owner: 0x1101, ..device }, AllocationKind::Device, Some(DeviceId(1))),
-        (Fake { kind: sys::ZE_MEMORY_TYPE_HOST, ..device }, AllocationKind::Host, None),
-        (Fake { kind: sys::ZE_MEMORY_TYPE_SHARED, ..device }, AllocationKind::Managed, None),
-    ] {
-        DRIVER.with_borrow_mut(|driver| driver.allocations = vec![fake]);
-        let allocation = query(&iface, 0x7000_0800).expect("known");
-        assert_eq!(
-            (allocation.kind, allocation.device, allocation.id),
-            (kind, owner, AllocationId(77))
-        );
+fn fault_at_every_call_leaves_nothing_and_the_next_call_works() {
+    let codes = [
+        ZeResult::ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY,
+        ZeResult::ZE_RESULT_ERROR_DEVICE_LOST,
+        ZeResult::ZE_RESULT_ERROR_UNKNOWN,
+    ];
+    let symbols = Functions::SYMBOLS.iter().chain(Functions::OPTIONAL_SYMBOLS);
+    let mut refused = HashSet::new();
+    for symbol in symbols {
+        for code in codes {
+            for nth in 1..=8 {
+                let driver = FakeDriver::start(Profile::default());
+                let before = open_fds(&driver);
+                driver.fail_nth(symbol, nth, code);
+                if let Err(error) = everything(&driver) {
+                    refused.insert(*symbol);
+                    assert_eq!(error.iface_kind(), Some(IfaceKind::ZE), "{error}");
+                }
+                driver.heal();
+                let live = driver.live();
+                assert_eq!(live.undefined, 0, "{symbol} {nth}");
+                // What the driver refuses to destroy or to take back stays.
+                let destroys = symbol.contains("Destroy") || symbol.contains("Free");
+                let gives_back = symbol.contains("Ipc");
+                if !destroys {
+                    assert_eq!(
+                        Live { exports: 0, ..live },
+                        Live::default(),
+                        "{symbol} {nth} {code:?}"
+                    );
+                }
+                if !destroys && !gives_back {
+                    assert_eq!(live.exports, 0, "{symbol} {nth}");
+                    assert_eq!(open_fds(&driver), before, "{symbol} {nth} {code:?}");
+                }
+                everything(&driver).expect("it works again");
+            }
+        }
+    }
+    for symbol in Functions::SYMBOLS {
+        let harmless = ["zeDevicePciGetPropertiesExt", "zeEventQueryStatus"];
+        assert!(refused.contains(symbol) || harmless.contains(symbol), "{symbol} never failed");
     }
 }
 
-/// HM-01
-///
-/// Each driver counts its own allocations from 1.
-#[test]
-fn two_drivers_answer_for_their_own_memory_under_different_identities() {
-    DRIVER.with_borrow_mut(|driver| driver.drivers = 2);
-    let iface = open().expect("open");
-    assert_eq!((iface.devices().expect("devices").len(), contexts()), (4, 2));
-    allocate(Fake::device(0x7000_0000, 4096, 1));
-    allocate(Fake::device(0x8000_0000, 4096, 0x11));
-    let (first, second) = (query(&iface, 0x7000_0000), query(&iface, 0x8000_0000));
-    let (first, second) = (first.expect("known"), second.expect("known"));
-    assert_eq!((first.device, second.device), (Some(DeviceId(1)), Some(DeviceId(3))));
-    assert_ne!(first.id, second.id);
-    iface.close().expect("close");
-    assert_eq!(contexts(), 0);
+/// Opens, allocates, copies, exports, shares and closes. Gives back what it has, whatever fails.
+fn everything(driver: &FakeDriver) -> Result<()> {
+    let iface = open(driver)?;
+    let done = work(&iface);
+    match iface.close() {
+        Ok(()) => done,
+        Err(rejected) => {
+            let (iface, error) = (rejected.value, rejected.error);
+            // Once more, as dropping does.
+            drop(iface);
+            done.and(Err(error))
+        }
+    }
+}
+
+fn work(iface: &LevelZero) -> Result<()> {
+    let kinds = [AllocationKind::Device, AllocationKind::Host, AllocationKind::Managed];
+    let mut live = Vec::new();
+    let mut done = Ok(());
+    for kind in kinds {
+        match iface.allocate(&request(kind)) {
+            Ok(allocation) => live.push(allocation),
+            Err(error) => done = Err(error),
+        }
+    }
+    if done.is_ok() {
+        done = use_memory(iface, &live);
+    }
+    for allocation in live {
+        // SAFETY: nothing uses the memory.
+        let freed = unsafe { iface.free(&allocation) };
+        if let Err(error) = freed {
+            // A free that was refused can be repeated.
+            // SAFETY: nothing uses the memory.
+            unsafe { iface.free(&allocation) }?;
+            done = done.and(Err(error));
+        }
+    }
+    done
+}
+
+fn use_memory(iface: &LevelZero, live: &[Allocation]) -> Result<()> {
+    let mut bytes = vec![1u8; LEN as usize];
+    let own = Address::of_ptr(bytes.as_mut_ptr());
+    // SAFETY: the allocations are live, and nothing refers to `bytes` meanwhile.
+    unsafe {
+        iface.copy(live[0].base(), own, LEN)?;
+        iface.copy(live[1].base(), live[0].base(), LEN)?;
+        iface.copy(live[2].base(), live[1].base(), LEN)?;
+        let event = iface.start_copy(own, live[0].base(), LEN)?;
+        event.is_done();
+        event.wait()?;
+    }
+    let export = iface.export_dma_buf(live[0].range, &nic(), DmaBufMapping::Default)?;
+    iface.release_dma_buf(export)?;
+    let handle = iface.ipc_export(&live[0])?;
+    let opened = iface.ipc_open(&handle)?;
+    // SAFETY: nothing uses the memory.
+    let closed = unsafe { iface.ipc_close(&opened) };
+    if let Err(error) = closed {
+        // SAFETY: nothing uses the memory.
+        unsafe { iface.ipc_close(&opened) }?;
+        return Err(error);
+    }
+    Ok(())
 }

@@ -4,7 +4,7 @@
 mod path_support;
 
 use hmem_core::{
-    AllocationKind, Decision, DeviceId, Domain, ErrorKind, OwnedBuffer, Path, Registered,
+    AllocationKind, Decision, DeviceId, Domain, ErrorKind, OwnedBuffer, OwnedRegion, Path,
     RemoteKey, iface::DmaBufMapping, path::P2pPolicy, provider::Imports,
 };
 use hmem_iface_system::{DmaBufKind, P2pMatrix, Simulated, SimulatedBuilder};
@@ -91,8 +91,8 @@ fn over_every_way(mut play: impl FnMut(&Wire<'_>, &Target, &RemoteKey)) {
 
 /// Registered memory of any kind.
 enum Target {
-    Host(Registered<Vec<u8>>),
-    Device(Registered<hmem_core::DeviceBuffer>),
+    Host(OwnedRegion<Vec<u8>>),
+    Device(OwnedRegion<hmem_core::DeviceBuffer>),
 }
 
 impl Target {
@@ -127,7 +127,7 @@ impl Target {
     }
 
     fn bytes(&self) -> Vec<u8> {
-        fn all<B: OwnedBuffer>(region: &Registered<B>) -> Vec<u8> {
+        fn all<B: OwnedBuffer>(region: &OwnedRegion<B>) -> Vec<u8> {
             let mut bytes = vec![0; LEN];
             region.read(0, &mut bytes).expect("inside");
             bytes
@@ -210,6 +210,7 @@ fn atomics_on_staged_memory_are_refused_with_the_reason_and_others_work() {
                 assert_eq!(value, 42);
                 worked += 1;
             }
+            other => panic!("a path of which this test does not know: {other}"),
         }
         // The endpoint works on.
         wire.push(key, 0, &[1]).expect("write");

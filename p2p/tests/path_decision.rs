@@ -40,7 +40,7 @@ fn each_device_and_nic_has_its_own_decision() {
                     (decision.device, decision.nic.as_str()),
                     (Some(id), &*format!("loopback/{nic}"))
                 );
-                assert_eq!(decision.remembered, round > 0, "{decision}");
+                assert_eq!(decision.from_cache, round > 0, "{decision}");
                 close(region);
             }
         }
@@ -138,6 +138,29 @@ fn odd_buffers_demote_no_ordinary_one() {
     assert_eq!(path(bench.buffer(PAGE)), Path::DmaBuf);
 }
 
+/// P2P-01
+///
+/// A page of which it is not known that the NIC gave it back is leaked, and shows nothing that
+/// holds for other buffers.
+#[test]
+fn page_of_a_probe_that_stays_registered_is_leaked_and_decides_nothing() {
+    for (refusals, leaked) in [(1, 0), (2, 1)] {
+        let bench = Bench::new(device(), DMA_BUF);
+        let domain = bench.domain("loop0", P2pPolicy::Enabled);
+        let buffer = bench.odd(PAGE);
+        let owner = bench.registry.owner_of(buffer.allocation().base()).unwrap();
+        (1..=refusals).for_each(|nth| bench.faults.fail(NicCall::Deregister, nth, Errno(5)));
+        let region = register(&domain, buffer).unwrap();
+        assert_eq!(region.decision().unwrap().path, Path::Staged);
+        assert_eq!(domain.live().regions, 1 + leaked, "{refusals} refusals");
+        close(region);
+        assert_eq!(bench.device.stats().live_allocations, leaked, "{refusals} refusals");
+        let decided = bench.paths.remembered(&owner, domain.provider_attr(), P2pPolicy::Enabled);
+        assert_eq!(decided.map(|decision| decision.path), (leaked == 0).then_some(Path::DmaBuf));
+        assert_eq!(close_and_path(&domain, bench.buffer(PAGE)), Path::DmaBuf);
+    }
+}
+
 fn close_and_path(domain: &hmem_core::Domain, buffer: hmem_core::DeviceBuffer) -> Path {
     let region = register(domain, buffer).unwrap();
     let path = region.decision().unwrap().path;
@@ -177,7 +200,7 @@ fn a_failure_forgets_the_decision() {
     bench.device.faults().fail_next(Call::CreateMemory, Errno(12));
     let region = register(&domain, buffer).unwrap();
     let decision = region.decision().unwrap();
-    assert!(!decision.remembered && decision.attempts[0].error.is_some(), "{decision}");
+    assert!(!decision.from_cache && decision.attempts[0].error.is_some(), "{decision}");
     assert!(remembered().is_none());
     close(region);
     assert_eq!(close_and_path(&domain, bench.buffer(PAGE)), Path::DmaBuf);
@@ -265,13 +288,11 @@ fn an_explanation_is_a_decision_that_leaves_nothing_behind() {
     let before = bench.device.stats().live_allocations;
     let kind = hmem_iface_system::SIMULATED;
     let explain = |id, policy, nic: &str| {
-        let request = ExplainRequest {
-            device: Some(DeviceId(id)),
-            policy,
-            nic: Some(nic.into()),
-            size: 10_000,
-            ..ExplainRequest::new(kind)
-        };
+        let request = ExplainRequest::new(kind)
+            .device(DeviceId(id))
+            .policy(policy)
+            .nic(nic.to_owned())
+            .size(10_000);
         bench.paths.explain(&bench.registry, &bench.provider, &request)
     };
     let near = explain(0, P2pPolicy::Enabled, "loop0").unwrap();
@@ -353,7 +374,7 @@ fn a_request_that_no_way_can_meet_ends_the_decision() {
     );
     close(first);
     assert!(
-        register(bench.buffer(PAGE)).unwrap().decision().unwrap().remembered,
+        register(bench.buffer(PAGE)).unwrap().decision().unwrap().from_cache,
         "nothing was forgotten"
     );
 }

@@ -6,7 +6,7 @@ use std::{os::fd::AsFd, sync::Arc};
 
 use hmem_core::{
     Allocation, AllocationKind, DeviceBuffer, DeviceId, DmaBufAttr, Domain, DomainAttr, Errno,
-    Error, ErrorKind, IfaceExt, MrAttr, MrFlags, MultiRegistered, Path, Rejected,
+    Error, ErrorKind, IfaceExt, MrAttr, MrFlags, OwnedMultiRegion, Path, Rejected,
     iface::DmaBufMapping,
     path::P2pPolicy,
     provider::{Imports, Nic},
@@ -45,11 +45,11 @@ fn regions(domains: &[Domain]) -> u64 {
 fn register(
     domains: &[Domain],
     buffer: DeviceBuffer,
-) -> Result<MultiRegistered<DeviceBuffer>, Rejected<MultiRegistered<DeviceBuffer>>> {
+) -> Result<OwnedMultiRegion<DeviceBuffer>, Rejected<OwnedMultiRegion<DeviceBuffer>>> {
     register_on(&domains.iter().collect::<Vec<_>>(), buffer, REMOTE | LOCAL)
 }
 
-fn close(registered: MultiRegistered<DeviceBuffer>) -> DeviceBuffer {
+fn close(registered: OwnedMultiRegion<DeviceBuffer>) -> DeviceBuffer {
     registered.close().map_err(Error::from).expect("close")
 }
 
@@ -288,6 +288,38 @@ fn a_close_that_is_refused_hands_back_what_is_left() {
 }
 
 /// VRB-08
+///
+/// The exports are released after the last NIC, whose decision has the errors of that, or the error
+/// of its registration.
+#[test]
+fn refused_release_of_an_export_is_in_the_trace_of_the_last_nic() {
+    let _alone = alone();
+    let bench = bench(DIRECT);
+    let domains = domains(&bench, P2pPolicy::Required);
+    let buffer = close(register(&domains, bench.buffer(PAGE)).unwrap());
+    let released = |trace: &hmem_core::path::Trace| {
+        let calls = trace.iter().filter(|attempt| attempt.call.starts_with("release_dma_buf"));
+        let errors = calls.map(|attempt| attempt.error.as_ref().expect("refused"));
+        errors.map(|error| error.os_errno()).collect::<Vec<_>>()
+    };
+    bench.device.faults().fail_next(Call::ReleaseDmaBuf, Errno(5));
+    let shared = register(&domains, buffer).expect("the registrations are good");
+    let found: Vec<_> = shared
+        .regions()
+        .iter()
+        .map(|region| released(&region.decision().unwrap().attempts))
+        .collect();
+    assert_eq!(found, [vec![], vec![], vec![], vec![Some(Errno(5))]]);
+    let buffer = close(shared);
+    bench.faults.fail(NicCall::Register, 4, Errno(12));
+    bench.faults.fail(NicCall::Register, 5, Errno(12));
+    bench.device.faults().fail_next(Call::ReleaseDmaBuf, Errno(5));
+    let rejected = register(&domains, buffer).unwrap_err();
+    assert_eq!(released(rejected.error.trace()), [Some(Errno(5))]);
+    assert!(rejected.value.is_empty());
+}
+
+/// VRB-08
 #[test]
 fn dropping_it_deregisters_everywhere() {
     let _alone = alone();
@@ -340,6 +372,7 @@ fn domains_that_do_not_belong_together_are_refused() {
     for domains in [&[][..], &[&near, &far][..]] {
         let rejected = register_on(domains, vec![1u8; 64], REMOTE).unwrap_err();
         assert_eq!(rejected.error.kind(), ErrorKind::InvalidArgument);
+        assert_eq!(rejected.error.operation(), "register_on");
         assert_eq!(rejected.value.close().unwrap(), vec![1u8; 64]);
     }
     let base = near.register(vec![0u8; 64], REMOTE).unwrap();
@@ -348,6 +381,7 @@ fn domains_that_do_not_belong_together_are_refused() {
     // SAFETY: nothing is registered.
     let rejected = unsafe { regattr_on(&[&near], &attr, MrFlags::empty()) }.unwrap_err();
     assert_eq!(rejected.error.kind(), ErrorKind::InvalidArgument);
+    assert_eq!(rejected.error.operation(), "regattr_on");
     // One domain that cannot do what is asked keeps all from it.
     let attr = DomainAttr { nic: Some("loop1".into()), ..DomainAttr::default() };
     let other =

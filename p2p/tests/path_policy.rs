@@ -11,7 +11,7 @@ use hmem_core::{
     path::P2pPolicy,
     provider::{Imports, Nic},
 };
-use hmem_iface_system::{Call, DmaBufKind, P2pMatrix, Simulated, Style};
+use hmem_iface_system::{Call, DmaBufKind, FreeDetection, P2pMatrix, Simulated};
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_loopback::Loopback;
 use path_support::{Bench, PAGE, REMOTE, close, recording::Handed, register};
@@ -19,7 +19,7 @@ use path_support::{Bench, PAGE, REMOTE, close, recording::Handed, register};
 /// One machine.
 #[derive(Clone, Copy, Debug)]
 struct Case {
-    style: Style,
+    style: FreeDetection,
     /// The device exports dma-bufs, with the PCIe mapping, to peer memory; the NIC reaches it.
     exports: [bool; 3],
     reachable: bool,
@@ -33,7 +33,7 @@ impl Case {
         let mut cases = Vec::new();
         for bits in 0..1u32 << 10 {
             let bit = |at: u32| bits >> at & 1 == 1;
-            let style = if bit(0) { Style::Callback } else { Style::Identity };
+            let style = if bit(0) { FreeDetection::Callback } else { FreeDetection::Identity };
             let exports = [bit(1), bit(2), bit(3)];
             if exports[1] && !exports[0] {
                 continue;
@@ -85,7 +85,7 @@ impl Case {
         let matrix =
             if self.reachable { P2pMatrix::all_reachable() } else { P2pMatrix::none_reachable() };
         let device = Simulated::builder()
-            .style(self.style)
+            .free_detection(self.style)
             .dma_buf(if dma_buf { DmaBufKind::MemFd } else { DmaBufKind::None })
             .pcie_mapping(pcie)
             .peer_memory(peer_memory)
@@ -220,7 +220,7 @@ fn memory_that_the_cpu_reaches_is_registered_as_host_pages_under_every_policy() 
                 let region = register(&domain, bench.buffer_of(kind, DeviceId(0), PAGE)).unwrap();
                 let decision = region.decision().unwrap();
                 assert_eq!(
-                    (decision.path, decision.remembered),
+                    (decision.path, decision.from_cache),
                     (Path::PlainHost, remembered),
                     "{decision}"
                 );

@@ -16,7 +16,7 @@ use std::{
 
 use hmem_core::{
     AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, Errno, Error, ErrorKind, Iface,
-    IfaceKind, Path, Registered,
+    IfaceKind, OwnedRegion, Path,
     iface::{AllocRequest, DmaBufMapping},
     path::{Attempt, P2pPolicy},
     provider::Imports,
@@ -91,13 +91,13 @@ impl Segmented {
         DeviceBuffer::allocate(&self.vendor, &request).expect("memory")
     }
 
-    fn register(&self, segments: u64) -> Registered<DeviceBuffer> {
+    fn register(&self, segments: u64) -> OwnedRegion<DeviceBuffer> {
         let registered = self.domain.register(self.buffer(segments), REMOTE | LOCAL);
         registered.map_err(Error::from).unwrap_or_else(|error| panic!("{error}"))
     }
 
     /// Moves bytes both ways through the key, over every seam.
-    fn moves(&self, region: &Registered<DeviceBuffer>) {
+    fn moves(&self, region: &OwnedRegion<DeviceBuffer>) {
         let len = region.range().len() as usize;
         let bytes: Vec<u8> = (0..len).map(|at| (at * 31 + (at >> 8) * 7) as u8).collect();
         let initiator = self.bench.domain("loop1", P2pPolicy::Enabled);
@@ -272,7 +272,7 @@ fn how_one_range_was_exported_is_not_said_of_another() {
     close(world.register(4));
     let single = world.register(1);
     let decision = single.decision().expect("decided");
-    assert!(decision.remembered, "{decision}");
+    assert!(decision.from_cache, "{decision}");
     assert_eq!(calls(decision), [("register(dma-buf, Default mapping)", true)]);
     let several = world.register(2);
     let decision = several.decision().expect("decided");
@@ -301,7 +301,7 @@ fn a_remembered_way_over_several_segments_says_why_the_first_mapping_was_not_tak
         for _ in 0..2 {
             let region = world.register(4);
             let decision = region.decision().expect("decided");
-            assert!(decision.remembered, "{decision}");
+            assert!(decision.from_cache, "{decision}");
             assert_eq!(decision.mapping, DmaBufMapping::Default, "{decision}");
             let asked = 1 + usize::from(whole.is_some());
             assert_eq!(decision.attempts.len(), asked + 1, "{decision}");
@@ -402,7 +402,7 @@ fn an_explanation_says_how_the_segments_were_exported() {
         [(None, "2 segments in 1 dma-buf"), (Some(not_alike as Refuse), "2 segments in 2")]
     {
         let world = segmented(|vendor| vendor.whole = whole.unwrap_or(vendor.whole));
-        let request = ExplainRequest { size: 2 * STEP, ..ExplainRequest::new(IfaceKind::CUDA) };
+        let request = ExplainRequest::new(IfaceKind::CUDA).size(2 * STEP);
         let explained =
             world.bench.paths.explain(&world.bench.registry, &world.bench.provider, &request);
         let explained = explained.expect("an explanation");

@@ -170,6 +170,12 @@ fn a_laptop_has_gpus_and_no_nic() {
     assert!(laptop.device(gpus[1]).unwrap().link.unwrap().is_degraded());
     assert_eq!(laptop.iommu(), IommuMode::Translating);
     assert_eq!(laptop.device(id("0000:02:00.0")).unwrap().role(), Role::Network);
+    let mut trainium = laptop.device(id("0000:02:00.0")).unwrap().clone();
+    (trainium.class, trainium.vendor, trainium.device) = (0x088000, 0x1d0f, 0x7164);
+    assert_eq!(trainium.role(), Role::Accelerator);
+    // Amazon's network adapter.
+    (trainium.class, trainium.device) = (0x020000, 0xec20);
+    assert_eq!(trainium.role(), Role::Network);
 }
 
 /// P2P-05

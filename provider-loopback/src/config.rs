@@ -68,6 +68,7 @@ impl Default for Config {
             progress: ProgressModel::Manual,
             // An endpoint executes its requests one after the other, each to its end.
             order: MsgOrder::all(),
+            cq_data_size: 8,
         };
         Self {
             attr,

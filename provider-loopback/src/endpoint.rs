@@ -19,8 +19,9 @@ use parking_lot::{Mutex, ReentrantMutex, RwLock};
 use super::{
     Call,
     domain::DomainState,
-    inbox::{Inbox, Receive},
+    inbox::{Header, Inbox, Receive},
     keys,
+    queue::Queue,
     request::{self, Work, full, invalid},
     window::EndpointLife,
 };
@@ -154,6 +155,9 @@ impl EndpointState {
             if posted.len() >= self.depth {
                 return Err(full());
             }
+            if let Some(window) = work.task.window() {
+                self.domain.windows.note_posted(window);
+            }
             posted.push_back(work);
         }
         self.domain.wake.wake();
@@ -176,13 +180,25 @@ impl EndpointState {
     #[inline]
     pub(super) fn complete_transmit(&self, work: &Work, result: Result<u64>) {
         count(self.tx_counter.as_deref(), &result);
+        if let Some(window) = work.task.window() {
+            self.domain.windows.note_ended(window);
+        }
         let kind = work.task.kind();
-        self.tx.push(Completion { context: work.context, kind, result, tag: None });
+        self.tx.push(Completion::new(work.context, kind, result));
     }
 
-    pub(super) fn complete_receive(&self, context: u64, tag: Option<u64>, result: Result<u64>) {
+    pub(super) fn complete_receive(
+        &self,
+        context: u64,
+        kind: CompletionKind,
+        header: Header,
+        result: Result<u64>,
+    ) {
         count(self.rx_counter.as_deref(), &result);
-        self.rx.push(Completion { context, kind: CompletionKind::Receive, result, tag });
+        let mut completion = Completion::new(context, kind, result);
+        let Header { tag, data, invalidated } = header;
+        (completion.tag, completion.data, completion.invalidated) = (tag, data, invalidated);
+        self.rx.push(completion);
     }
 
     /// Closes the endpoint: waits for what executes, and cancels the rest.
@@ -201,6 +217,7 @@ impl EndpointState {
         for work in canceled {
             self.complete_transmit(&work, Err(canceled_request()));
         }
+        self.domain.windows.end_of_endpoint(self.id());
         self.cancel_receives();
         Ok(())
     }
@@ -210,7 +227,8 @@ impl EndpointState {
         // A message on its way arrives first.
         let _delivery = self.inbox.lock_delivery();
         for receive in self.inbox.clear() {
-            self.complete_receive(receive.context, None, Err(canceled_request()));
+            let (kind, header) = (CompletionKind::Receive, Header::default());
+            self.complete_receive(receive.context, kind, header, Err(canceled_request()));
         }
     }
 }
@@ -318,55 +336,6 @@ fn parse_name(name: &EndpointName) -> Result<(u64, u64)> {
     let (fabric, rest) = rest.split_first_chunk().ok_or_else(|| refuse("length"))?;
     let endpoint: &[u8; 8] = rest.try_into().map_err(|_| refuse("length"))?;
     Ok((u64::from_le_bytes(*fabric), u64::from_le_bytes(*endpoint)))
-}
-
-/// Completions on their way to the application.
-#[derive(Debug)]
-pub(super) struct Queue {
-    depth: usize,
-    state: Mutex<QueueState>,
-}
-
-#[derive(Debug)]
-struct QueueState {
-    entries: VecDeque<Completion>,
-    overrun: bool,
-}
-
-impl Queue {
-    pub(super) fn new(depth: usize) -> Self {
-        let entries = VecDeque::with_capacity(depth.min(1024));
-        Self { depth, state: Mutex::new(QueueState { entries, overrun: false }) }
-    }
-
-    /// Adds a completion; one that finds no room is lost, and the queue is overrun.
-    #[inline]
-    fn push(&self, completion: Completion) {
-        let mut state = self.state.lock();
-        if state.entries.len() < self.depth {
-            state.entries.push_back(completion);
-        } else {
-            state.overrun = true;
-            drop(state);
-            tracing::error!(depth = self.depth, "a completion queue was overrun");
-        }
-    }
-
-    /// Moves at most `max` completions to `out`; returns how many.
-    pub(super) fn pop(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
-        let mut state = self.state.lock();
-        let count = max.min(state.entries.len());
-        if count == 0 && state.overrun {
-            return Err(Error::new(ErrorKind::OutOfResources, "read completions")
-                .provider("loopback")
-                .context("depth", self.depth)
-                .remedy(
-                    "the queue was overrun and lost completions: open it deeper, or read it more often",
-                ));
-        }
-        out.extend(state.entries.drain(..count));
-        Ok(count)
-    }
 }
 
 fn count(counter: Option<&Counter>, result: &Result<u64>) {

@@ -9,6 +9,7 @@ use super::{
     access::{self, LocalSide, RemoteSide},
     atomic::{self, Element},
     endpoint::{EndpointState, Siblings},
+    inbox::Header,
     memory, message,
     request::{AtomicTask, LocalPart, RemotePart, Task, Work},
 };
@@ -43,13 +44,21 @@ fn execute(endpoint: &EndpointState, work: &Work) -> Result<Option<u64>> {
     let windows = &endpoint.domain.windows;
     match &work.task {
         Task::Write(remote) => rma(endpoint, work, remote, true).map(Some),
+        Task::WriteImmediate(remote, data) => {
+            message::write(endpoint, work, *data, || rma(endpoint, work, remote, true))
+        }
         Task::Read(remote) => rma(endpoint, work, remote, false).map(Some),
         Task::Atomic(task) => atomic(endpoint, work, task).map(Some),
-        Task::Send { tag, invalidate } => message::send(endpoint, work, *tag, *invalidate),
+        Task::Send { tag, data, invalidate } => {
+            let header = Header { tag: *tag, data: *data, invalidated: None };
+            message::send(endpoint, work, header, *invalidate)
+        }
         Task::BindWindow { window, bind, tag } => {
             windows.bind_posted(*window, bind, *tag, &endpoint.life).map(|()| Some(0))
         }
-        Task::InvalidateWindow(window) => windows.invalidate(*window).map(|()| Some(0)),
+        Task::InvalidateWindow(window) => {
+            windows.invalidate(*window, endpoint.id()).map(|()| Some(0))
+        }
     }
 }
 

@@ -24,6 +24,7 @@ use parking_lot::{Condvar, Mutex};
 /// A kind of call that can fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(usize)]
+#[non_exhaustive]
 pub enum Call {
     /// `Provider::open_domain`.
     OpenDomain,

@@ -6,39 +6,46 @@
 use std::{
     any::Any,
     fmt,
+    os::fd::BorrowedFd,
     sync::{Arc, Weak},
+    time::{Duration, Instant},
 };
 
 use hmem_core::{
     AddressRange, Addressing, Error, ErrorKind, Iova, RawKey, RemoteKey, Result,
     counter::Counter,
     provider::{
-        self, CompletionQueue, DomainRequest, Enabling, EndpointAttr, EndpointBinding, LiveObjects,
-        ManualProgress, Piece, ProgressModel, ProviderAttr, ProviderDomain, ProviderEndpoint,
-        ProviderRegion, ProviderWindow, RawKeys, Refresh, RegionCounters, Registration,
-        StagingAccess, SubRegions, WindowBind, WindowType,
+        self, CompletionChannel, CompletionQueue, DomainRequest, Enabling, EndpointAttr,
+        EndpointBinding, LiveObjects, MANUAL_WAIT, ManualProgress, Piece, ProgressModel,
+        ProviderAttr, ProviderDomain, ProviderEndpoint, ProviderRegion, ProviderWindow, RawKeys,
+        Refresh, RegionCounters, Registration, StagingAccess, SubRegions, WindowBind, WindowStatus,
+        WindowType,
     },
     transfer::{Completion, EndpointName, PeerId, WorkRequest},
 };
+use parking_lot::Mutex;
 
 use super::{
     Call,
     domain::DomainState,
-    endpoint::{EndpointState, Fabric, Queue, Siblings},
+    endpoint::{EndpointState, Fabric, Siblings},
     execute,
     nic::Nic,
     progress::ProgressThread,
+    queue::Queue,
     region::Region,
     window::token_of,
 };
 
-/// An open domain. The application, its endpoints and its queues hold it.
+/// An open domain. The application and its endpoints hold it.
 pub(super) struct Domain {
     me: Weak<Self>,
     thread: Option<ProgressThread>,
     fabric: Arc<Fabric>,
     siblings: Arc<Siblings>,
     state: Arc<DomainState>,
+    /// The completion queues, which end with the domain.
+    queues: Mutex<Vec<Weak<Queue>>>,
 }
 
 impl Domain {
@@ -50,7 +57,6 @@ impl Domain {
         let state = Arc::new(DomainState::open(nic, request)?);
         let siblings = Arc::new(Siblings::default());
         let thread = match nic.attr.progress {
-            ProgressModel::Nic | ProgressModel::Manual => None,
             ProgressModel::Thread => {
                 let (endpoints, domain) = (Arc::clone(&siblings), Arc::clone(&state));
                 Some(ProgressThread::start(
@@ -60,10 +66,12 @@ impl Domain {
                     move || domain.close(),
                 )?)
             }
+            ProgressModel::Nic | ProgressModel::Manual => None,
         };
         tracing::debug!(nic = %nic.attr.nic, mode = %request.mode, "loopback domain opened");
         let fabric = Arc::clone(fabric);
-        Ok(Arc::new_cyclic(|me| Self { me: me.clone(), thread, fabric, siblings, state }))
+        let queues = Mutex::default();
+        Ok(Arc::new_cyclic(|me| Self { me: me.clone(), thread, fabric, siblings, state, queues }))
     }
 
     /// Returns whether the application makes progress, and not a thread.
@@ -73,6 +81,20 @@ impl Domain {
 
     fn this(&self) -> Arc<Self> {
         self.me.upgrade().expect("a domain in use is alive")
+    }
+
+    /// Returns an endpoint of this domain by its handle.
+    fn own<'a>(
+        &self,
+        endpoint: &'a dyn ProviderEndpoint,
+        operation: &'static str,
+    ) -> Result<&'a Endpoint> {
+        let own = (endpoint as &dyn Any).downcast_ref::<Endpoint>();
+        own.filter(|own| Arc::ptr_eq(&own.domain.state, &self.state)).ok_or_else(|| {
+            Error::new(ErrorKind::InvalidArgument, operation)
+                .provider("loopback")
+                .remedy("name an endpoint of the same domain")
+        })
     }
 
     fn enter(&self, call: Call) -> Result<()> {
@@ -92,6 +114,7 @@ impl Drop for Domain {
             Some(thread) => drop(thread),
             None => self.state.close(),
         }
+        self.queues.get_mut().iter().filter_map(Weak::upgrade).for_each(|queue| queue.close());
     }
 }
 
@@ -130,7 +153,13 @@ unsafe impl ProviderDomain for Domain {
 
     fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
         self.enter(Call::OpenCq)?;
-        Ok(Arc::new(Cq { queue: Arc::new(Queue::new(depth.max(1))), domain: self.this() }))
+        let queue = Arc::new(Queue::new(depth.max(1)));
+        let mut queues = self.queues.lock();
+        queues.retain(|queue| queue.strong_count() > 0);
+        queues.push(Arc::downgrade(&queue));
+        drop(queues);
+        let (domain, siblings) = (Arc::clone(&self.state), Arc::clone(&self.siblings));
+        Ok(Arc::new(Cq { queue, domain, siblings, by_hand: self.by_hand() }))
     }
 
     fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
@@ -140,15 +169,15 @@ unsafe impl ProviderDomain for Domain {
 
     fn live(&self) -> LiveObjects {
         let counts = self.state.nic.regions.counts(self.state.id);
-        LiveObjects {
-            regions: counts.regions,
-            page_registrations: counts.page_registrations,
-            bytes: counts.bytes,
-            windows: self.state.windows.len(),
-            mapped_keys: self.state.mapped.len(),
-            endpoints: self.siblings.len(),
-            staging_buffers: self.state.pool().map_or(0, |pool| pool.held()),
-        }
+        let mut live = LiveObjects::default();
+        live.regions = counts.regions;
+        live.page_registrations = counts.page_registrations;
+        live.bytes = counts.bytes;
+        live.windows = self.state.windows.len();
+        live.mapped_keys = self.state.mapped.len();
+        live.endpoints = self.siblings.len();
+        live.staging_buffers = self.state.pool().map_or(0, |pool| pool.held());
+        live
     }
 
     fn sub_regions(&self) -> Option<&dyn SubRegions> {
@@ -268,6 +297,33 @@ impl provider::Windows for Domain {
         self.enter(Call::FreeWindow)?;
         self.state.windows.free(window)
     }
+
+    fn window_status(&self, window: ProviderWindow) -> Result<WindowStatus> {
+        self.state.process.check("window status")?;
+        self.state.windows.status(window)
+    }
+
+    fn bind_window_now(
+        &self,
+        endpoint: &dyn ProviderEndpoint,
+        window: ProviderWindow,
+        bind: &WindowBind,
+        tag: u8,
+    ) -> Result<()> {
+        self.enter(Call::BindWindow)?;
+        let endpoint = self.own(endpoint, "bind window")?;
+        self.state.windows.bind_posted(window, bind, tag, &endpoint.state.life)
+    }
+
+    fn invalidate_window_now(
+        &self,
+        endpoint: &dyn ProviderEndpoint,
+        window: ProviderWindow,
+    ) -> Result<()> {
+        self.enter(Call::BindWindow)?;
+        let endpoint = self.own(endpoint, "invalidate window")?;
+        self.state.windows.invalidate(window, endpoint.state.id())
+    }
 }
 
 impl RegionCounters for Domain {
@@ -280,14 +336,7 @@ impl RegionCounters for Domain {
 impl EndpointBinding for Domain {
     fn bind_endpoint(&self, region: ProviderRegion, endpoint: &dyn ProviderEndpoint) -> Result<()> {
         self.enter(Call::BindEndpoint)?;
-        let endpoint = (endpoint as &dyn Any)
-            .downcast_ref::<Endpoint>()
-            .filter(|endpoint| Arc::ptr_eq(&endpoint.domain.state, &self.state))
-            .ok_or_else(|| {
-                Error::new(ErrorKind::InvalidArgument, "bind endpoint")
-                    .provider("loopback")
-                    .remedy("bind a region to an endpoint of its own domain")
-            })?;
+        let endpoint = self.own(endpoint, "bind endpoint")?;
         self.state.bind_endpoint(token_of(region), &endpoint.state.life)
     }
 }
@@ -305,19 +354,56 @@ impl ManualProgress for Domain {
     }
 }
 
-/// An open completion queue.
+/// An open completion queue. It does not keep its domain open.
 struct Cq {
     queue: Arc<Queue>,
-    domain: Arc<Domain>,
+    domain: Arc<DomainState>,
+    siblings: Arc<Siblings>,
+    by_hand: bool,
 }
 
 impl CompletionQueue for Cq {
     fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
-        self.domain.state.nic.config.faults.enter(Call::ReadCq)?;
-        if self.domain.by_hand() {
-            execute::step(&self.domain.siblings);
+        self.domain.nic.config.faults.enter(Call::ReadCq)?;
+        if self.by_hand {
+            execute::step(&self.siblings);
         }
         self.queue.pop(out, max)
+    }
+
+    fn wait(&self, out: &mut Vec<Completion>, max: usize, timeout: Duration) -> Result<usize> {
+        self.domain.process.check("wait for completions")?;
+        self.domain.nic.config.faults.enter(Call::ReadCq)?;
+        let deadline = Instant::now().checked_add(timeout);
+        if !self.by_hand {
+            return self.queue.wait(out, max, deadline);
+        }
+        loop {
+            execute::step(&self.siblings);
+            // What other threads post meanwhile waits for this one too.
+            let soon = Instant::now() + MANUAL_WAIT;
+            let until = deadline.map_or(soon, |deadline| deadline.min(soon));
+            let count = self.queue.wait(out, max, Some(until))?;
+            if count > 0 || max == 0 || deadline.is_some_and(|deadline| deadline <= until) {
+                return Ok(count);
+            }
+        }
+    }
+
+    /// By hand there is no channel: nothing completes while the application sleeps.
+    fn channel(&self) -> Option<&dyn CompletionChannel> {
+        (!self.by_hand).then_some(self as _)
+    }
+}
+
+impl CompletionChannel for Cq {
+    fn fd(&self) -> Result<BorrowedFd<'_>> {
+        self.queue.event()
+    }
+
+    fn arm(&self) -> Result<bool> {
+        self.domain.process.check("arm a completion channel")?;
+        self.queue.arm()
     }
 }
 
@@ -339,7 +425,7 @@ impl Endpoint {
         let queue = |cq: &dyn CompletionQueue| {
             (cq as &dyn Any)
                 .downcast_ref::<Cq>()
-                .filter(|cq| Arc::ptr_eq(&cq.domain, &domain))
+                .filter(|cq| Arc::ptr_eq(&cq.domain, &domain.state))
                 .map(|cq| Arc::clone(&cq.queue))
                 .ok_or_else(|| {
                     Error::new(ErrorKind::InvalidArgument, "open endpoint")

@@ -47,12 +47,40 @@ impl Receive {
     }
 }
 
+/// The facts about a message that the completion of its receive carries.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Header {
+    pub(super) tag: Option<u64>,
+    pub(super) data: Option<u64>,
+    /// The key of a window that the message invalidated.
+    pub(super) invalidated: Option<u64>,
+}
+
+/// The bytes of a message that came before its receive.
+#[derive(Debug)]
+pub(super) enum Body {
+    /// For the buffer of the receive.
+    Message(Vec<u8>),
+    /// So many lie in their memory already: a write with immediate data.
+    Written(u64),
+}
+
+impl Body {
+    /// Bytes that the inbox keeps.
+    fn kept(&self) -> u64 {
+        match self {
+            Self::Message(bytes) => bytes.len() as u64,
+            Self::Written(_) => 0,
+        }
+    }
+}
+
 /// A message that came before its receive.
 #[derive(Debug)]
 pub(super) struct Message {
     pub(super) from: u64,
-    pub(super) tag: Option<u64>,
-    pub(super) bytes: Vec<u8>,
+    pub(super) header: Header,
+    pub(super) body: Body,
 }
 
 /// Room for a message that is about to be sent.
@@ -157,7 +185,7 @@ impl Inbox {
     pub(super) fn take_match(&self) -> Option<(Receive, Message)> {
         let mut state = self.state.lock();
         let found = state.receives.iter().enumerate().find_map(|(r, receive)| {
-            let takes = |message: &Message| receive.takes(message.from, message.tag);
+            let takes = |message: &Message| receive.takes(message.from, message.header.tag);
             Some((r, state.messages.iter().position(takes)?))
         });
         let Some((r, m)) = found else {
@@ -166,7 +194,7 @@ impl Inbox {
         };
         let receive = state.receives.remove(r)?;
         let message = state.messages.remove(m)?;
-        state.bytes -= message.bytes.len() as u64;
+        state.bytes -= message.body.kept();
         state.wake_senders();
         Some((receive, message))
     }
@@ -196,7 +224,7 @@ impl Inbox {
     /// Keeps a message for which there is room.
     pub(super) fn keep(&self, message: Message) {
         let mut state = self.state.lock();
-        state.bytes += message.bytes.len() as u64;
+        state.bytes += message.body.kept();
         state.messages.push_back(message);
         // A receive may have been posted since the match was tried.
         self.match_again(&state);

@@ -208,10 +208,25 @@ fn checksum(bytes: &[u8]) -> u32 {
 }
 
 #[cfg(test)]
+#[path = "../../tests/corpus/reader.rs"]
+mod corpus;
+
+#[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    /// KEY-06
+    #[test]
+    fn raw_keys_of_all_versions_are_read() {
+        let version = u32::from(RAW_FILL[14] - b'0');
+        corpus::check("raw-key-loopback", version, |bytes| {
+            let parts = read_raw(&RawKey(bytes.to_vec()), bytes.len()).expect("a raw key");
+            assert_eq!(parts.mask, u64::MAX);
+            format!("key {:#x} cookie {:#x}", parts.key, parts.cookie)
+        });
+    }
 
     proptest! {
         #[test]

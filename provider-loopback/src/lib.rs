@@ -44,7 +44,7 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `faults`, `keys`, `memory`, `progress`
+//! - `faults`, `keys`, `memory`, `progress`, `queue`
 //! - `atomic`, `config`, `region`
 //! - `regions`: the regions of a NIC, and the argument why it never touches a deregistered one
 //! - `nic`
@@ -81,6 +81,7 @@ mod message;
 mod nic;
 mod progress;
 mod provider;
+mod queue;
 mod region;
 mod regions;
 mod register;

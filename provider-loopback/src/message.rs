@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use hmem_core::{Access, Error, ErrorKind, Result};
+use hmem_core::{Access, Error, ErrorKind, Result, transfer::CompletionKind};
 use hmem_p2p::staging::Part;
 
 use super::{
     Call, Few,
     access::{self, LocalSide},
     endpoint::{EndpointState, unreachable_peer},
-    inbox::{Message, Receive, Room},
+    inbox::{Body, Header, Message, Receive, Room},
     memory::{self, CopyError, Span},
     region::Refusal,
     request::{KeyUse, Work},
@@ -98,8 +98,14 @@ fn settle_locked(owner: &EndpointState) -> usize {
     while owner.inbox.is_unsettled()
         && let Some((receive, message)) = owner.inbox.take_match()
     {
-        let result = fill(owner, &receive, &Content::Kept(&message.bytes)).unwrap_or_else(Err);
-        owner.complete_receive(receive.context, message.tag, result);
+        let (kind, result) = match &message.body {
+            Body::Message(bytes) => {
+                let filled = fill(owner, &receive, &Content::Kept(bytes)).unwrap_or_else(Err);
+                (CompletionKind::Receive, filled)
+            }
+            Body::Written(len) => (CompletionKind::RemoteWrite, Ok(*len)),
+        };
+        owner.complete_receive(receive.context, kind, message.header, result);
         ended += 1;
     }
     ended
@@ -109,14 +115,60 @@ fn settle_locked(owner: &EndpointState) -> usize {
 pub(super) fn send(
     sender: &EndpointState,
     work: &Work,
-    tag: Option<u64>,
+    header: Header,
     invalidate: Option<KeyUse>,
 ) -> Result<Option<u64>> {
     let target = &sender.peer(work.peer)?;
+    in_order(target, || deliver(sender, target, work, header, invalidate))
+}
+
+/// Executes a write with immediate data by `write`; returns its length, or `None` if the peer has
+/// neither a receive for it nor room for the data.
+///
+/// The receive is found before a byte moves: a write that waits for one is executed once.
+pub(super) fn write(
+    sender: &EndpointState,
+    work: &Work,
+    data: u64,
+    write: impl FnOnce() -> Result<u64>,
+) -> Result<Option<u64>> {
+    let target = &sender.peer(work.peer)?;
+    in_order(target, || {
+        let header = Header { data: Some(data), ..Header::default() };
+        let receive = match target.inbox.find_room(sender.id(), None, 0, &sender.domain.wake) {
+            Room::Receive(receive) => Some(receive),
+            Room::Kept => None,
+            Room::None => return Ok(None),
+        };
+        // A copy engine that was called may have closed the receiver on this very thread.
+        let open = |len| {
+            if target.is_closed() { Err(unreachable_peer(work.peer)) } else { Ok(len) }
+        };
+        match (write().and_then(open), receive) {
+            (Ok(len), Some(receive)) => {
+                let kind = CompletionKind::RemoteWrite;
+                target.complete_receive(receive.context, kind, header, Ok(len));
+                Ok(Some(len))
+            }
+            (Ok(len), None) => {
+                let body = Body::Written(len);
+                target.inbox.keep(Message { from: sender.id(), header, body });
+                Ok(Some(len))
+            }
+            (Err(error), receive) => {
+                receive.into_iter().for_each(|receive| put_back(target, receive));
+                Err(error)
+            }
+        }
+    })
+}
+
+/// Delivers to a target after everything that came to it before.
+fn in_order<T>(target: &EndpointState, deliver: impl FnOnce() -> T) -> T {
     let delivered = {
         let _delivery = target.inbox.lock_delivery();
         settle_locked(target);
-        deliver(sender, target, work, tag, invalidate)
+        deliver()
     };
     if target.inbox.is_unsettled() {
         target.domain.wake.wake();
@@ -124,11 +176,20 @@ pub(super) fn send(
     delivered
 }
 
+/// Puts a receive back that a failed request had taken.
+fn put_back(target: &EndpointState, receive: Receive) {
+    target.inbox.put_back(receive);
+    if target.is_closed() {
+        // The cancellation of the others did not find it.
+        target.cancel_receives();
+    }
+}
+
 fn deliver(
     sender: &EndpointState,
     target: &Arc<EndpointState>,
     work: &Work,
-    tag: Option<u64>,
+    header: Header,
     invalidate: Option<KeyUse>,
 ) -> Result<Option<u64>> {
     let side = LocalSide::hold(sender, &work.local, Access::SEND)?;
@@ -138,10 +199,15 @@ fn deliver(
     let doomed = match invalidate {
         // A mapped key is a number of the sender's domain: no window has one.
         Some(key) if key.mapped => return Err(Refusal::Dead.of_key()),
-        Some(key) => Some(target.domain.windows.find_to_invalidate(key.number, target.id())?),
+        Some(key) => {
+            let window = target.domain.windows.find_to_invalidate(key.number, target.id())?;
+            Some((window, key.number))
+        }
         None => None,
     };
-    let receive = match target.inbox.find_room(sender.id(), tag, len, &sender.domain.wake) {
+    let header = Header { invalidated: invalidate.map(|key| key.number), ..header };
+    let room = target.inbox.find_room(sender.id(), header.tag, len, &sender.domain.wake);
+    let receive = match room {
         Room::Receive(receive) => Some(receive),
         Room::Kept => None,
         Room::None => return Ok(None),
@@ -163,23 +229,16 @@ fn deliver(
     let read = read.and_then(|bytes| {
         if target.is_closed() { Err(unreachable_peer(work.peer)) } else { Ok(bytes) }
     });
-    let put_back = |receive| {
-        target.inbox.put_back(receive);
-        if target.is_closed() {
-            // The cancellation of the others did not find it.
-            target.cancel_receives();
-        }
-    };
     let bytes = match read {
         Ok(bytes) => bytes,
         Err(error) => {
-            receive.into_iter().for_each(put_back);
+            receive.into_iter().for_each(|receive| put_back(target, receive));
             return Err(error);
         }
     };
     let invalidate = || {
-        if let Some(window) = doomed {
-            window.invalidate();
+        if let Some((window, key)) = doomed {
+            window.invalidate_key(key);
         }
     };
     match receive {
@@ -192,17 +251,19 @@ fn deliver(
             match fill(target, &receive, &content) {
                 Ok(filled) => {
                     invalidate();
-                    target.complete_receive(receive.context, tag, filled);
+                    let kind = CompletionKind::Receive;
+                    target.complete_receive(receive.context, kind, header, filled);
                 }
                 Err(error) => {
-                    put_back(receive);
+                    put_back(target, receive);
                     return Err(error);
                 }
             }
         }
         None => {
             invalidate();
-            target.inbox.keep(Message { from: sender.id(), tag, bytes });
+            let body = Body::Message(bytes);
+            target.inbox.keep(Message { from: sender.id(), header, body });
         }
     }
     Ok(Some(len))

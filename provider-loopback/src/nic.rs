@@ -21,9 +21,12 @@ pub(super) struct Nic {
 }
 
 impl Nic {
-    pub(super) fn new(name: &str, config: &Config) -> Self {
+    pub(super) fn new(name: &str, pci_bus_id: Option<&str>, config: &Config) -> Self {
         let mut attr = config.attr.clone();
         attr.nic.name = name.to_owned();
+        if let Some(id) = pci_bus_id {
+            attr.nic.pci_bus_id = Some(id.to_owned());
+        }
         let narrow = attr.key_size == 4;
         Self {
             attr,

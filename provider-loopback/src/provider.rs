@@ -30,8 +30,9 @@ impl Loopback {
         Builder::default()
     }
 
-    fn new(names: &[String], config: &Config) -> Result<Self> {
-        let nics = names.iter().map(|name| Arc::new(Nic::new(name, config))).collect();
+    fn new(names: &[NicName], config: &Config) -> Result<Self> {
+        let nic = |(name, id): &NicName| Arc::new(Nic::new(name, id.as_deref(), config));
+        let nics = names.iter().map(nic).collect();
         Ok(Self { fabric: Arc::new(Fabric::new()?), nics })
     }
 }
@@ -66,6 +67,9 @@ impl Provider for Loopback {
     }
 }
 
+/// The name of a NIC, and its PCI address if it has one of its own.
+type NicName = (String, Option<String>);
+
 /// Builds a [`Loopback`].
 ///
 /// ```
@@ -85,19 +89,25 @@ impl Provider for Loopback {
 #[derive(Clone, Default)]
 #[must_use]
 pub struct Builder {
-    names: Vec<String>,
+    names: Vec<NicName>,
     config: Config,
 }
 
 impl Builder {
     /// Adds a NIC; without any there is one named `loop0`.
     pub fn nic(mut self, name: impl Into<String>) -> Self {
-        self.names.push(name.into());
+        self.names.push((name.into(), None));
         self
     }
 
-    /// Sets the PCI address that the NICs report, so that a test can put them into a recorded
-    /// topology. Default: none.
+    /// Adds a NIC that reports this PCI address, so that a test can put it into a recorded
+    /// topology.
+    pub fn nic_at(mut self, name: impl Into<String>, pci_bus_id: impl Into<String>) -> Self {
+        self.names.push((name.into(), Some(pci_bus_id.into())));
+        self
+    }
+
+    /// Sets the PCI address that the NICs of [`Builder::nic`] report. Default: none.
     pub fn pci_bus_id(mut self, id: impl Into<String>) -> Self {
         self.config.attr.nic.pci_bus_id = Some(id.into());
         self
@@ -124,6 +134,12 @@ impl Builder {
     /// Bytes of a raw key, 8 or more. Default: 32.
     pub fn raw_key_size(mut self, bytes: usize) -> Self {
         self.config.attr.raw_key_size = bytes;
+        self
+    }
+
+    /// Bytes of immediate data that messages and writes carry, 8 at most. 0 for none. Default: 8.
+    pub fn cq_data_size(mut self, bytes: usize) -> Self {
+        self.config.attr.cq_data_size = bytes;
         self
     }
 
@@ -214,8 +230,8 @@ impl Builder {
     /// Builds the fabric: endpoints of all its NICs and domains find one another.
     ///
     /// # Errors
-    /// InvalidArgument for a key size other than 4 and 8, a raw key size below 8, an iov limit of
-    /// 0, unknown mode bits, BASIC or SCALABLE among the needs, or two NICs of one name.
+    /// InvalidArgument for a key size other than 4 and 8, a raw key size below 8, immediate data of
+    /// more than 8 bytes, an iov limit of 0, unknown mode bits, BASIC or SCALABLE among the needs, or two NICs of one name.
     pub fn build(mut self) -> Result<Loopback> {
         let attr = &self.config.attr;
         let refuse = |what: &'static str, value: &dyn fmt::Display, remedy: &'static str| {
@@ -234,6 +250,13 @@ impl Builder {
                 "a raw key holds at least the 8 bytes of a key",
             );
         }
+        if attr.cq_data_size > 8 {
+            return refuse(
+                "cq_data_size",
+                &attr.cq_data_size,
+                "immediate data has 8 bytes at most",
+            );
+        }
         if attr.mr_iov_limit == 0 {
             return refuse("mr_iov_limit", &0, "a region has at least one range");
         }
@@ -244,10 +267,10 @@ impl Builder {
             return refuse("needs", &required, "name single mode bits");
         }
         if self.names.is_empty() {
-            self.names.push("loop0".into());
+            self.names.push(("loop0".into(), None));
         }
-        for (at, name) in self.names.iter().enumerate() {
-            if self.names[..at].contains(name) {
+        for (at, (name, _)) in self.names.iter().enumerate() {
+            if self.names[..at].iter().any(|(earlier, _)| earlier == name) {
                 return refuse("nic", name, "NIC names are unique");
             }
         }

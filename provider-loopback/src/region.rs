@@ -48,6 +48,8 @@ pub(super) struct RegionAttr {
     pub(super) promises: Option<Arc<RwLock<Promises>>>,
     /// The region of which this is a part.
     pub(super) parent: Option<Token>,
+    /// The region that has the pages, for a part of it or of one of its parts.
+    pub(super) root: Option<Token>,
     /// RMA_PMEM: the NIC makes peers' writes persistent before they complete.
     pub(super) persistent: bool,
     /// MR_SINGLE_USE: the key is good for one access of a peer.

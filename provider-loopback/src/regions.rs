@@ -4,9 +4,11 @@
 //!
 //! Each region has a lock. A transfer takes the lock's *read* guard ([`RegionGuard`]) before it
 //! looks at the region's memory, and keeps it until its last byte has moved. Deregistration and
-//! refresh take the *write* guard, and so wait for every transfer that uses the region. A transfer
-//! through a sub-region has the guard of the sub-region alone: a refresh of its base does not wait
-//! for it, and replaces pages that such a transfer still holds.
+//! refresh take the *write* guard, and so wait for every transfer that uses the region.
+//!
+//! The pages of a sub-region are those of its *root*, the region that was registered with them. A
+//! transfer through a sub-region has the read guards of both, and a refresh takes the write guard
+//! of the root. It thus waits for every transfer that uses the pages, by whatever sub-region.
 //!
 //! **A deregistered region is never touched.** A transfer takes its read guard under the lock of
 //! the table, which holds the region then. [`Regions::remove`] first takes the region out of the
@@ -16,8 +18,8 @@
 //! **Nobody waits for itself.** [`Regions::hold`] never blocks: it refuses a region whose write
 //! guard is taken or waited for. One region can therefore be on both sides of a transfer, even if
 //! its deregistration begins between the two holds: the second one fails. Nobody waits for the
-//! lock of a region while holding the table's. A copy engine that deregisters or refreshes the
-//! region of the transfer that called it would wait for itself.
+//! lock of a region while holding the table's. A copy engine that deregisters the region of the
+//! transfer that called it, or refreshes its pages, would wait for itself.
 //!
 //! # Keys and indices
 //!
@@ -27,6 +29,7 @@
 
 use std::{
     collections::{VecDeque, hash_map::Entry},
+    ops::Deref,
     sync::Arc,
 };
 
@@ -43,11 +46,40 @@ use super::{
     region::{Refusal, Region, RegionAttr},
 };
 
-/// A region in use: neither deregistered nor refreshed until the guard is dropped.
-pub(super) type RegionGuard = ArcRwLockReadGuard<RawRwLock, Region>;
+type ReadGuard = ArcRwLockReadGuard<RawRwLock, Region>;
 
-/// A region without users, that takes no new ones until the guard is dropped.
-pub(super) type RefreshGuard = ArcRwLockWriteGuard<RawRwLock, Region>;
+/// A region in use: neither deregistered nor refreshed until the guard is dropped.
+#[derive(Debug)]
+pub(super) struct RegionGuard {
+    region: ReadGuard,
+    /// The region that has the pages, if this one is a part of it.
+    _root: Option<ReadGuard>,
+}
+
+impl Deref for RegionGuard {
+    type Target = Region;
+
+    #[inline]
+    fn deref(&self) -> &Region {
+        &self.region
+    }
+}
+
+/// A region whose pages have no users, and get no new ones until the guard is dropped.
+#[derive(Debug)]
+pub(super) struct RefreshGuard {
+    root: ArcRwLockWriteGuard<RawRwLock, Region>,
+    /// The region, if it is a part of the root.
+    part: Option<ReadGuard>,
+}
+
+impl Deref for RefreshGuard {
+    type Target = Region;
+
+    fn deref(&self) -> &Region {
+        self.part.as_deref().unwrap_or(&self.root)
+    }
+}
 
 /// Freed indices that rest if keys are narrow.
 const RESTING: usize = 256;
@@ -103,6 +135,9 @@ struct Live {
     requested: Option<u64>,
     /// Bytes of pages; none for a part of another region.
     pinned: Option<u64>,
+    /// The region that has the pages, for a part of it. It is live as long as this one is, which
+    /// is among its dependents or theirs.
+    root: Option<Token>,
     region: Arc<RwLock<Region>>,
 }
 
@@ -137,6 +172,24 @@ impl Slots {
     fn find(&self, domain: u32, token: Token) -> Option<&Live> {
         let known = KnownGeneration::Whole(token.generation);
         self.live(token.index, known).filter(|live| live.domain == domain)
+    }
+
+    fn root_of(&self, live: &Live) -> Option<&Live> {
+        let root = live.root?;
+        Some(self.find(live.domain, root).expect("a region with dependents is not removed"))
+    }
+
+    /// Holds a region that the table has, under the table's lock. Its write guard can then be a
+    /// refresh's only: [`Regions::remove`] takes one after the region has left the table.
+    #[inline]
+    fn hold(&self, live: &Live, by_key: bool) -> Result<RegionGuard, Refusal> {
+        let region = live.region.try_read_arc().ok_or(Refusal::Refreshing)?;
+        region.check_usable(by_key)?;
+        let root = match self.root_of(live) {
+            Some(root) => Some(root.region.try_read_arc().ok_or(Refusal::Refreshing)?),
+            None => None,
+        };
+        Ok(RegionGuard { region, _root: root })
     }
 
     fn find_mut(&mut self, domain: u32, token: Token) -> Option<&mut Live> {
@@ -198,9 +251,10 @@ impl Regions {
             }
         };
         let pinned = attr.parent.is_none().then_some(attr.len);
+        let root = attr.root;
         let region = Arc::new(RwLock::new(Region::new(token, key, attr)));
         state.slots.all[token.index as usize].live =
-            Some(Live { domain, dependents: 0, requested, pinned, region });
+            Some(Live { domain, dependents: 0, requested, pinned, root, region });
         Ok((token, key))
     }
 
@@ -259,7 +313,7 @@ impl Regions {
     ) -> Result<RegionGuard, Refusal> {
         let state = self.state.read();
         let live = state.slots.live(index, known).filter(|live| live.domain == domain);
-        Self::hold_live(live.ok_or(Refusal::Dead)?, by_key)
+        state.slots.hold(live.ok_or(Refusal::Dead)?, by_key)
     }
 
     /// Holds the region of a requested key for a transfer by a peer. Never waits.
@@ -268,29 +322,26 @@ impl Regions {
         let state = self.state.read();
         let index = *state.requested.get(&(domain, key)).ok_or(Refusal::Dead)?;
         let live = state.slots.all[index as usize].live.as_ref().ok_or(Refusal::Dead)?;
-        Self::hold_live(live, true)
+        state.slots.hold(live, true)
     }
 
-    /// Holds a region that the table has, under the table's lock. Its write guard can then be a
-    /// refresh's only: [`Regions::remove`] takes one after the region has left the table.
-    #[inline]
-    fn hold_live(live: &Live, by_key: bool) -> Result<RegionGuard, Refusal> {
-        let region = live.region.try_read_arc().ok_or(Refusal::Refreshing)?;
-        region.check_usable(by_key)?;
-        Ok(region)
-    }
-
-    /// Turns new users away and waits for the present ones, until the guard is dropped.
+    /// Turns new users of a region's pages away and waits for the present ones, until the guard is
+    /// dropped.
     ///
     /// # Errors
-    /// NoRegion for a stale handle; Busy during another refresh of the region.
+    /// NoRegion for a stale handle; Busy during another refresh of the pages.
     pub(super) fn refresh(&self, domain: u32, token: Token) -> Result<RefreshGuard> {
         let state = self.state.read();
         let live = state.slots.find(domain, token).ok_or_else(|| stale("refresh"))?;
+        let root = state.slots.root_of(live);
         // There is one upgradable guard at a time, beside the read guards of users.
-        let guard = live.region.try_upgradable_read_arc().ok_or_else(refreshing)?;
+        let root = root.unwrap_or(live).region.try_upgradable_read_arc().ok_or_else(refreshing)?;
+        let part = live.root.is_some().then(|| Arc::clone(&live.region));
         drop(state);
-        Ok(ArcRwLockUpgradableReadGuard::upgrade(guard))
+        let root = ArcRwLockUpgradableReadGuard::upgrade(root);
+        // Waits for a deregistration of the part at most, which then has no piece left.
+        let part = part.map(|part| part.read_arc());
+        Ok(RefreshGuard { root, part })
     }
 
     fn find(
@@ -405,6 +456,7 @@ mod tests {
             auth_key: None,
             promises: None,
             parent: None,
+            root: None,
             persistent: false,
             single_use: false,
             enabled: true,

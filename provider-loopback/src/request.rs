@@ -24,9 +24,10 @@ pub(super) struct Work {
 #[derive(Debug)]
 pub(super) enum Task {
     Write(Few<RemotePart>),
+    WriteImmediate(Few<RemotePart>, u64),
     Read(Few<RemotePart>),
     Atomic(Box<AtomicTask>),
-    Send { tag: Option<u64>, invalidate: Option<KeyUse> },
+    Send { tag: Option<u64>, data: Option<u64>, invalidate: Option<KeyUse> },
     BindWindow { window: ProviderWindow, bind: Box<WindowBind>, tag: u8 },
     InvalidateWindow(ProviderWindow),
 }
@@ -34,12 +35,20 @@ pub(super) enum Task {
 impl Task {
     pub(super) const fn kind(&self) -> CompletionKind {
         match self {
-            Self::Write(_) => CompletionKind::Write,
+            Self::Write(_) | Self::WriteImmediate(..) => CompletionKind::Write,
             Self::Read(_) => CompletionKind::Read,
             Self::Atomic(_) => CompletionKind::Atomic,
             Self::Send { .. } => CompletionKind::Send,
             Self::BindWindow { .. } => CompletionKind::BindWindow,
             Self::InvalidateWindow(_) => CompletionKind::InvalidateWindow,
+        }
+    }
+
+    /// Returns the window that the operation binds or invalidates.
+    pub(super) const fn window(&self) -> Option<ProviderWindow> {
+        match self {
+            Self::BindWindow { window, .. } | Self::InvalidateWindow(window) => Some(*window),
+            _ => None,
         }
     }
 }
@@ -158,8 +167,17 @@ pub(super) fn work(domain: &DomainState, request: &WorkRequest<'_>) -> Result<Wo
         Operation::Atomic { op, datatype, remote, result, compare } => {
             atomic(domain, *op, *datatype, remote, result.as_ref(), compare.as_ref(), len)?
         }
+        Operation::WriteImmediate { remote, data } => {
+            domain.nic.attr.check_data(*data)?;
+            Task::WriteImmediate(remote_parts(remote, len)?, *data)
+        }
+        Operation::SendImmediate { tag, data } => {
+            domain.nic.attr.check_data(*data)?;
+            Task::Send { tag: *tag, data: Some(*data), invalidate: None }
+        }
         Operation::Send { tag, invalidate } => Task::Send {
             tag: *tag,
+            data: None,
             invalidate: invalidate
                 .map(|key| {
                     Ok::<_, Error>(KeyUse { number: key.as_u64()?, mapped: key.is_mapped() })

@@ -13,16 +13,20 @@ use std::{
     collections::HashMap,
     fmt,
     sync::{
-        Arc,
+        Arc, Weak,
         atomic::{AtomicBool, Ordering},
     },
 };
 
 use hmem_core::{
     Access, Addressing, Error, ErrorKind, Result,
-    provider::{ProviderRegion, ProviderWindow, WindowBind, WindowType},
+    provider::{
+        ProviderRegion, ProviderWindow, WindowBind, WindowEvent, WindowRule, WindowState,
+        WindowStatus, WindowType,
+    },
 };
 use parking_lot::{ArcRwLockReadGuard, Mutex, RawRwLock, RwLock};
+use smallvec::SmallVec;
 
 use super::{
     keys::{DomainKeys, KnownGeneration, Token},
@@ -65,7 +69,11 @@ struct State {
     prefix: u64,
     tag: u8,
     binding: Option<Arc<RwLock<Binding>>>,
+    /// Bindings that have left the window, and that transfers may still use.
+    ending: Vec<Weak<RwLock<Binding>>>,
     freed: bool,
+    /// Binds and invalidations that were posted and have not ended.
+    posted: u32,
 }
 
 /// One binding of a window.
@@ -82,7 +90,12 @@ pub(super) struct Binding {
     endpoint: Option<u64>,
     /// The endpoint that a type 2A window keeps open.
     keeps_open: Option<Arc<EndpointLife>>,
+    /// Set once the region and the endpoint are let go.
+    ended: bool,
 }
+
+/// Bindings to end: nearly always one.
+type Endings = SmallVec<[Arc<RwLock<Binding>>; 1]>;
 
 /// A binding in use by a transfer: it does not end until the guard is dropped.
 pub(super) type BindingGuard = ArcRwLockReadGuard<RawRwLock, Binding>;
@@ -116,10 +129,8 @@ impl EndpointLife {
             return Ok(false);
         }
         if *bound > 0 && !force {
-            return Err(Error::new(ErrorKind::Busy, "close endpoint")
-                .provider("loopback")
-                .context("bound", *bound)
-                .remedy("invalidate the type 2A windows that are bound to it first"));
+            let refused = refuse(WindowRule::Type2AHoldsQueuePair, "close endpoint");
+            return Err(refused.context("bound", *bound));
         }
         self.closed.store(true, Ordering::Release);
         Ok(true)
@@ -145,15 +156,48 @@ impl State {
     const fn key(&self) -> u64 {
         self.prefix << 8 | self.tag as u64
     }
+
+    /// Takes the binding out of the window, so that no new transfer uses it. Returns the bindings
+    /// whose end the caller waits for: this one, and those that another thread took before.
+    fn take_binding(&mut self) -> Endings {
+        self.ending.retain(|binding| binding.strong_count() > 0);
+        let mut endings: Endings = self.ending.iter().filter_map(Weak::upgrade).collect();
+        if let Some(binding) = self.binding.take() {
+            self.ending.push(Arc::downgrade(&binding));
+            endings.push(binding);
+        }
+        endings
+    }
+
+    /// The endpoint to which a binding is tied.
+    fn endpoint(&self) -> Option<u64> {
+        // Its write guard is taken only after the binding has left the window.
+        self.binding.as_ref()?.try_read()?.endpoint
+    }
+
+    const fn window_state(&self) -> WindowState {
+        match (self.freed, self.binding.is_some()) {
+            (true, _) => WindowState::Invalid,
+            (false, true) => WindowState::Valid,
+            (false, false) => WindowState::Free,
+        }
+    }
 }
 
 impl Window {
-    /// Kills the key; the window stays.
-    pub(super) fn invalidate(&self) {
-        let binding = self.state.lock().binding.take();
-        if let Some(binding) = binding {
-            Binding::end(&binding);
-        }
+    /// Invalidates `key`. A window that was bound again meanwhile keeps its new key.
+    pub(super) fn invalidate_key(&self, key: u64) {
+        let endings = {
+            let mut state = self.state.lock();
+            if state.key() == key { state.take_binding() } else { Endings::new() }
+        };
+        Binding::end_all(&endings);
+    }
+
+    /// Checks an event against the rules of the window's type.
+    fn check(&self, state: &State, event: WindowEvent, operation: &'static str) -> Result<()> {
+        let after = self.kind.after(state.window_state(), event);
+        after.map(|_| ()).map_err(|rule| refuse(rule, operation))
     }
 
     fn handle(&self, state: &State) -> ProviderWindow {
@@ -164,10 +208,21 @@ impl Window {
 impl Binding {
     /// Ends a binding that its window no longer has: waits for the transfers that use it.
     fn end(this: &RwLock<Self>) {
-        let binding = this.write();
-        binding.nic.regions.remove_dependent(binding.domain, binding.region);
-        if let Some(endpoint) = &binding.keeps_open {
-            endpoint.unbind();
+        this.write().let_go();
+    }
+
+    fn end_all(endings: &Endings) {
+        for binding in endings {
+            Self::end(binding);
+        }
+    }
+
+    fn let_go(&mut self) {
+        if !std::mem::replace(&mut self.ended, true) {
+            self.nic.regions.remove_dependent(self.domain, self.region);
+            if let Some(endpoint) = &self.keeps_open {
+                endpoint.unbind();
+            }
         }
     }
 
@@ -194,6 +249,12 @@ impl Binding {
                 .context("window", format_args!("{} bytes", self.len))
                 .remedy("every byte of an access lies in the window that its key names")
         })
+    }
+}
+
+impl Drop for Binding {
+    fn drop(&mut self) {
+        self.let_go();
     }
 }
 
@@ -227,11 +288,8 @@ impl Windows {
     }
 
     fn find(&self, window: ProviderWindow, operation: &'static str) -> Result<Arc<Window>> {
-        self.index.read().by_token.get(&window.token).map(Arc::clone).ok_or_else(|| {
-            Error::new(ErrorKind::InvalidArgument, operation)
-                .provider("loopback")
-                .remedy("the window was freed, or is of another domain")
-        })
+        let found = self.index.read().by_token.get(&window.token).map(Arc::clone);
+        found.ok_or_else(|| refuse(WindowRule::Allocated, operation))
     }
 
     /// Returns whether prefixes are indices of the NIC's table, which regions then do not have.
@@ -268,7 +326,8 @@ impl Windows {
             self.random_prefix(&mut index)
         };
         index.last_token += 1;
-        let state = State { prefix, tag: 0, binding: None, freed: false };
+        let state =
+            State { prefix, tag: 0, binding: None, ending: Vec::new(), freed: false, posted: 0 };
         let window = Arc::new(Window { token: index.last_token, kind, state: Mutex::new(state) });
         index.by_token.insert(window.token, Arc::clone(&window));
         index.by_prefix.insert(prefix, Arc::clone(&window));
@@ -281,28 +340,25 @@ impl Windows {
         let operation = "bind window";
         let region = token_of(bind.region);
         if !Access::ANY_REMOTE.contains(bind.access) {
-            return Err(Error::new(ErrorKind::BadAccess, operation)
-                .provider("loopback")
-                .context("access", bind.access)
-                .remedy("a window grants remote rights only"));
+            let refused = refuse(WindowRule::RemoteRightsOnly, operation);
+            return Err(refused.context("access", bind.access));
         }
         let regions = &self.nic.regions;
         regions.add_dependent(self.domain, region, operation)?;
         let checked = regions.inspect(self.domain, region, operation, |region| {
             let attr = &region.attr;
             if bind.offset > attr.len || bind.len > attr.len - bind.offset {
-                return Err(Error::new(ErrorKind::OutOfBounds, operation)
-                    .provider("loopback")
+                return Err(refuse(WindowRule::InsideRegion, operation)
                     .context("offset", bind.offset)
                     .context("length", bind.len)
-                    .context("region", attr.len)
-                    .remedy("a window lies inside its region"));
+                    .context("region", attr.len));
+            }
+            if !attr.access.contains(Access::MW_BIND) {
+                return Err(refuse(WindowRule::RegionAllowsWindows, operation));
             }
             if bind.access.peers_write() && !attr.access.nic_writes() {
-                return Err(denied("region", Access::REMOTE_WRITE).remedy(
-                    "a window with remote write or atomic needs a region that the NIC may \
-                     write (InfiniBand 10.6.7.2.2)",
-                ));
+                let refused = refuse(WindowRule::WritesNeedLocalWrite, operation);
+                return Err(refused.context("access", attr.access));
             }
             Ok(())
         });
@@ -320,34 +376,31 @@ impl Windows {
             addressing: bind.addressing,
             endpoint: None,
             keeps_open: None,
+            ended: false,
         })
     }
 
     /// Binds a type 1 window, or unbinds it if the length is 0.
     pub(super) fn bind(&self, window: ProviderWindow, bind: &WindowBind) -> Result<ProviderWindow> {
-        let window = self.find(window, "bind window")?;
+        let operation = "bind window";
+        let window = self.find(window, operation)?;
         if window.kind != WindowType::One {
-            return Err(refused(
-                ErrorKind::BadState,
-                "a type 2 window is bound by a posted request",
-            ));
+            return Err(refuse(WindowRule::BoundByItsVerb, operation));
         }
         if bind.addressing == Addressing::ZeroBased && bind.len > 0 {
-            return Err(refused(
-                ErrorKind::InvalidArgument,
-                "a type 1 window is addressed by virtual addresses",
-            ));
+            return Err(refuse(WindowRule::Type1IsVirtual, operation));
         }
+        let event = if bind.len > 0 { WindowEvent::Bind } else { WindowEvent::BindNothing };
         let new =
             if bind.len > 0 { Some(Arc::new(RwLock::new(self.new_binding(bind)?))) } else { None };
         let mut index = self.index.write();
         let mut state = window.state.lock();
-        if state.freed {
+        if let Err(error) = window.check(&state, event, operation) {
             drop((state, index));
             if let Some(new) = new {
                 Binding::end(&new);
             }
-            return Err(freed("bind window"));
+            return Err(error);
         }
         state.tag = state.tag.wrapping_add(1);
         // A wide key does not come back when the tag has turned once around.
@@ -357,12 +410,11 @@ impl Windows {
             index.by_prefix.insert(prefix, Arc::clone(&window));
             state.prefix = prefix;
         }
-        let old = std::mem::replace(&mut state.binding, new);
+        let endings = state.take_binding();
+        state.binding = new;
         let handle = window.handle(&state);
         drop((state, index));
-        if let Some(old) = old {
-            Binding::end(&old);
-        }
+        Binding::end_all(&endings);
         Ok(handle)
     }
 
@@ -374,22 +426,28 @@ impl Windows {
         tag: u8,
         endpoint: &Arc<EndpointLife>,
     ) -> Result<()> {
-        let window = self.find(window, "bind window")?;
+        let operation = "bind window";
+        let window = self.find(window, operation)?;
         if window.kind == WindowType::One {
-            return Err(refused(ErrorKind::BadState, "a type 1 window is bound by a call"));
+            return Err(refuse(WindowRule::BoundByItsVerb, operation));
         }
         if bind.len == 0 {
-            return Err(refused(
-                ErrorKind::ZeroLength,
-                "a type 2 window has at least one byte; invalidate it to unbind",
-            ));
+            return Err(refuse(WindowRule::Type2HasLength, operation));
+        }
+        if endpoint.is_closed() {
+            return Err(Error::new(ErrorKind::BadState, operation)
+                .provider("loopback")
+                .context("why", "the endpoint is closed"));
         }
         let keeps_open = (window.kind == WindowType::TwoA).then(|| Arc::clone(endpoint));
         if keeps_open.is_some() {
             endpoint.bind()?;
         }
         let new = match self.new_binding(bind) {
-            Ok(new) => Binding { endpoint: Some(endpoint.id), keeps_open, ..new },
+            Ok(mut new) => {
+                (new.endpoint, new.keeps_open) = (Some(endpoint.id), keeps_open);
+                new
+            }
             Err(error) => {
                 if keeps_open.is_some() {
                     endpoint.unbind();
@@ -400,37 +458,26 @@ impl Windows {
         let new = Arc::new(RwLock::new(new));
         let bound = {
             let mut state = window.state.lock();
-            if state.freed {
-                Err(freed("bind window"))
-            } else if state.binding.is_some() {
-                Err(refused(
-                    ErrorKind::BadState,
-                    "invalidate the key of a type 2 window before binding it again",
-                ))
-            } else {
+            window.check(&state, WindowEvent::Bind, operation).map(|()| {
                 state.tag = tag;
                 state.binding = Some(Arc::clone(&new));
-                Ok(())
-            }
+            })
         };
         bound.inspect_err(|_| Binding::end(&new))
     }
 
     pub(super) fn free(&self, window: ProviderWindow) -> Result<()> {
         let window = self.find(window, "free window")?;
-        let (binding, prefix) = {
+        let (endings, prefix) = {
             let mut index = self.index.write();
             let mut state = window.state.lock();
-            if std::mem::replace(&mut state.freed, true) {
-                return Err(freed("free window"));
-            }
+            window.check(&state, WindowEvent::Deallocate, "free window")?;
+            state.freed = true;
             index.by_token.remove(&window.token);
             index.by_prefix.remove(&state.prefix);
-            (state.binding.take(), state.prefix)
+            (state.take_binding(), state.prefix)
         };
-        if let Some(binding) = binding {
-            Binding::end(&binding);
-        }
+        Binding::end_all(&endings);
         if self.prefixes_are_indices() {
             self.nic.regions.free_index(prefix as u32);
         }
@@ -448,33 +495,71 @@ impl Windows {
         }
     }
 
-    /// Invalidates the key of a type 2 window, for a posted request.
-    pub(super) fn invalidate(&self, window: ProviderWindow) -> Result<()> {
-        let window = self.find(window, "invalidate window")?;
-        if window.kind == WindowType::One {
-            return Err(not_invalidated());
-        }
-        window.invalidate();
+    /// Invalidates the key of a type 2 window through an endpoint.
+    pub(super) fn invalidate(&self, window: ProviderWindow, endpoint: u64) -> Result<()> {
+        let operation = "invalidate window";
+        let window = self.find(window, operation)?;
+        let endings = {
+            let mut state = window.state.lock();
+            window.check(&state, WindowEvent::Invalidate, operation)?;
+            if state.endpoint().is_some_and(|tied| tied != endpoint) {
+                return Err(refuse(WindowRule::OwnQueuePair, operation));
+            }
+            state.take_binding()
+        };
+        Binding::end_all(&endings);
         Ok(())
+    }
+
+    /// Returns the state of a window.
+    pub(super) fn status(&self, window: ProviderWindow) -> Result<WindowStatus> {
+        let window = self.find(window, "window status")?;
+        let state = window.state.lock();
+        let pending = state.posted > 0;
+        Ok(WindowStatus { key: state.key(), state: state.window_state(), pending })
+    }
+
+    /// Notes that a bind or invalidation of a window was posted.
+    pub(super) fn note_posted(&self, window: ProviderWindow) {
+        if let Some(window) = self.index.read().by_token.get(&window.token) {
+            window.state.lock().posted += 1;
+        }
+    }
+
+    /// Notes that a bind or invalidation of a window has ended.
+    pub(super) fn note_ended(&self, window: ProviderWindow) {
+        if let Some(window) = self.index.read().by_token.get(&window.token) {
+            window.state.lock().posted -= 1;
+        }
+    }
+
+    /// Kills the keys of windows that are bound through an endpoint which is closed. Transfers
+    /// through them go on to their end: one may have closed the endpoint on this thread.
+    pub(super) fn end_of_endpoint(&self, endpoint: u64) {
+        let windows: Vec<_> = self.index.read().by_token.values().map(Arc::clone).collect();
+        for window in windows {
+            let tied = {
+                let mut state = window.state.lock();
+                let is_tied = state.endpoint() == Some(endpoint);
+                is_tied.then(|| state.take_binding())
+            };
+            // It lets the region go, which must not happen under the window's lock.
+            drop(tied);
+        }
     }
 
     /// Finds the window whose key a message to an endpoint invalidates, if that endpoint may.
     pub(super) fn find_to_invalidate(&self, key: u64, endpoint: u64) -> Result<Arc<Window>> {
         let dead = || Refusal::Dead.of_key();
         let window = self.of_key(key).ok_or_else(dead)?;
-        if window.kind == WindowType::One {
-            return Err(not_invalidated());
-        }
         {
             let state = window.state.lock();
             if state.key() != key || state.freed {
                 return Err(dead());
             }
-            let tied = state.binding.as_ref().and_then(|binding| binding.read().endpoint);
-            if tied.is_some_and(|tied| tied != endpoint) {
-                return Err(Error::new(ErrorKind::AccessDenied, "send")
-                    .provider("loopback")
-                    .context("why", "the window is bound to another endpoint"));
+            window.check(&state, WindowEvent::InvalidateByPeer, "send")?;
+            if state.endpoint().is_some_and(|tied| tied != endpoint) {
+                return Err(refuse(WindowRule::OwnQueuePair, "send"));
             }
         }
         Ok(window)
@@ -492,15 +577,16 @@ impl Windows {
         let window = self.of_key(key).ok_or_else(dead)?;
         let binding = {
             let state = window.state.lock();
-            let binding = state.binding.as_ref().filter(|_| state.key() == key);
+            if state.key() != key {
+                return Err(dead());
+            }
+            window.check(&state, WindowEvent::Access, "transfer")?;
+            let binding = state.binding.as_ref();
             // Its write guard is taken only after the binding has left the window.
             binding.and_then(RwLock::try_read_arc).ok_or_else(dead)?
         };
         if binding.endpoint.is_some_and(|tied| tied != endpoint) {
-            return Err(Error::new(ErrorKind::AccessDenied, "transfer")
-                .provider("loopback")
-                .context("why", "the window is bound to another endpoint")
-                .remedy("reach a type 2 window through the endpoint that bound it"));
+            return Err(refuse(WindowRule::OwnQueuePair, "transfer"));
         }
         if !binding.access.intersects(any_of) {
             return Err(denied("window", any_of));
@@ -523,18 +609,6 @@ pub(super) fn token_of(region: ProviderRegion) -> Token {
     Token::from_u64(region.token)
 }
 
-fn refused(kind: ErrorKind, remedy: &'static str) -> Error {
-    Error::new(kind, "bind window").provider("loopback").remedy(remedy)
-}
-
-fn freed(operation: &'static str) -> Error {
-    Error::new(ErrorKind::InvalidArgument, operation)
-        .provider("loopback")
-        .context("why", "the window was freed")
-}
-
-fn not_invalidated() -> Error {
-    Error::new(ErrorKind::BadState, "invalidate window")
-        .provider("loopback")
-        .remedy("only type 2 windows are invalidated; bind a type 1 window anew to kill its key")
+fn refuse(rule: WindowRule, operation: &'static str) -> Error {
+    rule.refuse(operation).provider("loopback")
 }

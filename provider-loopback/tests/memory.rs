@@ -466,39 +466,50 @@ fn peers_are_turned_away_during_a_refresh() {
 }
 
 /// MODE-08
+///
+/// The transfer and the refresh go through the region itself or through a part of it.
 #[test]
 fn a_refresh_waits_for_a_transfer_in_flight() {
-    let faults = Faults::new();
-    let provider = Loopback::builder().faults(&faults).build().unwrap();
-    let pair = Pair::new(provider, MrMode::MMU_NOTIFY);
-    let (target, source) = (Buffer::new(64), Buffer::filled(64, 3));
-    target.fill(0);
-    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), false)]).unwrap();
-    let key = remote(region, 64);
-    std::thread::scope(|scope| {
-        let gate = faults.hold(Call::Transfer);
-        let writing = scope.spawn(|| pair.here.write(pair.to, &[source.whole()], &key, 0));
-        gate.wait_held();
-        let refreshing = scope.spawn(|| {
-            pair.there.domain.refresh().unwrap().refresh_pages(region, &[]).unwrap();
-            target.bytes()
-        });
-        let late = End::open(&pair.here.domain);
-        let to = late.peer(&pair.there);
-        // Peers are turned away from when the refresh has begun.
-        while late.write(to, &[source.segment(0, 0, None)], &key, 0).is_ok() {
+    for (transferred, refreshed) in [(0, 0), (1, 0), (2, 0), (0, 1), (1, 2), (3, 2)] {
+        let faults = Faults::new();
+        let provider = Loopback::builder().faults(&faults).build().unwrap();
+        let pair = Pair::new(provider, MrMode::MMU_NOTIFY);
+        let (target, source) = (Buffer::new(64), Buffer::filled(64, 3));
+        target.fill(0);
+        let there = &pair.there.domain;
+        let region = How::key(1).register(&**there, &[host(target.range(), false)]).unwrap();
+        let part = |base, key| {
+            let parts = there.sub_regions().unwrap();
+            parts.register_sub(base, &How::key(key).request(), 0, 64).unwrap()
+        };
+        let sub = part(region, 2);
+        let regions = [region, sub, part(sub, 3), part(region, 4)];
+        let key = remote(regions[transferred], 64);
+        std::thread::scope(|scope| {
+            let gate = faults.hold(Call::Transfer);
+            let writing = scope.spawn(|| pair.here.write(pair.to, &[source.whole()], &key, 0));
+            gate.wait_held();
+            let refreshing = scope.spawn(|| {
+                there.refresh().unwrap().refresh_pages(regions[refreshed], &[]).unwrap();
+                target.bytes()
+            });
+            let late = End::open(&pair.here.domain);
+            let to = late.peer(&pair.there);
+            // Peers are turned away from when the refresh has begun.
+            while late.write(to, &[source.segment(0, 0, None)], &key, 0).is_ok() {
+                assert!(!refreshing.is_finished(), "refreshed in the middle of a transfer");
+                std::thread::yield_now();
+            }
+            // A refresh that does not wait gets the time to return before the transfer goes on.
+            for _ in 0..1000 {
+                std::thread::yield_now();
+            }
             assert!(!refreshing.is_finished(), "refreshed in the middle of a transfer");
-            std::thread::yield_now();
-        }
-        // A refresh that does not wait gets the time to return before the transfer goes on.
-        for _ in 0..1000 {
-            std::thread::yield_now();
-        }
-        assert!(!refreshing.is_finished(), "refreshed in the middle of a transfer");
-        gate.release();
-        assert_eq!(writing.join().unwrap().unwrap(), 64);
-        assert_eq!(refreshing.join().unwrap(), [3; 64], "the refresh did not wait");
-    });
+            gate.release();
+            assert_eq!(writing.join().unwrap().unwrap(), 64);
+            assert_eq!(refreshing.join().unwrap(), [3; 64], "the refresh did not wait");
+        });
+    }
 }
 
 #[test]

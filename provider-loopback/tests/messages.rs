@@ -354,3 +354,115 @@ fn a_progress_thread_moves_messages_by_itself() {
     });
     assert!(pair.here.domain.manual_progress().is_none(), "the thread does all of it");
 }
+
+/// EVT-04
+#[test]
+fn immediate_data_comes_with_tagged_messages_and_those_before_their_receives() {
+    let pair = pair();
+    let (source, sink) = (Buffer::filled(8, 3), Buffer::new(8));
+    let message = |tag, data| Operation::SendImmediate { tag, data };
+    pair.here.run(message(Some(0x21), u64::MAX), &[source.whole()], pair.to).unwrap();
+    pair.here.run(message(None, 5), &[source.whole()], pair.to).unwrap();
+    receive(&pair.there, None, None, sink.whole(), 1).unwrap();
+    receive(&pair.there, Some((0x20, 0x0f)), None, sink.whole(), 2).unwrap();
+    let facts = |ended: Completion| (ended.context, ended.tag, ended.data, ended.result.unwrap());
+    assert_eq!(facts(pair.there.next()), (1, None, Some(5), 8));
+    assert_eq!(facts(pair.there.next()), (2, Some(0x21), Some(u64::MAX), 8));
+}
+
+/// EVT-04
+#[test]
+fn a_refused_write_with_immediate_data_leaves_the_receive_and_its_order() {
+    let pair = pair();
+    let (source, target, sink) = (Buffer::filled(8, 3), Buffer::new(8), Buffer::new(8));
+    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+    let key = remote(region, 8);
+    for context in [1, 2] {
+        receive(&pair.there, None, None, sink.whole(), context).unwrap();
+    }
+    let write = |at, data| {
+        let there = [hmem_core::transfer::RemoteSegment {
+            address: hmem_core::Iova(at),
+            len: 8,
+            key: &key,
+        }];
+        let write = Operation::WriteImmediate { remote: &there, data };
+        pair.here.run(write, &[source.whole()], pair.to)
+    };
+    refused(write(1, 10), ErrorKind::OutOfBounds);
+    assert!(pair.there.try_next().is_none(), "a refused write completed a receive");
+    assert_eq!(target.bytes(), [0; 8]);
+    assert_eq!(write(0, 11).unwrap(), 8);
+    let ended = pair.there.next();
+    assert_eq!((ended.kind, ended.context), (CompletionKind::RemoteWrite, 1));
+    assert_eq!((ended.data, ended.result.unwrap()), (Some(11), 8));
+    pair.here.run(send(None), &[source.whole()], pair.to).unwrap();
+    assert_eq!(received(pair.there.next()), (2, 8, None));
+}
+
+/// EVT-04
+#[test]
+fn a_write_with_immediate_data_takes_no_receive_that_is_for_others() {
+    let pair = pair();
+    let other = End::open(&pair.here.domain);
+    let (source, target, sink) = (Buffer::filled(8, 3), Buffer::new(8), Buffer::new(8));
+    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+    let key = remote(region, 8);
+    receive(&pair.there, Some((1, 0)), None, sink.whole(), 1).unwrap();
+    receive(&pair.there, None, Some(pair.there.peer(&other)), sink.whole(), 2).unwrap();
+    let there =
+        [hmem_core::transfer::RemoteSegment { address: hmem_core::Iova(0), len: 8, key: &key }];
+    let write = Operation::WriteImmediate { remote: &there, data: 6 };
+    pair.here.run(write, &[source.whole()], pair.to).unwrap();
+    assert!(pair.there.try_next().is_none());
+    receive(&pair.there, None, None, sink.whole(), 3).unwrap();
+    let ended = pair.there.next();
+    assert_eq!((ended.kind, ended.context, ended.data), (CompletionKind::RemoteWrite, 3, Some(6)));
+}
+
+/// EVT-04
+#[test]
+fn without_room_at_the_receiver_a_write_with_immediate_data_is_executed_once_later() {
+    const DEPTH: u64 = 64;
+    let counter = Arc::new(Counter::new());
+    let pair = pair();
+    let there = End::with(&pair.there.domain, |attr| attr.rma_event = true);
+    let to = pair.here.peer(&there);
+    let (source, target, sink) = (Buffer::filled(8, 3), Buffer::new(8), Buffer::new(8));
+    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+    let counters = pair.there.domain.region_counters().unwrap();
+    counters.bind_counter(region, &counter).unwrap();
+    let key = remote(region, 8);
+    let place =
+        [hmem_core::transfer::RemoteSegment { address: hmem_core::Iova(0), len: 8, key: &key }];
+    for data in 0..DEPTH {
+        let write = Operation::WriteImmediate { remote: &place, data };
+        pair.here.run(write, &[source.whole()], to).unwrap();
+    }
+    let last = Operation::WriteImmediate { remote: &place, data: DEPTH };
+    pair.here.post(last, &[source.whole()], to, 1).unwrap();
+    for _ in 0..3 {
+        assert!(pair.here.try_next().is_none(), "the receiver has no room for the data");
+    }
+    for context in 0..DEPTH {
+        receive(&there, None, None, sink.whole(), context).unwrap();
+        assert_eq!(there.next().data, Some(context));
+    }
+    pair.here.next().result.unwrap();
+    receive(&there, None, None, sink.whole(), 9).unwrap();
+    assert_eq!(there.next().data, Some(DEPTH));
+    assert_eq!((counter.value(), counter.errors()), (DEPTH + 1, 0), "written twice");
+}
+
+/// EVT-04
+#[test]
+fn a_nic_without_immediate_data_refuses_it() {
+    let provider = Loopback::builder().cq_data_size(0).build().unwrap();
+    let pair = Pair::new(provider, MrMode::empty());
+    let source = Buffer::filled(8, 3);
+    let message = Operation::SendImmediate { tag: None, data: 0 };
+    refused(pair.here.run(message, &[source.whole()], pair.to), ErrorKind::Unsupported);
+    pair.here.run(send(None), &[source.whole()], pair.to).unwrap();
+    let error = Loopback::builder().cq_data_size(9).build().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+}

@@ -127,10 +127,9 @@ fn regions_are_reached_through_their_endpoint_only() {
     );
     there.deregister(region).unwrap();
     other.endpoint.close().unwrap();
-    assert_eq!(
-        there.live(),
-        LiveObjects { regions: 1, page_registrations: 1, bytes: 8, ..LiveObjects::default() }
-    );
+    let mut left = LiveObjects::default();
+    (left.regions, left.page_registrations, left.bytes) = (1, 1, 8);
+    assert_eq!(there.live(), left);
 }
 
 /// MODE-10
@@ -342,11 +341,9 @@ fn a_fault_at_any_call_leaves_nothing_behind() {
     for call in calls {
         faults.fail(call, 1, Errno(12));
         refused(scenario(), ErrorKind::OutOfResources);
-        assert_eq!(
-            there.live(),
-            LiveObjects { endpoints: 1, ..LiveObjects::default() },
-            "{call:?}"
-        );
+        let mut left = LiveObjects::default();
+        left.endpoints = 1;
+        assert_eq!(there.live(), left, "{call:?}");
         scenario().unwrap();
     }
 }

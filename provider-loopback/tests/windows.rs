@@ -35,7 +35,7 @@ impl Scene {
     fn new(pair: Pair) -> Self {
         let target = Buffer::new(256);
         let region = How::key(1)
-            .access(Access::RECV)
+            .access(Access::RECV | Access::MW_BIND)
             .register(&*pair.there.domain, &[host(target.range(), true)])
             .unwrap();
         Self { pair, target, region }
@@ -212,13 +212,48 @@ fn send_with_invalidate_kills_the_key_and_not_the_window() {
         let receive = Operation::Receive { tag: None, from: None };
         there.post(receive, &[sink.whole()], PeerId(0), 1).unwrap();
         scene.pair.here.run(send(&key), &[Buffer::filled(4, 1).whole()], scene.pair.to).unwrap();
-        assert_eq!(there.next().result.unwrap(), 4);
+        let received = there.next();
+        assert_eq!((received.result.unwrap(), received.invalidated), (4, Some(number)));
         refused(scene.write(&key, 0, 8), ErrorKind::InvalidKey);
         // Free, not invalid: the key may be invalidated again, and the window bound again.
         scene.pair.here.run(send(&key), &[], scene.pair.to).unwrap();
+        // The key is named to a receive that comes after the message too.
+        there.post(receive, &[sink.whole()], PeerId(0), 1).unwrap();
+        assert_eq!(there.next().invalidated, Some(number));
         scene.post_bind(there, window, 64, Addressing::ZeroBased, 9).unwrap();
         scene.write(&key, 0, 8).unwrap();
     }
+}
+
+/// MW-04
+///
+/// Both happens while a message that invalidates the old key is on its way.
+#[test]
+fn window_bound_again_during_a_message_keeps_its_new_key() {
+    let faults = Faults::new();
+    let provider = Loopback::builder().faults(&faults).build().unwrap();
+    let scene = Scene::new(Pair::new(provider, MrMode::empty()));
+    let (here, there) = (&scene.pair.here, &scene.pair.there);
+    let window = there.domain.windows().unwrap().alloc_window(WindowType::TwoB).unwrap();
+    let bind = |tag| scene.post_bind(there, window, 64, Addressing::ZeroBased, tag).unwrap();
+    let key = |number| RemoteKey::new(Addressing::ZeroBased, Iova(0), 64, number);
+    let old = key(bind(1));
+    let message = Buffer::filled(4, 1);
+    let new = std::thread::scope(|scope| {
+        let gate = faults.hold(Call::Transfer);
+        let sending = scope.spawn(|| {
+            let send = Operation::Send { tag: None, invalidate: Some(&old) };
+            here.run(send, &[message.whole()], scene.pair.to)
+        });
+        gate.wait_held();
+        there.run(Operation::InvalidateWindow { window }, &[], PeerId(0)).unwrap();
+        let new = key(bind(2));
+        gate.release();
+        assert_eq!(sending.join().unwrap().unwrap(), 4);
+        new
+    });
+    refused(scene.write(&old, 0, 8), ErrorKind::InvalidKey);
+    scene.write(&new, 0, 8).unwrap();
 }
 
 /// MW-05
@@ -236,7 +271,7 @@ fn windows_follow_their_own_rights() {
         scene.write(&key, base, 8).unwrap();
         refused(scene.read(&key, base, 8), ErrorKind::AccessDenied);
         let readable = How::key(2)
-            .access(Access::SEND)
+            .access(Access::SEND | Access::MW_BIND)
             .register(&*there.domain, &[host(scene.target.range(), true)])
             .unwrap();
         let bind = |access| {
@@ -315,6 +350,41 @@ fn windows_outside_their_region_or_of_another_domain_are_refused() {
         domain(&provider, MrMode::empty()).windows().unwrap().alloc_window(WindowType::TwoA),
         ErrorKind::Unsupported,
     );
+}
+
+/// MW-04
+///
+/// The end of an endpoint takes the binding of a type 2B window without a wait. Freeing the window
+/// then waits in its place.
+#[test]
+fn freeing_waits_for_transfers_through_a_binding_that_the_endpoint_ended() {
+    let faults = Faults::new();
+    let provider = Loopback::builder().faults(&faults).build().unwrap();
+    let scene = Scene::new(Pair::new(provider, MrMode::empty()));
+    let windows = scene.pair.there.domain.windows().unwrap();
+    let window = windows.alloc_window(WindowType::TwoB).unwrap();
+    let number = scene.post_bind(&scene.pair.there, window, 64, Addressing::Virtual, 3).unwrap();
+    let key = scene.virtual_key(number, 64, 64);
+    let at = scene.target.address().0 + 64;
+    std::thread::scope(|scope| {
+        let gate = faults.hold(Call::Transfer);
+        let writing = scope.spawn(|| scene.write(&key, at, 64));
+        gate.wait_held();
+        scene.pair.there.endpoint.close().unwrap();
+        let freeing = scope.spawn(|| {
+            scene.pair.there.domain.windows().unwrap().free_window(window).unwrap();
+            scene.target.bytes()[64..128].to_vec()
+        });
+        // A call that does not wait gets the time to return before the transfer goes on.
+        for _ in 0..1000 {
+            std::thread::yield_now();
+        }
+        assert!(!freeing.is_finished(), "freed in the middle of a transfer");
+        gate.release();
+        let at_free = freeing.join().unwrap();
+        let _ = writing.join().unwrap();
+        assert_eq!(scene.target.bytes()[64..128], at_free, "written after the window was freed");
+    });
 }
 
 /// MW-04

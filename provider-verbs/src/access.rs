@@ -21,6 +21,13 @@ bitflags::bitflags! {
         /// demand; a driver may ignore the flag unless ON_DEMAND is given too.
         const HUGETLB = AccessFlags::HUGETLB.bits();
         /// PCIe writes may pass each other. A driver may drop it silently.
+        ///
+        /// Domains of core ask for it by themselves, and leave it out for
+        /// [`WriteOrdering::Strict`](hmem_core::WriteOrdering::Strict), which also overrides the
+        /// builder's options. Here it is for [`VerbsDomain::register_with`] and
+        /// [`VerbsDomain::reg_mr`](super::VerbsDomain::reg_mr), which add nothing.
+        ///
+        /// [`VerbsDomain::register_with`]: super::VerbsDomain::register_with
         const RELAXED_ORDERING = AccessFlags::RELAXED_ORDERING.bits();
     }
 }

@@ -28,6 +28,16 @@ pub(super) const WRITE: Rma =
 pub(super) const READ: Rma =
     Rma { opcode: WrOpcode::IBV_WR_RDMA_READ, right: Access::READ, kind: CompletionKind::Read };
 
+/// Lets a write or message carry immediate data.
+pub(super) fn carry(request: &mut SendWr, data: u32) {
+    request.opcode = if request.opcode == WrOpcode::IBV_WR_RDMA_WRITE {
+        WrOpcode::IBV_WR_RDMA_WRITE_WITH_IMM
+    } else {
+        WrOpcode::IBV_WR_SEND_WITH_IMM
+    };
+    request.invalidate_rkey = data.to_be();
+}
+
 /// Builds the one work request of a common transfer: one run of bytes on each side, under one key
 /// each. Nothing is cut and no list is kept. The request names `segment`, which holds the local
 /// run.
@@ -292,7 +302,7 @@ fn cut<'a>(
         let len = match pieces.clone().find(holds) {
             Some(piece) => {
                 rkey = piece.key as u32;
-                left.min(piece.len - (address - piece.base.0))
+                left.min(piece.len - address.wrapping_sub(piece.base.0))
             }
             None => {
                 if rkey == 0 {
@@ -319,4 +329,21 @@ fn number(key: &RemoteKey) -> Result<u32> {
             .provider("verbs")
             .remedy("verbs keys have 32 bits")
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// KEY-06
+    #[test]
+    fn pieces_that_wrap_around_are_cut_without_a_panic() {
+        let piece = |base, len, key| RemotePiece { base: Iova(base), len, key };
+        let pieces = [piece(u64::MAX, 3, 1), piece(0x1000, 0x10, 2)];
+        let key = RemoteKey::new(hmem_core::Addressing::Virtual, Iova(0), 8, 0);
+        let mut targets = Vec::new();
+        let segment = RemoteSegment { address: Iova(1), len: 1, key: &key };
+        cut(&mut targets, pieces.iter(), &segment);
+        assert_eq!(targets, [Target { address: 1, len: 1, rkey: 1 }]);
+    }
 }

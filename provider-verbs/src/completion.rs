@@ -109,9 +109,10 @@ pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Erro
         CompletionKind::Read => "rdma read",
         CompletionKind::Atomic => "rdma atomic",
         CompletionKind::Send => "send",
-        CompletionKind::Receive => "receive",
+        CompletionKind::Receive | CompletionKind::RemoteWrite => "receive",
         CompletionKind::BindWindow => "bind window",
         CompletionKind::InvalidateWindow => "invalidate window",
+        _ => "transfer",
     };
     let completed = Error::new(error, operation)
         .provider("verbs")

@@ -1,6 +1,7 @@
 //! Reliable connections: queue pairs, their names, and their walk RESET, INIT, RTR, RTS.
 
 use std::{
+    collections::HashSet,
     hash::{BuildHasher, Hasher, RandomState},
     mem, ptr,
     sync::Arc,
@@ -337,12 +338,18 @@ pub(super) struct Connection {
     failed: bool,
     epoch: u16,
     /// Type 2 windows that were bound through the queue pair, to be freed before it.
-    windows: Vec<u64>,
+    pub(super) windows: NotedWindows,
 }
 
 impl Connection {
     pub(super) fn new(pair: QueuePair) -> Self {
-        Self { pair: Some(pair), peer: None, failed: false, epoch: 0, windows: Vec::new() }
+        Self {
+            pair: Some(pair),
+            peer: None,
+            failed: false,
+            epoch: 0,
+            windows: NotedWindows::default(),
+        }
     }
 
     /// Returns the queue pair.
@@ -428,22 +435,48 @@ impl Connection {
         Ok(())
     }
 
-    pub(super) fn note_window(&mut self, token: u64) {
-        if !self.windows.contains(&token) {
-            self.windows.push(token);
+    /// Takes the queue pair, with the windows to free before it, unless that was done before.
+    pub(super) fn take(&mut self) -> Option<(QueuePair, HashSet<u64>)> {
+        Some((self.pair.take()?, std::mem::take(&mut self.windows.tokens)))
+    }
+}
+
+/// Windows by their tokens.
+#[derive(Debug, Default)]
+pub(super) struct NotedWindows {
+    pub(super) tokens: HashSet<u64>,
+    /// The number of windows that remained when those that were freed were last forgotten.
+    alive: usize,
+}
+
+impl NotedWindows {
+    /// Notes a window. Forgets those that were freed whenever the number has doubled.
+    pub(super) fn note(&mut self, token: u64, is_alive: impl Fn(u64) -> bool) {
+        self.tokens.insert(token);
+        if self.tokens.len() > 2 * self.alive.max(8) {
+            self.tokens.retain(|token| is_alive(*token));
+            self.alive = self.tokens.len();
         }
     }
 
-    pub(super) fn forget_window(&mut self, token: u64) {
-        self.windows.retain(|bound| *bound != token);
+    pub(super) fn forget(&mut self, token: u64) {
+        self.tokens.remove(&token);
     }
+}
 
-    pub(super) fn windows(&self) -> &[u64] {
-        &self.windows
-    }
+#[cfg(test)]
+mod tests {
+    use super::NotedWindows;
 
-    /// Takes the queue pair, with the windows to free before it, unless that was done before.
-    pub(super) fn take(&mut self) -> Option<(QueuePair, Vec<u64>)> {
-        Some((self.pair.take()?, std::mem::take(&mut self.windows)))
+    #[test]
+    fn windows_that_were_freed_are_forgotten() {
+        let mut noted = NotedWindows::default();
+        for token in 0..1000 {
+            // Every hundredth window stays.
+            noted.note(token, |other| other == token || other % 100 == 0);
+            assert!(noted.tokens.contains(&token));
+        }
+        assert!(noted.tokens.len() <= 21, "{}", noted.tokens.len());
+        assert!((0..1000).step_by(100).all(|token| noted.tokens.contains(&token)));
     }
 }

@@ -1,42 +1,129 @@
-//! Completion queues of the driver.
+//! Completion queues of the driver, and their completion channels.
 
-use std::{ffi::c_int, mem::MaybeUninit, ptr, sync::Arc};
+use std::{
+    ffi::c_int,
+    mem::MaybeUninit,
+    os::fd::{AsFd, BorrowedFd},
+    ptr, slice,
+    sync::Arc,
+};
 
-use hmem_core::{Error, ErrorKind, Result};
+use hmem_core::{Errno, Error, ErrorKind, Result};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use super::{
     device::OpenDevice,
     errors,
-    sys::{Cq, Wc},
+    sys::{CompChannel, Cq, Wc},
 };
+
+const INTERRUPTED: Errno = Errno(4);
+const WOULD_BLOCK: Errno = Errno(11);
 
 /// An `ibv_cq`. Dropping the value destroys the queue.
 #[derive(Debug)]
 pub(super) struct VerbsCq {
+    /// Before the channel, which has to outlive it.
+    cq: QueueOfDriver,
+    channel: Option<Channel>,
+}
+
+/// An `ibv_cq` without its channel.
+#[derive(Debug)]
+struct QueueOfDriver {
     device: Arc<OpenDevice>,
     cq: *mut Cq,
 }
 
+/// An `ibv_comp_channel` of one queue. Its fd does not block.
+#[derive(Debug)]
+struct Channel {
+    device: Arc<OpenDevice>,
+    channel: *mut CompChannel,
+}
+
 // SAFETY: libibverbs objects may be used from any thread, several at once; the owner of this value
 // destroys it once.
-unsafe impl Send for VerbsCq {}
+unsafe impl Send for QueueOfDriver {}
 // SAFETY: libibverbs locks a queue in each call that takes it (ibverbs(7)).
-unsafe impl Sync for VerbsCq {}
+unsafe impl Sync for QueueOfDriver {}
+// SAFETY: as for the queue.
+unsafe impl Send for Channel {}
+// SAFETY: the channel's only state is its fd, which any thread may read (ibv_get_cq_event(3)).
+unsafe impl Sync for Channel {}
+
+impl Channel {
+    /// Creates a channel, if the driver tells of completions.
+    fn create(device: &Arc<OpenDevice>) -> Result<Option<Self>> {
+        if device.ops().req_notify_cq.is_none() {
+            return Ok(None);
+        }
+        // SAFETY: the context is open as long as `device`.
+        let channel = unsafe { (device.library().functions.create_comp_channel)(device.context()) };
+        if channel.is_null() {
+            let error = errors::call(device.nic(), "ibv_create_comp_channel", errors::last());
+            return Err(error.remedy("each completion queue takes a file descriptor (ulimit -n)"));
+        }
+        let created = Self { device: Arc::clone(device), channel };
+        let fcntl = |errno: rustix::io::Errno| {
+            errors::call(device.nic(), "fcntl(O_NONBLOCK)", Errno(errno.raw_os_error()))
+        };
+        let flags = fcntl_getfl(created.as_fd()).map_err(fcntl)?;
+        fcntl_setfl(created.as_fd(), flags | OFlags::NONBLOCK).map_err(fcntl)?;
+        Ok(Some(created))
+    }
+}
+
+impl AsFd for Channel {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the channel lives as long as `self`, and its fd with it.
+        unsafe { BorrowedFd::borrow_raw((*self.channel).fd) }
+    }
+}
+
+impl Drop for Channel {
+    fn drop(&mut self) {
+        if self.device.is_inherited() {
+            return;
+        }
+        let destroy = self.device.library().functions.destroy_comp_channel;
+        // SAFETY: it was created by `create`, and its queue was destroyed before.
+        if let Err(errno) = errors::status(unsafe { destroy(self.channel) }) {
+            tracing::error!(nic = %self.device.nic(), %errno, "ibv_destroy_comp_channel");
+        }
+    }
+}
 
 impl VerbsCq {
-    /// Creates a queue for `depth` requests.
+    /// Creates a queue for `depth` requests that is only polled.
     pub(super) fn create(device: &Arc<OpenDevice>, depth: usize) -> Result<Self> {
+        Self::with_channel(device, depth, None)
+    }
+
+    /// Creates a queue for `depth` requests that can be slept for, if the driver tells of
+    /// completions. A channel cannot be given to a queue later.
+    pub(super) fn create_waitable(device: &Arc<OpenDevice>, depth: usize) -> Result<Self> {
+        Self::with_channel(device, depth, Channel::create(device)?)
+    }
+
+    fn with_channel(
+        device: &Arc<OpenDevice>,
+        depth: usize,
+        channel: Option<Channel>,
+    ) -> Result<Self> {
         let most = usize::try_from(device.attr().max_cqe).unwrap_or(0);
         // A request of several parts completes once, but each part that fails completes.
         let entries = depth.max(1).saturating_mul(2).saturating_add(64).min(most.max(depth));
         let entries = c_int::try_from(entries).unwrap_or(c_int::MAX);
-        // SAFETY: the context is open as long as `device`; no channel, vector 0 always exists.
+        let events = channel.as_ref().map_or(ptr::null_mut(), |channel| channel.channel);
+        // SAFETY: the context is open as long as `device`, and the channel, if there is one, is
+        // destroyed after the queue; vector 0 always exists.
         let cq = unsafe {
             (device.library().functions.create_cq)(
                 device.context(),
                 entries,
                 ptr::null_mut(),
-                ptr::null_mut(),
+                events,
                 0,
             )
         };
@@ -45,45 +132,77 @@ impl VerbsCq {
                 .context("depth", depth)
                 .context("max_cqe", most));
         }
-        Ok(Self { device: Arc::clone(device), cq })
+        Ok(Self { cq: QueueOfDriver { device: Arc::clone(device), cq }, channel })
     }
 
     pub(super) fn cq(&self) -> *mut Cq {
-        self.cq
+        self.cq.cq
     }
 
     pub(super) fn device(&self) -> &Arc<OpenDevice> {
-        &self.device
+        &self.cq.device
+    }
+
+    /// Returns the fd that is readable once the NIC has completed something after [`Self::arm`].
+    pub(super) fn channel(&self) -> Option<BorrowedFd<'_>> {
+        self.channel.as_ref().map(AsFd::as_fd)
+    }
+
+    /// Takes the events of before, and asks for one at the next completion. What completed before
+    /// may give none: the caller polls afterwards.
+    pub(super) fn arm(&self) -> Result<()> {
+        let (Some(channel), Some(request)) = (&self.channel, self.device().ops().req_notify_cq)
+        else {
+            return Ok(());
+        };
+        let functions = &self.device().library().functions;
+        let failed = |symbol, errno| errors::call(self.device().nic(), symbol, errno);
+        let (mut cq, mut context) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the channel lives as long as `self`; both places are writable for the call.
+        while unsafe { (functions.get_cq_event)(channel.channel, &mut cq, &mut context) } == 0 {
+            // SAFETY: the event is of this queue, the only one of its channel, and is acknowledged
+            // once. Destroying a queue waits for the events that are not.
+            unsafe { (functions.ack_cq_events)(self.cq(), 1) };
+        }
+        let errno = errors::last();
+        if errno != WOULD_BLOCK && errno != INTERRUPTED {
+            return Err(failed("ibv_get_cq_event", errno).remedy("the device is gone"));
+        }
+        // SAFETY: the queue lives as long as `self`. Zero asks for an event at any completion.
+        errors::status(unsafe { request(self.cq(), 0) })
+            .map_err(|errno| failed("ibv_req_notify_cq", errno))
     }
 
     /// Reads up to a batch of work completions and returns those that were read.
     #[inline]
     pub(super) fn poll<'a>(&self, batch: &'a mut [MaybeUninit<Wc>]) -> Result<&'a [Wc]> {
-        let Some(poll) = self.device.ops().poll_cq else {
+        let device = self.device();
+        let Some(poll) = device.ops().poll_cq else {
             return Err(Error::new(ErrorKind::Unsupported, "ibv_poll_cq")
-                .provider(self.device.nic().to_string()));
+                .provider(device.nic().to_string()));
         };
         let most = c_int::try_from(batch.len()).unwrap_or(c_int::MAX);
         // SAFETY: the queue lives as long as `self`; the batch is writable for `most` entries.
-        let count = unsafe { poll(self.cq, most, batch.as_mut_ptr().cast()) };
+        let count = unsafe { poll(self.cq(), most, batch.as_mut_ptr().cast()) };
         if let Ok(read) = usize::try_from(count) {
+            let filled = &batch[..read];
             // SAFETY: the driver has filled so many entries; every bit pattern of its plain fields
-            // is a value.
-            return Ok(unsafe { batch[..read].assume_init_ref() });
+            // is a value. The entries stay borrowed.
+            return Ok(unsafe { slice::from_raw_parts(filled.as_ptr().cast(), filled.len()) });
         }
         let why =
             "the queue was overrun or the device is gone: open a deeper queue, read it more often";
-        Err(self.device.refuse(ErrorKind::Driver, "ibv_poll_cq", why).context("returned", count))
+        Err(device.refuse(ErrorKind::Driver, "ibv_poll_cq", why).context("returned", count))
     }
 }
 
-impl Drop for VerbsCq {
+impl Drop for QueueOfDriver {
     fn drop(&mut self) {
         if self.device.is_inherited() {
             return;
         }
         let destroy = self.device.library().functions.destroy_cq;
-        // SAFETY: it was created by `create`. The owner of a queue pair holds its queues, and drops
+        // SAFETY: `VerbsCq` created it. The owner of a queue pair holds its queues, and drops
         // the queue pair first.
         let destroyed = unsafe { destroy(self.cq) };
         if let Err(errno) = errors::status(destroyed) {

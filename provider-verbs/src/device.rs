@@ -14,7 +14,7 @@ use hmem_core::{
 };
 
 use super::{
-    access::DeviceRights,
+    access::{DeviceRights, VerbsOptions},
     errors,
     library::{Library, device_name},
     raw_key::RAW_KEY,
@@ -26,6 +26,9 @@ use super::{
 
 /// Ranges in one region: each is a registration of its own.
 const RANGES: usize = 32;
+
+/// `RXE_VENDOR_ID` of the kernel's rdma_rxe.
+const RXE_VENDOR: u32 = 0xff_ffff;
 
 /// The order of a reliable connection, as libfabric's verbs provider declares it too. It has no WAR
 /// and no SAR: without a fence, a read or fetching atomic orders no write and no message after it
@@ -174,6 +177,12 @@ impl OpenDevice {
         &self.window_types
     }
 
+    /// Returns true for rdma_rxe, by the vendor id of its driver. The driver follows a null pointer
+    /// when a window is invalidated that is free already, and flags invalidated keys otherwise.
+    pub(super) fn is_rxe(&self) -> bool {
+        self.attr.vendor_id == RXE_VENDOR
+    }
+
     /// Returns true if the device reports that it pages on demand.
     pub(super) fn on_demand(&self) -> bool {
         self.on_demand
@@ -199,6 +208,18 @@ impl OpenDevice {
         why: impl Into<Cow<'static, str>>,
     ) -> Error {
         Error::new(kind, operation).provider(self.nic.to_string()).remedy(why)
+    }
+
+    /// Returns the option for relaxed ordering, or none where libibverbs is too old to take it.
+    ///
+    /// `ibv_reg_mr_iova2` drops the flag for a kernel that does not know optional access flags, and
+    /// drivers ignore those that they lack. So the flag refuses no registration.
+    pub(super) fn relaxed_ordering(&self) -> VerbsOptions {
+        if self.library.functions.reg_mr_iova2.is_some() {
+            VerbsOptions::RELAXED_ORDERING
+        } else {
+            VerbsOptions::empty()
+        }
     }
 
     /// Refuses the right REMOTE_ATOMIC, libfabric's or verbs', on a device without atomics.
@@ -350,6 +371,7 @@ fn blank(nic: &Nic) -> ProviderAttr {
         flags: MrFlags::empty(),
         progress: ProgressModel::Nic,
         order: RC_ORDER,
+        cq_data_size: 4,
     }
 }
 

@@ -10,13 +10,15 @@ use std::{
 
 use hmem_core::{
     Access, AddressRange, Addressing, Domain, ErrorKind, Iova, RawKey, RemoteKey, Result,
+    WriteOrdering,
     provider::{
         self, Backing, CompletionQueue, CompositeKeys, DomainRequest, EndpointAttr, Features,
         LiveObjects, ManualProgress, Piece, ProviderAttr, ProviderDomain, ProviderEndpoint,
         ProviderRegion, ProviderWindow, RawKeys, Registration, StagingAccess, WindowBind,
-        WindowType,
+        WindowRule, WindowStatus, WindowType,
     },
     random::random_u64,
+    transfer::Operation,
 };
 
 use super::{
@@ -70,6 +72,14 @@ impl VerbsDomain {
     #[must_use]
     pub fn of(domain: &Domain) -> Option<&Self> {
         (domain.provider_domain() as &dyn Any).downcast_ref()
+    }
+
+    /// Returns an endpoint of this domain by its handle.
+    fn own<'a>(&self, endpoint: &'a dyn ProviderEndpoint) -> Result<&'a Endpoint> {
+        let own = (endpoint as &dyn Any).downcast_ref::<Endpoint>();
+        own.filter(|own| own.is_of(&self.state)).ok_or_else(|| {
+            WindowRule::SameDomain.refuse("window").provider(self.attr().nic.to_string())
+        })
     }
 
     /// Returns the `ibv_pd`, for another crate's calls. It lives as long as the domain.
@@ -138,7 +148,7 @@ impl VerbsDomain {
         options: VerbsOptions,
     ) -> Result<ProviderRegion> {
         let registrar = self.state.registrar();
-        if pieces.iter().any(|piece| matches!(piece.backing, Backing::Staged(_))) {
+        if staged(pieces) {
             return self.state.staging.register(&registrar, request, pieces, options);
         }
         registrar.register(request, pieces, options)
@@ -203,8 +213,19 @@ unsafe impl ProviderDomain for VerbsDomain {
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
+        let mut options = self.state.options.options;
+        options.set(
+            VerbsOptions::MW_BIND,
+            request.access.contains(Access::MW_BIND) || options.contains(VerbsOptions::MW_BIND),
+        );
+        match request.ordering {
+            WriteOrdering::Strict => options.remove(VerbsOptions::RELAXED_ORDERING),
+            // Staged memory is not registered with the NIC, and takes no options.
+            WriteOrdering::Relaxed if staged(pieces) => {}
+            WriteOrdering::Relaxed => options |= self.state.pd.device.relaxed_ordering(),
+        }
         // SAFETY: the caller makes the same promise.
-        unsafe { self.register_with(request, pieces, self.state.options.options) }
+        unsafe { self.register_with(request, pieces, options) }
     }
 
     fn deregister(&self, region: ProviderRegion) -> Result<()> {
@@ -218,7 +239,7 @@ unsafe impl ProviderDomain for VerbsDomain {
     }
 
     fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
-        Ok(Arc::new(Queue::open(&self.state.pd.device, Arc::clone(&self.active), depth)?))
+        Ok(Arc::new(Queue::open(&self.state, Arc::clone(&self.active), depth)?))
     }
 
     fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
@@ -227,15 +248,15 @@ unsafe impl ProviderDomain for VerbsDomain {
 
     fn live(&self) -> LiveObjects {
         let (regions, page_registrations, bytes) = self.state.regions.counts();
-        LiveObjects {
-            regions,
-            page_registrations,
-            bytes,
-            windows: self.state.windows.count(),
-            mapped_keys: self.state.mapped.read().len() as u64,
-            endpoints: self.state.endpoints.load(Ordering::Relaxed),
-            staging_buffers: self.state.staging.pool().map_or(0, |pool| pool.held()),
-        }
+        let mut live = LiveObjects::default();
+        live.regions = regions;
+        live.page_registrations = page_registrations;
+        live.bytes = bytes;
+        live.windows = self.state.windows.count();
+        live.mapped_keys = self.state.mapped.read().len() as u64;
+        live.endpoints = self.state.endpoints.load(Ordering::Relaxed);
+        live.staging_buffers = self.state.staging.pool().map_or(0, |pool| pool.held());
+        live
     }
 
     fn composite_keys(&self) -> Option<&dyn CompositeKeys> {
@@ -269,6 +290,10 @@ unsafe impl ProviderDomain for VerbsDomain {
             _ => None,
         }
     }
+}
+
+fn staged(pieces: &[Piece<'_>]) -> bool {
+    pieces.iter().any(|piece| matches!(piece.backing, Backing::Staged(_)))
 }
 
 impl CompositeKeys for VerbsDomain {
@@ -327,6 +352,41 @@ impl provider::Windows for VerbsDomain {
 
     fn free_window(&self, window: ProviderWindow) -> Result<()> {
         self.state.windows.free(&self.state.pd, window)
+    }
+
+    fn window_status(&self, window: ProviderWindow) -> Result<WindowStatus> {
+        self.state.windows.status(window)
+    }
+
+    fn bind_window_now(
+        &self,
+        endpoint: &dyn ProviderEndpoint,
+        window: ProviderWindow,
+        bind: &WindowBind,
+        tag: u8,
+    ) -> Result<()> {
+        let WindowBind { region, offset, len, access, addressing } = *bind;
+        self.own(endpoint)?.run_window(Operation::BindWindow {
+            window,
+            region,
+            offset,
+            len,
+            access,
+            addressing,
+            tag,
+        })
+    }
+
+    fn invalidate_window_now(
+        &self,
+        endpoint: &dyn ProviderEndpoint,
+        window: ProviderWindow,
+    ) -> Result<()> {
+        if self.state.pd.device.is_rxe() {
+            // A peer may have invalidated it, of which no completion was read yet.
+            return Err(WindowRule::DriverInvalidatesOnce.refuse("invalidate window"));
+        }
+        self.own(endpoint)?.run_window(Operation::InvalidateWindow { window })
     }
 }
 

@@ -2,18 +2,19 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, OnceLock, atomic::AtomicU64},
+    sync::{Arc, OnceLock, Weak, atomic::AtomicU64},
     time::Duration,
 };
 
 use hmem_core::{Error, ErrorKind, RemoteKey, RemotePiece, Result, provider::StagingAttr};
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 
 use super::{
     access::VerbsOptions,
     device::ProtectionDomain,
     errors,
     port::PortChoice,
+    ready::Ready,
     region::Regions,
     register::Registrar,
     split::Span,
@@ -43,6 +44,8 @@ pub(super) struct DomainState {
     /// Raw keys of peers that were mapped into the domain.
     pub(super) mapped: RwLock<HashMap<u64, Arc<[RemotePiece]>>>,
     pub(super) endpoints: AtomicU64,
+    /// The completion queues, which end with the domain.
+    queues: Mutex<Vec<Weak<Ready>>>,
     nowhere: OnceLock<Nowhere>,
     /// Last, so that everything in it is gone before.
     pub(super) pd: ProtectionDomain,
@@ -57,9 +60,17 @@ impl DomainState {
             staging: Staging::new(staging),
             mapped: RwLock::default(),
             endpoints: AtomicU64::new(0),
+            queues: Mutex::default(),
             nowhere: OnceLock::new(),
             pd,
         }
+    }
+
+    /// Adds a completion queue that ends with the domain.
+    pub(super) fn add_queue(&self, queue: &Arc<Ready>) {
+        let mut queues = self.queues.lock();
+        queues.retain(|queue| queue.strong_count() > 0);
+        queues.push(Arc::downgrade(queue));
     }
 
     pub(super) fn registrar(&self) -> Registrar<'_> {
@@ -149,6 +160,7 @@ impl Nowhere {
 
 impl Drop for DomainState {
     fn drop(&mut self) {
+        self.queues.get_mut().iter().filter_map(Weak::upgrade).for_each(|queue| queue.close());
         self.windows.clear(&self.pd);
         self.regions.clear(&self.pd);
         if let Some(nowhere) = self.nowhere.take() {

@@ -3,26 +3,31 @@
 use std::{
     any::Any,
     fmt,
+    os::fd::BorrowedFd,
     sync::{Arc, Weak, atomic::Ordering},
+    time::{Duration, Instant},
 };
 
 use hmem_core::{
     ErrorKind, Result,
-    provider::{CompletionQueue, EndpointAttr, ProviderEndpoint},
-    transfer::{Completion, EndpointName, PeerId, WorkRequest},
+    provider::{
+        CompletionChannel, CompletionQueue, EndpointAttr, MANUAL_WAIT, ProviderEndpoint,
+        WindowEvent,
+    },
+    transfer::{Completion, EndpointName, Operation, PeerId, WorkRequest},
 };
 use parking_lot::{Mutex, MutexGuard};
 
 use super::{
     completion::canceled,
     connection::{PeerName, QueuePair},
-    device::OpenDevice,
     domain_state::DomainState,
-    in_flight::InFlight,
+    in_flight::{Arrival, Awaited, InFlight, RequestOwner},
     port::Port,
     post::{PostState, Poster},
     queue::{CqState, Queues},
     staged::{ActiveLanes, Lanes},
+    window::BIND_TIMEOUT,
 };
 
 /// The one peer of an endpoint.
@@ -36,11 +41,14 @@ pub(super) struct Queue {
 
 impl Queue {
     pub(super) fn open(
-        device: &Arc<OpenDevice>,
+        domain: &DomainState,
         active: Arc<ActiveLanes>,
         depth: usize,
     ) -> Result<Self> {
-        Ok(Self { state: Arc::new(CqState::create(device, depth)?), active })
+        let state = Arc::new(CqState::create(&domain.pd.device, depth)?);
+        domain.add_queue(state.ready());
+        active.add_queue(state.ready());
+        Ok(Self { state, active })
     }
 }
 
@@ -48,6 +56,49 @@ impl CompletionQueue for Queue {
     fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
         self.active.progress();
         self.state.read(out, max)
+    }
+
+    fn wait(&self, out: &mut Vec<Completion>, max: usize, timeout: Duration) -> Result<usize> {
+        let deadline = Instant::now().checked_add(timeout);
+        let mut turn = None;
+        loop {
+            let count = self.read(out, max)?;
+            if count > 0 || max == 0 {
+                return Ok(count);
+            }
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                self.state.check_open()?;
+                return Ok(0);
+            }
+            if turn.is_none() {
+                turn = self.state.turn(deadline);
+                // The thread that slept before may have left something.
+                continue;
+            }
+            if self.state.arm()? {
+                // Calls move staged transfers on, and this is one.
+                let by_call = self.active.any() || !self.state.has_channel();
+                let slice = left.map_or(MANUAL_WAIT, |left| left.min(MANUAL_WAIT));
+                self.state.sleep(if by_call { Some(slice) } else { left })?;
+            }
+        }
+    }
+
+    fn channel(&self) -> Option<&dyn CompletionChannel> {
+        self.state.has_channel().then_some(self as _)
+    }
+}
+
+impl CompletionChannel for Queue {
+    fn fd(&self) -> Result<BorrowedFd<'_>> {
+        self.state.fd()
+    }
+
+    fn arm(&self) -> Result<bool> {
+        self.active.progress();
+        // A staged transfer that begins later makes the fd readable.
+        Ok(self.state.arm()? && !self.active.any())
     }
 }
 
@@ -177,18 +228,79 @@ impl Endpoint {
     ///
     /// The NIC may use the memory of a request until the reset. So no request ends before the
     /// reset, and no staging buffer is released before it.
+    ///
+    /// # Errors
+    /// Busy while a type 2A window is bound through the queue pair.
     fn flush(&self, state: &mut PostState) -> Result<()> {
+        if state.connection.peer().is_some() {
+            self.check_windows(state, WindowEvent::ResetQueuePair, "resolve")?;
+        }
         if state.connection.reset()? {
-            self.end_all(state.requests.take_all());
+            let left = state.requests.take_all();
+            for (token, _) in left.iter().filter_map(|entry| entry.window) {
+                state.connection.windows.forget(token);
+            }
+            self.end_all(left);
             self.lanes.cancel();
         }
         Ok(())
     }
 
+    /// Checks that the windows which are bound through the queue pair let it be reset or destroyed.
+    fn check_windows(
+        &self,
+        state: &PostState,
+        event: WindowEvent,
+        operation: &'static str,
+    ) -> Result<()> {
+        let windows = &self.domain.windows;
+        let refused = |token: &u64| windows.check_bound(*token, event).err();
+        match state.connection.windows.tokens.iter().find_map(refused) {
+            None => Ok(()),
+            Some(rule) => Err(rule
+                .refuse(operation)
+                .provider(self.domain.pd.device.nic().to_string())
+                .context("endpoint", self.poster.number())),
+        }
+    }
+
+    /// Posts a bind or invalidation of a window and waits for its end. Completions of other
+    /// requests wait in memory for their reader.
+    pub(super) fn run_window(&self, operation: Operation<'_>) -> Result<()> {
+        self.recover()?;
+        let awaited = Awaited::default();
+        let request = WorkRequest { operation, local: &[], peer: PEER, context: 0 };
+        // SAFETY: window operations name no local memory.
+        unsafe { self.poster.post(&request, RequestOwner::Call(Arc::clone(&awaited))) }?;
+        let until = Instant::now() + self.domain.options.bind_timeout.unwrap_or(BIND_TIMEOUT);
+        loop {
+            self.queues.tx.drain()?;
+            if let Some(result) = awaited.lock().take() {
+                // Completions of others may lie in memory now.
+                self.queues.ring();
+                return result.map(|_| ());
+            }
+            if Instant::now() >= until {
+                let why = "a window request never completed: a message before it waits for its \
+                           receiver, or the device is stuck";
+                return Err(self.domain.pd.device.refuse(ErrorKind::Driver, "window", why));
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    pub(super) fn is_of(&self, domain: &Arc<DomainState>) -> bool {
+        Arc::ptr_eq(&self.domain, domain)
+    }
+
     /// Ends requests that the NIC has forgotten.
     fn end_all(&self, entries: Vec<InFlight>) {
         for entry in entries {
-            if let Some(completion) = self.poster.end(&entry, Err(canceled(entry.kind))) {
+            if let Some((token, _)) = entry.window {
+                self.domain.windows.forgotten(&self.domain.pd, token);
+            }
+            let ended = self.poster.end(&entry, Err(canceled(entry.kind)), Arrival::default());
+            if let Some(completion) = ended {
                 self.queues.of(entry.kind).push(completion);
             }
         }
@@ -200,11 +312,7 @@ impl Endpoint {
         }
         self.queues.drain()?;
         let state = self.poster.lock();
-        let holds_pair = |token: &u64| self.domain.windows.holds_pair(*token);
-        if state.connection.windows().iter().any(holds_pair) {
-            let why = "invalidate or free the type 2A windows bound through it first";
-            return Err(self.domain.pd.device.refuse(ErrorKind::Busy, "close endpoint", why));
-        }
+        self.check_windows(&state, WindowEvent::DestroyQueuePair, "close endpoint")?;
         self.tear_down(state);
         Ok(())
     }
@@ -221,7 +329,7 @@ impl Endpoint {
         // Soft-RoCE waits for a window that is bound through the queue pair until a timeout of its
         // own.
         for token in windows {
-            self.domain.windows.release_bound(&self.domain.pd, token);
+            self.domain.windows.replace(&self.domain.pd, token);
         }
         drop(pair);
         self.end_all(left);
@@ -272,7 +380,7 @@ impl ProviderEndpoint for Endpoint {
             return self.lanes.post(request);
         }
         // SAFETY: passed on to the caller.
-        unsafe { self.poster.post(request, None) }
+        unsafe { self.poster.post(request, RequestOwner::Application) }
     }
 
     fn close(&self) -> Result<()> {

@@ -43,11 +43,11 @@ pub(super) enum BackingKind {
     PeerMemory,
 }
 
+/// Options for which a driver may refuse a registration. It ignores optional ones that it lacks.
 const OPTIONS: AccessFlags = AccessFlags::MW_BIND
     .union(AccessFlags::ZERO_BASED)
     .union(AccessFlags::ON_DEMAND)
-    .union(AccessFlags::HUGETLB)
-    .union(AccessFlags::RELAXED_ORDERING);
+    .union(AccessFlags::HUGETLB);
 
 /// Returns the error of a registration that the driver refused.
 pub(super) fn registration(nic: &Nic, errno: Errno, what: &RegistrationCall) -> Error {

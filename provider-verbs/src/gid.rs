@@ -12,6 +12,7 @@ use super::{
 
 /// The meaning of a GID (`/sys/class/infiniband/*/ports/*/gid_attrs/types/*`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum GidType {
     /// InfiniBand, or RoCE version 1, which sysfs names alike.
     IbOrRoceV1,

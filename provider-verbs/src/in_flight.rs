@@ -1,8 +1,9 @@
 //! Requests in flight: posted, not completed.
 
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 
 use hmem_core::{Result, transfer::CompletionKind};
+use parking_lot::Mutex;
 
 /// The number of a request that a lane posted, by which the lane knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,17 +12,41 @@ pub(super) struct Token {
     pub(super) chunk: u64,
 }
 
+/// The facts about a message that the completion of its receive carries.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Arrival {
+    pub(super) data: Option<u64>,
+    pub(super) invalidated: Option<u64>,
+    /// The bytes of a write with immediate data, which lie where its key led.
+    pub(super) written: Option<u64>,
+}
+
+/// The result of a request for which a call waits.
+pub(super) type Awaited = Arc<Mutex<Option<Result<u64>>>>;
+
+/// The poster of a request, which gets its result.
+#[derive(Clone, Debug)]
+pub(super) enum RequestOwner {
+    /// The application, by a completion.
+    Application,
+    /// A lane.
+    Lane(Token),
+    /// A call that waits.
+    Call(Awaited),
+}
+
 /// A request that was posted.
 pub(super) struct InFlight {
     pub(super) context: u64,
     pub(super) kind: CompletionKind,
+    /// The request takes a receive of the peer, and completes when the peer has one.
+    pub(super) takes_receive: bool,
     pub(super) bytes: u64,
     /// Entries of the queue that the request takes.
     pub(super) requests: u32,
-    /// For binds and invalidations: the window, and its key before.
+    /// For binds and invalidations: the window, and the key to bind or to invalidate.
     pub(super) window: Option<(u64, u32)>,
-    /// Set if a lane posted the request.
-    pub(super) owner: Option<Token>,
+    pub(super) owner: RequestOwner,
 }
 
 /// A place in the table of requests.
@@ -47,7 +72,7 @@ pub(super) struct RequestTable {
     /// Generations that the table has used. The next request gets the end of the range.
     generations: Range<u32>,
     sends: u32,
-    /// Messages among the sends. They complete when the peer has a receive for them.
+    /// Those among the sends that take a receive of the peer.
     messages: u32,
     receives: u32,
 }
@@ -69,7 +94,7 @@ impl RequestTable {
     #[inline]
     pub(super) fn admit(&mut self, entry: InFlight) -> u64 {
         *self.in_use(entry.kind) += entry.requests;
-        self.messages += u32::from(entry.kind == CompletionKind::Send);
+        self.messages += u32::from(entry.takes_receive);
         let index = self.free.pop().unwrap_or_else(|| {
             self.slots.push(Slot::default());
             self.slots.len() as u32 - 1
@@ -92,7 +117,7 @@ impl RequestTable {
         let entry = slot.entry.take()?;
         self.free.push(index);
         *self.in_use(entry.kind) -= entry.requests;
-        self.messages -= u32::from(entry.kind == CompletionKind::Send);
+        self.messages -= u32::from(entry.takes_receive);
         Some(entry)
     }
 
@@ -122,7 +147,7 @@ impl RequestTable {
 /// Results of a lane's requests, until the lane takes them.
 #[derive(Debug, Default)]
 pub(super) struct Mail {
-    pub(super) ended: Vec<(Token, Result<u64>)>,
+    pub(super) ended: Vec<(Token, Result<u64>, Arrival)>,
     /// Entries of the lane before this one end with the connection that they were posted to.
     pub(super) canceled_before: u64,
 }

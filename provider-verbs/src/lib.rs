@@ -22,10 +22,12 @@
 //! | REMOTE_WRITE | REMOTE_WRITE, LOCAL_WRITE (verbs demands it), and REMOTE_ATOMIC where the device has atomics |
 //! | REMOTE_RMA_WRITE | REMOTE_WRITE, LOCAL_WRITE |
 //! | REMOTE_ATOMIC | REMOTE_ATOMIC, LOCAL_WRITE; Unsupported where the device has no atomics |
+//! | MW_BIND | MW_BIND; Unsupported where the device has no memory windows |
 //!
 //! The provider checks the rights that verbs does not (WRITE and SEND on the local side) when a
-//! request is posted. MW_BIND and the other flags that fi has no word for are [`VerbsOptions`]:
-//! asked for, never added. See [`access_flags`].
+//! request is posted. The flags that libfabric has no word for are [`VerbsOptions`]: asked for,
+//! never added. See [`access_flags`]. RELAXED_ORDERING alone is added, unless the region or its
+//! domain wants the strict order ([`WriteOrdering`](hmem_core::WriteOrdering)).
 //!
 //! # Endpoints
 //!
@@ -48,7 +50,7 @@
 //! - `device`
 //! - `gid`
 //! - `port`
-//! - `cq`
+//! - `cq`, `ready`
 //! - `connection`: `QueuePair` and `Connection`
 //! - `staged/memory`
 //! - `region`
@@ -110,6 +112,7 @@ mod post;
 mod provider;
 mod queue;
 mod raw_key;
+mod ready;
 #[allow(unsafe_code)]
 mod region;
 #[allow(unsafe_code)]

@@ -19,6 +19,7 @@ use super::{
 /// Without help, the first write after a fork moves the *parent* to a copy, and the NIC keeps the
 /// old page.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ForkSupport {
     /// The kernel copies pinned pages for the child at fork: nothing to do (Linux 5.12 and newer).
     KernelCopies,

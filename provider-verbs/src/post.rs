@@ -11,13 +11,14 @@ use hmem_core::{
 use parking_lot::{Mutex, MutexGuard};
 
 use super::{
-    chain::{Chain, READ, WRITE, single},
+    chain::{Chain, READ, WRITE, carry, single},
     completion::{BIND_REFUSED, status_error},
     connection::{Connection, QueuePair},
+    device::OpenDevice,
     domain_state::DomainState,
     errors,
-    in_flight::{InFlight, Mail, RequestTable, Token},
-    sys::{RecvWr, SendFlags, SendWr, Sge, Wc, WcStatus},
+    in_flight::{Arrival, InFlight, Mail, RequestOwner, RequestTable},
+    sys::{RecvWr, SendFlags, SendWr, Sge, Wc, WcFlags, WcOpcode, WcStatus},
 };
 
 /// Posts requests to a queue pair, and turns its work completions into completions.
@@ -90,37 +91,48 @@ impl Poster {
     ///
     /// # Safety
     /// As [`hmem_core::provider::ProviderEndpoint::post`].
-    pub(super) unsafe fn post(
-        &self,
-        request: &WorkRequest<'_>,
-        owner: Option<Token>,
-    ) -> Result<()> {
+    pub(super) unsafe fn post(&self, request: &WorkRequest<'_>, owner: RequestOwner) -> Result<()> {
         let mut state = self.state.lock();
         let PostState { connection, requests, chain } = &mut *state;
         let domain = &*self.domain;
         let pair = connection.open()?;
         let held = domain.regions.hold();
         let local = request.local;
+        let takes_receive = takes_receive(&request.operation);
         let entry = |kind, bytes| InFlight {
             context: request.context,
             kind,
+            takes_receive,
             bytes,
             requests: 0,
             window: None,
             owner,
         };
         let entry = match request.operation {
-            Operation::Write { remote } | Operation::Read { remote } => {
-                let is_write = matches!(request.operation, Operation::Write { .. });
-                let (rma, lists) = (if is_write { WRITE } else { READ }, (local, remote));
+            Operation::Write { remote }
+            | Operation::WriteImmediate { remote, .. }
+            | Operation::Read { remote } => {
+                let is_read = matches!(request.operation, Operation::Read { .. });
+                let (rma, lists) = (if is_read { READ } else { WRITE }, (local, remote));
+                let data = immediate(domain, &request.operation)?;
                 let (mut wr, mut segment) = (SendWr::new(rma.opcode, 0), Sge::default());
+                if let Some(data) = data {
+                    carry(&mut wr, data);
+                }
                 if let Some(bytes) = single(&held, pair, lists, rma, &mut wr, &mut segment) {
                     let entry = entry(rma.kind, bytes);
                     return self.submit(connection, requests, slice::from_mut(&mut wr), entry);
                 }
-                entry(rma.kind, chain.rma(domain, &held, pair, lists, rma)?)
+                let bytes = chain.rma(domain, &held, pair, lists, rma)?;
+                // The last request of the chain: the others are in memory before it.
+                if let (Some(data), Some(last)) = (data, chain.requests.last_mut()) {
+                    carry(last, data);
+                }
+                entry(rma.kind, bytes)
             }
-            Operation::Send { tag: Some(_), .. } | Operation::Receive { tag: Some(_), .. } => {
+            Operation::Send { tag: Some(_), .. }
+            | Operation::SendImmediate { tag: Some(_), .. }
+            | Operation::Receive { tag: Some(_), .. } => {
                 return Err(domain.refuse_post(
                     ErrorKind::Unsupported,
                     "verbs has no tagged messages: send without a tag",
@@ -128,6 +140,14 @@ impl Poster {
             }
             Operation::Send { tag: None, invalidate } => {
                 let bytes = chain.send(domain, &held, pair, (local, invalidate))?;
+                entry(CompletionKind::Send, bytes)
+            }
+            Operation::SendImmediate { tag: None, .. } => {
+                let data = immediate(domain, &request.operation)?;
+                let bytes = chain.send(domain, &held, pair, (local, None))?;
+                if let (Some(data), Some(message)) = (data, chain.requests.last_mut()) {
+                    carry(message, data);
+                }
                 entry(CompletionKind::Send, bytes)
             }
             Operation::Receive { tag: None, .. } => {
@@ -143,16 +163,16 @@ impl Poster {
             Operation::BindWindow { window, region, offset, len, access, addressing, tag } => {
                 let bind = WindowBind { region, offset, len, access, addressing };
                 let mut entry = entry(CompletionKind::BindWindow, 0);
-                return domain.regions.with(region, "bind window", |region| {
+                domain.regions.with(region, "bind window", |region| {
                     let (pd, number) = (&domain.pd, self.number);
                     let window = (window, tag);
                     domain.windows.bind_type_2(pd, region, window, &bind, number, |mut wr, key| {
                         entry.window = Some((window.0.token, key));
-                        self.submit(connection, requests, slice::from_mut(&mut wr), entry)?;
-                        connection.note_window(window.0.token);
-                        Ok(())
+                        self.submit(connection, requests, slice::from_mut(&mut wr), entry)
                     })
-                });
+                })?;
+                connection.windows.note(window.token, |token| domain.windows.contains(token));
+                return Ok(());
             }
             Operation::InvalidateWindow { window } => {
                 let mut entry = entry(CompletionKind::InvalidateWindow, 0);
@@ -281,23 +301,28 @@ impl Poster {
                 state.connection.note_failure();
             }
             let entry = state.requests.take(wc.wr_id)?;
-            // A window that is no more bound need not be freed with the endpoint.
-            let unbound = (wc.status == WcStatus::IBV_WC_SUCCESS)
-                == (entry.kind == CompletionKind::InvalidateWindow);
-            if let Some((token, _)) = entry.window.filter(|_| unbound) {
-                state.connection.forget_window(token);
+            // Under the lock: once the entry is taken, nothing else keeps the window from being
+            // replaced. A window that is no more bound need not be freed with the endpoint.
+            if let Some(window) = entry.window {
+                let worked = wc.status == WcStatus::IBV_WC_SUCCESS;
+                if self.domain.windows.completed(window, entry.kind, worked, self.number) {
+                    state.connection.windows.forget(window.0);
+                }
+            }
+            if let Some(token) = self.invalidated_by_peer(wc, &entry) {
+                state.connection.windows.forget(token);
             }
             (entry, failed_before)
         };
+        let mut arrival = Arrival::default();
         let result = if wc.status == WcStatus::IBV_WC_SUCCESS {
-            let received = entry.kind == CompletionKind::Receive;
-            Ok(if received { u64::from(wc.byte_len) } else { entry.bytes })
-        } else {
-            if let Some((token, old_key)) =
-                entry.window.filter(|_| entry.kind == CompletionKind::BindWindow)
-            {
-                self.domain.windows.bind_failed(token, old_key);
+            if entry.kind == CompletionKind::Receive {
+                arrival = arrived(&self.domain.pd.device, wc);
+                Ok(u64::from(wc.byte_len))
+            } else {
+                Ok(entry.bytes)
             }
+        } else {
             let mut error = status_error(wc.status, wc.vendor_err, entry.kind);
             let flushed_first = wc.status == WcStatus::IBV_WC_WR_FLUSH_ERR && !failed_before;
             if flushed_first && entry.kind == CompletionKind::BindWindow {
@@ -309,18 +334,37 @@ impl Poster {
             }
             Err(error)
         };
-        self.end(&entry, result)
+        self.end(&entry, result, arrival)
+    }
+
+    /// Notes that a peer's message invalidated a window's key, and returns the window.
+    fn invalidated_by_peer(&self, wc: &Wc, entry: &InFlight) -> Option<u64> {
+        let received =
+            entry.kind == CompletionKind::Receive && wc.status == WcStatus::IBV_WC_SUCCESS;
+        let invalidated = received && has_invalidated(&self.domain.pd.device, wc);
+        invalidated.then(|| self.domain.windows.invalidated_by_peer(wc.invalidated_rkey)).flatten()
     }
 
     /// Returns the completion of a request of the application. Passes the result of another to its
     /// lane.
-    pub(super) fn end(&self, entry: &InFlight, result: Result<u64>) -> Option<Completion> {
-        match entry.owner {
-            Some(token) => {
-                self.mail(entry.kind).lock().ended.push((token, result));
+    pub(super) fn end(
+        &self,
+        entry: &InFlight,
+        result: Result<u64>,
+        arrival: Arrival,
+    ) -> Option<Completion> {
+        match &entry.owner {
+            RequestOwner::Lane(token) => {
+                self.mail(entry.kind).lock().ended.push((*token, result, arrival));
                 None
             }
-            None => Some(self.finish(entry.kind, entry.context, result)),
+            RequestOwner::Call(awaited) => {
+                *awaited.lock() = Some(result);
+                None
+            }
+            RequestOwner::Application => {
+                Some(self.finish(entry.kind, entry.context, result, arrival))
+            }
         }
     }
 
@@ -330,6 +374,7 @@ impl Poster {
         kind: CompletionKind,
         context: u64,
         result: Result<u64>,
+        arrival: Arrival,
     ) -> Completion {
         if let Some(counter) = &self.direction(kind).counter {
             match &result {
@@ -337,6 +382,55 @@ impl Poster {
                 Err(_) => counter.add_error(1),
             }
         }
-        Completion { context, kind, result, tag: None }
+        let mut completion = match (arrival.written, result) {
+            (Some(bytes), Ok(_)) => {
+                Completion::new(context, CompletionKind::RemoteWrite, Ok(bytes))
+            }
+            (_, result) => Completion::new(context, kind, result),
+        };
+        (completion.data, completion.invalidated) = (arrival.data, arrival.invalidated);
+        completion
+    }
+}
+
+/// Returns true if the request takes a receive of the peer.
+pub(super) fn takes_receive(operation: &Operation<'_>) -> bool {
+    matches!(
+        operation,
+        Operation::Send { .. } | Operation::SendImmediate { .. } | Operation::WriteImmediate { .. }
+    )
+}
+
+/// Returns the immediate data of an operation.
+///
+/// # Errors
+/// InvalidArgument for data that is wider than the NIC carries.
+pub(super) fn immediate(domain: &DomainState, operation: &Operation<'_>) -> Result<Option<u32>> {
+    let (Operation::WriteImmediate { data, .. } | Operation::SendImmediate { data, .. }) =
+        operation
+    else {
+        return Ok(None);
+    };
+    domain.pd.device.provider_attr().check_data(*data)?;
+    Ok(Some(*data as u32))
+}
+
+/// Returns true if a successful receive names a key that the peer's message invalidated.
+fn has_invalidated(device: &OpenDevice, wc: &Wc) -> bool {
+    let flags = WcFlags::from_bits_truncate(wc.wc_flags);
+    // rdma_rxe hands out the kernel's bit for an invalidated key, which is that of a checksum here.
+    // Checksums are of other transports than RC.
+    flags.contains(WcFlags::WITH_INV) || (device.is_rxe() && flags.contains(WcFlags::IP_CSUM_OK))
+}
+
+/// Reads what a successful receive carries.
+fn arrived(device: &OpenDevice, wc: &Wc) -> Arrival {
+    let with_data = WcFlags::from_bits_truncate(wc.wc_flags).contains(WcFlags::WITH_IMM);
+    let written = wc.opcode == WcOpcode::IBV_WC_RECV_RDMA_WITH_IMM;
+    let number = wc.invalidated_rkey;
+    Arrival {
+        data: with_data.then(|| u64::from(u32::from_be(number))),
+        invalidated: has_invalidated(device, wc).then(|| u64::from(number)),
+        written: written.then(|| u64::from(wc.byte_len)),
     }
 }

@@ -30,6 +30,7 @@ use super::{
 /// Protection of pages under registration over `fork`, if the kernel does not protect them
 /// (MON-06).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ForkSafety {
     /// `ibv_fork_init` where the kernel does not copy pinned pages at fork.
     #[default]
@@ -143,6 +144,9 @@ impl Builder {
     /// Uses another crate's protection domain: the provider's one NIC is that of its context, and
     /// every domain opened registers in it (VRB-04).
     ///
+    /// The lkey and rkey of such regions ([`VerbsDomain::keys`]) work in that crate's work requests
+    /// on the protection domain. The provider neither deallocates it nor closes its context.
+    ///
     /// # Errors
     /// As [`Builder::build`]; InvalidArgument for a null pointer; what the driver reported about
     /// the device.
@@ -150,6 +154,36 @@ impl Builder {
     /// # Safety
     /// `pd` is a live `ibv_pd` of the same copy of libibverbs that this provider loads (or was
     /// given), and outlives the provider and everything opened from it.
+    ///
+    /// Crates that link libibverbs or load `libibverbs.so.1` use the copy that this provider loads
+    /// by default. A statically linked libibverbs is another copy: pass its functions to
+    /// [`Builder::functions`].
+    ///
+    /// # Examples
+    ///
+    /// ```no_run
+    /// use std::{ffi::c_void, sync::Arc};
+    ///
+    /// use hmem_core::{Access, Domain, DomainAttr, Registry, Result};
+    /// use hmem_p2p::path::DefaultPathSelector;
+    /// use hmem_provider_verbs::{Verbs, VerbsDomain};
+    ///
+    /// /// Registers in the protection domain of another crate: `pd().as_ptr()` of sideway, say.
+    /// ///
+    /// /// # Safety
+    /// /// `pd` is alive until this returns.
+    /// unsafe fn register_beside(pd: *mut c_void, registry: Arc<Registry>) -> Result<()> {
+    ///     // SAFETY: the caller keeps the protection domain, and nothing of ours outlives the call.
+    ///     let verbs = unsafe { Verbs::builder().with_pd(pd) }?;
+    ///     let paths = Arc::new(DefaultPathSelector::new());
+    ///     let domain = Domain::open(&verbs, registry, paths, DomainAttr::default())?;
+    ///     let region = domain.register(vec![0u8; 4096], Access::WRITE | Access::REMOTE_WRITE)?;
+    ///     let keys = VerbsDomain::of(&domain).expect("verbs").keys(region.provider_region()?)?;
+    ///     // `ibv_sge.lkey` and `rdma.rkey` of the other crate's work requests:
+    ///     println!("lkey {:#x}, rkey {:#x}", keys[0].lkey, keys[0].rkey);
+    ///     Ok(())
+    /// }
+    /// ```
     pub unsafe fn with_pd(self, pd: *mut c_void) -> Result<Verbs> {
         let pd: *mut Pd = pd.cast();
         if pd.is_null() {

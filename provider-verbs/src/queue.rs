@@ -1,26 +1,29 @@
 //! Completion queues that pass each work completion to its queue pair's poster.
 
 use std::{
-    collections::VecDeque,
     mem::MaybeUninit,
+    os::fd::BorrowedFd,
     sync::{Arc, Weak},
+    time::{Duration, Instant},
 };
 
 use hmem_core::{
-    Result,
+    Error, ErrorKind, Result,
     transfer::{Completion, CompletionKind},
 };
-use parking_lot::{Mutex, ReentrantMutex, RwLock};
+use parking_lot::{Mutex, MutexGuard, ReentrantMutex, RwLock};
 use rustc_hash::FxHashMap;
 
-use super::{cq::VerbsCq, device::OpenDevice, post::Poster, sys::Wc};
+use super::{cq::VerbsCq, device::OpenDevice, post::Poster, ready::Ready, sys::Wc};
 
 /// A completion queue, and the posters whose requests complete to it.
 pub(super) struct CqState {
     cq: VerbsCq,
     posters: RwLock<FxHashMap<u32, Weak<Poster>>>,
     /// Completions read from the NIC before the application asked for them.
-    ready: Mutex<VecDeque<Completion>>,
+    ready: Arc<Ready>,
+    /// Held by the one thread that sleeps for the queue. Others that wait do so for their turn.
+    turn: Mutex<()>,
     /// Held while completions go from the NIC to a reader. A staged transfer's progress reads the
     /// NIC too, and completions keep their order.
     asking: ReentrantMutex<()>,
@@ -31,9 +34,10 @@ const BATCH: usize = 16;
 impl CqState {
     pub(super) fn create(device: &Arc<OpenDevice>, depth: usize) -> Result<Self> {
         Ok(Self {
-            cq: VerbsCq::create(device, depth)?,
+            cq: VerbsCq::create_waitable(device, depth)?,
             posters: RwLock::default(),
-            ready: Mutex::default(),
+            ready: Arc::default(),
+            turn: Mutex::default(),
             asking: ReentrantMutex::default(),
         })
     }
@@ -42,9 +46,13 @@ impl CqState {
         &self.cq
     }
 
+    pub(super) fn ready(&self) -> &Arc<Ready> {
+        &self.ready
+    }
+
     /// Adds a completion that does not come from the NIC.
     pub(super) fn push(&self, completion: Completion) {
-        self.ready.lock().push_back(completion);
+        self.ready.push(completion);
     }
 
     /// Passes on what the NIC has completed, up to `max`.
@@ -77,7 +85,7 @@ impl CqState {
         {
             let mut ready = self.ready.lock();
             while count < max
-                && let Some(completion) = ready.pop_front()
+                && let Some(completion) = ready.completions.pop_front()
             {
                 out.push(completion);
                 count += 1;
@@ -90,9 +98,66 @@ impl CqState {
     }
 
     /// Takes everything that the NIC has completed into memory.
-    fn drain(&self) -> Result<()> {
+    pub(super) fn drain(&self) -> Result<()> {
         let _asking = self.asking.lock();
-        self.poll(usize::MAX, |completion| self.push(completion)).map(|_| ())
+        let keep = |completion| self.ready.lock().completions.push_back(completion);
+        self.poll(usize::MAX, keep).map(|_| ())
+    }
+
+    /// Returns true if the NIC tells of completions.
+    pub(super) fn has_channel(&self) -> bool {
+        self.cq.channel().is_some()
+    }
+
+    /// Returns the fd that [`Self::arm`] arms.
+    pub(super) fn fd(&self) -> Result<BorrowedFd<'_>> {
+        self.ready.fd(self.cq.channel())
+    }
+
+    /// Waits for the turn to sleep. Returns `None` if the deadline passes first.
+    pub(super) fn turn(&self, deadline: Option<Instant>) -> Option<MutexGuard<'_, ()>> {
+        match deadline {
+            None => Some(self.turn.lock()),
+            Some(deadline) => self.turn.try_lock_until(deadline),
+        }
+    }
+
+    /// Makes the fd unreadable until the next completion. Returns false if there are completions.
+    ///
+    /// Requests that complete after the NIC was asked make the fd readable. Those that completed
+    /// before are polled here, after the NIC was asked.
+    ///
+    /// # Errors
+    /// BadState if nothing will complete any more. The error of a device that is gone.
+    pub(super) fn arm(&self) -> Result<bool> {
+        self.ready.hush(self.cq.channel())?;
+        self.cq.arm()?;
+        self.drain()?;
+        Ok(!self.check_open()?)
+    }
+
+    /// Returns true if there are completions in memory.
+    ///
+    /// # Errors
+    /// BadState if there are none and nothing will complete any more.
+    pub(super) fn check_open(&self) -> Result<bool> {
+        let ready = self.ready.lock();
+        if !ready.completions.is_empty() {
+            return Ok(true);
+        }
+        // A queue may serve the endpoints of other domains of its device.
+        if !ready.closed || !self.posters.read().is_empty() {
+            return Ok(false);
+        }
+        Err(Error::new(ErrorKind::BadState, "wait for completions")
+            .provider(self.cq.device().nic().to_string())
+            .context("why", "the domain of the queue is closed")
+            .remedy("nothing completes to this queue any more: drop it"))
+    }
+
+    /// Sleeps until the fd is readable, or for `time` at most.
+    pub(super) fn sleep(&self, time: Option<Duration>) -> Result<()> {
+        self.ready.sleep(self.cq.channel(), time)
     }
 }
 
@@ -118,7 +183,15 @@ impl Queues {
     pub(super) fn detach(&self, poster: &Poster) {
         for queue in [&self.tx, &self.rx] {
             queue.posters.write().remove(&poster.number());
+            // Nothing may complete any more.
+            queue.ready.ring();
         }
+    }
+
+    /// Wakes the threads that sleep for one of the queues.
+    pub(super) fn ring(&self) {
+        self.tx.ready.ring();
+        self.rx.ready.ring();
     }
 
     /// Takes everything that the NIC has completed into memory.

@@ -50,3 +50,24 @@ pub(super) fn decode(raw: &RawKey) -> Result<Vec<RemotePiece>> {
     };
     Ok(pieces.iter().map(read).collect())
 }
+
+#[cfg(test)]
+#[path = "../../tests/corpus/reader.rs"]
+mod corpus;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// KEY-06
+    #[test]
+    fn raw_keys_of_all_versions_are_read() {
+        corpus::check("raw-key-verbs", u32::from(MAGIC[2]), |bytes| {
+            let pieces = decode(&RawKey(bytes.to_vec())).expect("a raw key");
+            let piece = |piece: &RemotePiece| {
+                format!("{:#x}+{:#x} key {:#x}", piece.base.0, piece.len, piece.key)
+            };
+            pieces.iter().map(piece).collect::<Vec<_>>().join(", ")
+        });
+    }
+}

@@ -28,6 +28,7 @@ use super::{
 /// The keys of one registration, as any code that works on the same protection domain can use them
 /// (VRB-04).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct VerbsKey {
     /// The application's addresses.
     pub range: AddressRange,

@@ -55,9 +55,6 @@ impl Registrar<'_> {
                 "verbs takes its page size from the mapping: use 0",
             );
         }
-        if !request.enabled {
-            return refuse(ErrorKind::Unsupported, "verbs regions are usable at once");
-        }
         Ok(())
     }
 
@@ -100,7 +97,9 @@ impl Registrar<'_> {
         let access = Access::READ | Access::WRITE | Access::SEND | Access::RECV;
         let flags = access_flags(access, self.pd.device.rights());
         let piece = Piece { range, backing: Backing::Host { owned: true } };
-        self.register_pieces(access, flags, &[piece], VerbsOptions::empty(), (None, Kind::Buffers))
+        // A completion tells when they are filled.
+        let options = self.pd.device.relaxed_ordering();
+        self.register_pieces(access, flags, &[piece], options, (None, Kind::Buffers))
     }
 
     /// Registers host pages in verbs' words.

@@ -14,7 +14,9 @@ use std::{
 
 use hmem_core::{
     Access, Address, Addressing, Error, ErrorKind, Result,
-    provider::{ProviderWindow, WindowBind, WindowType},
+    provider::{
+        ProviderWindow, WindowBind, WindowEvent, WindowRule, WindowState, WindowStatus, WindowType,
+    },
     transfer::CompletionKind,
 };
 use parking_lot::Mutex;
@@ -40,12 +42,53 @@ pub(super) const BIND_TIMEOUT: Duration = Duration::from_secs(30);
 
 #[derive(Debug)]
 struct Window {
-    /// Null once freed because the queue pair that it was bound through went.
+    /// Null if it could not be allocated anew after its queue pair went.
     mw: *mut Mw,
     kind: WindowType,
+    /// The state, as far as the completions that were read tell.
+    state: WindowState,
+    /// Binds and invalidations that were posted and have not ended.
+    posted: u32,
     /// The number of the queue pair through which the window is bound. `None` once an invalidation
     /// was posted.
     through: Option<u32>,
+    /// The binding or the free key that the NIC has, as far as the completions that were read tell.
+    known: Known,
+    /// A key that a peer invalidated before the completion of its bind was read.
+    dead: Option<u32>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Known {
+    key: u32,
+    /// The number of the queue pair, for a bound window of type 2.
+    through: Option<u32>,
+}
+
+impl Window {
+    fn key(&self) -> u32 {
+        // SAFETY: a pointer in the table is null or of an allocated window, and the table's lock
+        // keeps it so.
+        if self.mw.is_null() { 0 } else { unsafe { (*self.mw).rkey } }
+    }
+
+    /// Notes that one posted request has ended. Behind the last one, nothing is on its way that
+    /// would change what is known.
+    fn ended(&mut self) {
+        self.posted -= 1;
+        if self.posted > 0 {
+            return;
+        }
+        (self.through, self.dead) = (self.known.through, None);
+        if !self.mw.is_null() {
+            // SAFETY: the window is allocated, and the table's lock keeps it so.
+            unsafe { (*self.mw).rkey = self.known.key };
+        }
+    }
+
+    fn unbound(&mut self) {
+        (self.state, self.known.through) = (WindowState::Free, None);
+    }
 }
 
 // SAFETY: libibverbs objects may be used from any thread; this one is only used under the table's
@@ -56,6 +99,8 @@ unsafe impl Send for Window {}
 #[derive(Debug, Default)]
 pub(super) struct Windows {
     map: Mutex<HashMap<u64, Window>>,
+    /// Windows by their keys without tags. Locked after `map`.
+    by_index: Mutex<HashMap<u32, u64>>,
     next: AtomicU64,
     binder: Mutex<Option<Binder>>,
 }
@@ -69,10 +114,12 @@ struct Binder {
     failed: bool,
 }
 
+fn refuse(rule: WindowRule, operation: &'static str) -> Error {
+    rule.refuse(operation).provider("verbs")
+}
+
 fn unknown() -> Error {
-    Error::new(ErrorKind::InvalidArgument, "window")
-        .provider("verbs")
-        .remedy("the window is not of this domain")
+    refuse(WindowRule::Allocated, "window")
 }
 
 fn gone() -> Error {
@@ -87,79 +134,157 @@ impl Windows {
     }
 
     pub(super) fn alloc(&self, pd: &ProtectionDomain, kind: WindowType) -> Result<ProviderWindow> {
-        let nic = pd.device.nic();
-        let refuse = |why: String| pd.device.refuse(ErrorKind::Unsupported, "ibv_alloc_mw", why);
-        if !pd.device.window_types().contains(&kind) {
-            return Err(refuse(format!("{} has no windows of type {kind:?}", nic.name)));
-        }
-        let alloc =
-            pd.device.ops().alloc_mw.ok_or_else(|| refuse("the driver has no windows".into()))?;
-        let of =
-            if kind == WindowType::One { MwType::IBV_MW_TYPE_1 } else { MwType::IBV_MW_TYPE_2 };
-        // SAFETY: the protection domain is alive as long as `pd`.
-        let mw = unsafe { alloc(pd.pd, of) };
-        if mw.is_null() {
-            return Err(errors::call(nic, "ibv_alloc_mw", errors::last()));
-        }
-        // SAFETY: the window was allocated just now.
-        let key = u64::from(unsafe { (*mw).rkey });
+        let mw = allocate(pd, kind)?;
         let token = self.next.fetch_add(1, Ordering::Relaxed);
-        self.map.lock().insert(token, Window { mw, kind, through: None });
-        Ok(ProviderWindow { token, key })
+        // SAFETY: the window was allocated just now.
+        let key = unsafe { (*mw).rkey };
+        let known = Known { key, through: None };
+        let (state, posted) = (WindowState::Free, 0);
+        let window = Window { mw, kind, state, posted, through: None, known, dead: None };
+        let mut map = self.map.lock();
+        self.by_index.lock().insert(key >> 8, token);
+        map.insert(token, window);
+        Ok(ProviderWindow { token, key: u64::from(key) })
     }
 
     pub(super) fn free(&self, pd: &ProtectionDomain, window: ProviderWindow) -> Result<()> {
-        let taken = self.map.lock().remove(&window.token).ok_or_else(unknown)?;
+        let taken = {
+            let mut map = self.map.lock();
+            let taken = map.remove(&window.token).ok_or_else(unknown)?;
+            self.by_index.lock().remove(&(taken.key() >> 8));
+            taken
+        };
+        let index = taken.key() >> 8;
         if let Err(error) = dealloc(pd, taken.mw) {
-            self.map.lock().insert(window.token, taken);
+            let mut map = self.map.lock();
+            self.by_index.lock().insert(index, window.token);
+            map.insert(window.token, taken);
             return Err(error);
         }
         Ok(())
     }
 
-    /// Returns true if the queue pair that the window is bound through has to stay.
-    pub(super) fn holds_pair(&self, token: u64) -> bool {
-        self.map
-            .lock()
-            .get(&token)
-            .is_some_and(|window| window.kind == WindowType::TwoA && !window.mw.is_null())
+    pub(super) fn contains(&self, token: u64) -> bool {
+        self.map.lock().contains_key(&token)
     }
 
-    /// Frees a window before the queue pair that it is bound through.
-    pub(super) fn release_bound(&self, pd: &ProtectionDomain, token: u64) {
+    /// Checks an event of the queue pair that a window is bound through.
+    pub(super) fn check_bound(&self, token: u64, event: WindowEvent) -> Result<(), WindowRule> {
+        let map = self.map.lock();
+        let Some(window) = map.get(&token) else { return Ok(()) };
+        // A bind that has not completed counts as done.
+        window.kind.after(WindowState::Valid, event).map(|_| ())
+    }
+
+    /// Frees a window before the queue pair that it is bound through, and allocates it anew.
+    /// Soft-RoCE waits for a window that is bound through a queue pair until a timeout of its own.
+    pub(super) fn replace(&self, pd: &ProtectionDomain, token: u64) {
         let mut map = self.map.lock();
-        if let Some(window) = map.get_mut(&token) {
-            if let Err(error) = dealloc(pd, window.mw) {
-                tracing::error!(%error, "a bound window could not be freed before its endpoint");
-            }
-            window.mw = ptr::null_mut();
+        let Some(window) = map.get_mut(&token) else { return };
+        let mut by_index = self.by_index.lock();
+        by_index.remove(&(window.key() >> 8));
+        if let Err(error) = dealloc(pd, window.mw) {
+            tracing::error!(%error, "a bound window could not be freed before its endpoint");
+        }
+        (window.state, window.through) = (WindowState::Free, None);
+        window.mw = allocate(pd, window.kind).unwrap_or_else(|error| {
+            tracing::error!(%error, "a window could not be allocated anew");
+            window.state = WindowState::Invalid;
+            ptr::null_mut()
+        });
+        window.known = Known { key: window.key(), through: None };
+        window.dead = None;
+        if !window.mw.is_null() {
+            by_index.insert(window.key() >> 8, token);
         }
     }
 
+    /// Notes that the NIC forgot a posted bind or invalidation. Nobody knows whether it was
+    /// executed, so the window is replaced.
+    pub(super) fn forgotten(&self, pd: &ProtectionDomain, token: u64) {
+        if let Some(window) = self.map.lock().get_mut(&token) {
+            window.ended();
+        }
+        self.replace(pd, token);
+    }
+
+    pub(super) fn status(&self, window: ProviderWindow) -> Result<WindowStatus> {
+        let map = self.map.lock();
+        let window = map.get(&window.token).ok_or_else(unknown)?;
+        let (key, pending) = (u64::from(window.key()), window.posted > 0);
+        Ok(WindowStatus { key, state: window.state, pending })
+    }
+
+    /// Notes the end of a bind or invalidation of `key`, posted to the queue pair `through`. One
+    /// that failed changed nothing. Returns true if the window is tied to the queue pair no more.
+    pub(super) fn completed(
+        &self,
+        (token, key): (u64, u32),
+        kind: CompletionKind,
+        worked: bool,
+        through: u32,
+    ) -> bool {
+        let mut map = self.map.lock();
+        let Some(window) = map.get_mut(&token) else { return true };
+        // A window that was allocated anew meanwhile has another key.
+        let current = !window.mw.is_null() && window.key() >> 8 == key >> 8;
+        if worked && current {
+            if kind == CompletionKind::InvalidateWindow {
+                window.unbound();
+            } else {
+                window.known = Known { key, through: Some(through) };
+                window.state = WindowState::Valid;
+                if window.dead.take_if(|dead| *dead == key).is_some() {
+                    window.unbound();
+                }
+            }
+        }
+        window.ended();
+        ![window.through, window.known.through].contains(&Some(through))
+    }
+
+    /// Notes that a peer's message invalidated a key, and returns the window if it is not on its
+    /// way to be bound again.
+    pub(super) fn invalidated_by_peer(&self, key: u32) -> Option<u64> {
+        let mut map = self.map.lock();
+        let token = *self.by_index.lock().get(&(key >> 8))?;
+        let window = map.get_mut(&token)?;
+        if window.state == WindowState::Valid && window.known.key == key {
+            window.unbound();
+        } else if window.posted > 0 {
+            // The completion of its bind is still to be read.
+            window.dead = Some(key);
+            if window.key() == key {
+                window.through = None;
+            }
+        } else {
+            return None;
+        }
+        if window.posted == 0 {
+            window.through = None;
+        }
+        window.through.is_none().then_some(token)
+    }
+
     /// Runs `with` on an allocated type 2 window, with the table locked.
-    fn with_type_2<T>(&self, token: u64, with: impl FnOnce(&mut Window) -> Result<T>) -> Result<T> {
+    ///
+    /// # Errors
+    /// `rule` for a type 1 window.
+    fn with_type_2<T>(
+        &self,
+        token: u64,
+        rule: WindowRule,
+        with: impl FnOnce(&mut Window) -> Result<T>,
+    ) -> Result<T> {
         let mut map = self.map.lock();
         let window = map.get_mut(&token).ok_or_else(unknown)?;
         if window.kind == WindowType::One {
-            return Err(Error::new(ErrorKind::BadState, "window")
-                .provider("verbs")
-                .remedy("type 1 windows are bound by a call, and are never invalidated"));
+            return Err(refuse(rule, "window"));
         }
         if window.mw.is_null() {
             return Err(gone());
         }
         with(window)
-    }
-
-    /// Puts the key back that a refused bind did not change.
-    pub(super) fn bind_failed(&self, token: u64, old_key: u32) {
-        if let Some(window) = self.map.lock().get_mut(&token)
-            && !window.mw.is_null()
-        {
-            window.through = None;
-            // SAFETY: the window is allocated, and the lock keeps it so.
-            unsafe { (*window.mw).rkey = old_key };
-        }
     }
 
     /// Binds a type 1 window, or unbinds it with length 0.
@@ -184,21 +309,21 @@ impl Windows {
                 (part.mr, address.0)
             };
             if bind.addressing == Addressing::ZeroBased {
-                return Err(Error::new(ErrorKind::Unsupported, "bind window")
-                    .provider("verbs")
-                    .remedy("type 1 windows have virtual addresses"));
+                return Err(refuse(WindowRule::Type1IsVirtual, "bind window"));
             }
             let mw_access_flags = flags(pd, bind).bits();
             let info = MwBindInfo { mr, addr: address, length: bind.len, mw_access_flags };
-            let map = self.map.lock();
-            let held = map.get(&window.token).ok_or_else(unknown)?;
+            let mut map = self.map.lock();
+            let held = map.get_mut(&window.token).ok_or_else(unknown)?;
             if held.kind != WindowType::One {
-                return Err(Error::new(ErrorKind::BadState, "bind window")
-                    .provider("verbs")
-                    .remedy("type 2 windows are bound by a posted request"));
+                return Err(refuse(WindowRule::BoundByItsVerb, "bind window"));
             }
+            let event = if bind.len == 0 { WindowEvent::BindNothing } else { WindowEvent::Bind };
+            let after = held.kind.after(held.state, event);
+            let after = after.map_err(|rule| refuse(rule, "bind window"))?;
             // SAFETY: window and region are alive under their locks.
             let key = unsafe { binder.bind(pd, held.mw, info, timeout) }?;
+            held.state = after;
             Ok(ProviderWindow { key: u64::from(key), ..window })
         });
         *kept = Some(binder).filter(|binder| !binder.failed);
@@ -206,7 +331,7 @@ impl Windows {
     }
 
     /// Binds a type 2 window by the work request that `post` posts to the queue pair `through`.
-    /// `post` gets the window's key before the bind too.
+    /// `post` gets the new key too.
     pub(super) fn bind_type_2(
         &self,
         pd: &ProtectionDomain,
@@ -220,19 +345,24 @@ impl Windows {
         let mw_access_flags = flags(pd, bind).bits();
         let bind_info =
             MwBindInfo { mr: part.mr, addr: address.0, length: bind.len, mw_access_flags };
-        self.with_type_2(window.token, |held| {
+        if bind.len == 0 {
+            return Err(refuse(WindowRule::Type2HasLength, "bind window"));
+        }
+        self.with_type_2(window.token, WindowRule::BoundByItsVerb, |held| {
             let mw = held.mw;
-            // SAFETY: the window is allocated, and the table's lock keeps it so; its key is only
-            // changed here and by failed completions, under the same lock.
-            let old_key = unsafe { (*mw).rkey };
-            let rkey = (old_key & !0xff) | u32::from(tag);
+            // What an invalidation that was posted before will make of it.
+            let state = if held.through.is_some() { WindowState::Valid } else { WindowState::Free };
+            let after = held.kind.after(state, WindowEvent::Bind);
+            after.map_err(|rule| refuse(rule, "bind window"))?;
+            let rkey = (held.key() & !0xff) | u32::from(tag);
             let mut wr = SendWr::new(WrOpcode::IBV_WR_BIND_MW, 0);
             wr.bind_mw = BindPart { mw, rkey, bind_info };
-            post(wr, old_key)?;
+            post(wr, rkey)?;
             // SAFETY: the table's lock keeps the window. The caller of the verb keeps the key up to
             // date (ibv_post_send(3)).
             unsafe { (*mw).rkey = rkey };
             held.through = Some(through);
+            held.posted += 1;
             Ok(())
         })
     }
@@ -246,11 +376,13 @@ impl Windows {
         through: u32,
         post: impl FnOnce(SendWr, u32) -> Result<()>,
     ) -> Result<()> {
-        self.with_type_2(window.token, |held| {
+        self.with_type_2(window.token, WindowRule::Type1IsNotInvalidated, |held| {
             // Not every NIC checks this (rxe does not).
             if held.through.is_some_and(|bound| bound != through) {
-                let why = "invalidate the window through the endpoint that it was bound through";
-                return Err(pd.device.refuse(ErrorKind::AccessDenied, "post", why));
+                return Err(refuse(WindowRule::OwnQueuePair, "invalidate window"));
+            }
+            if held.through.is_none() && pd.device.is_rxe() {
+                return Err(refuse(WindowRule::DriverInvalidatesOnce, "invalidate window"));
             }
             let mut wr = SendWr::new(WrOpcode::IBV_WR_LOCAL_INV, 0);
             // SAFETY: the window is allocated, and the table's lock keeps it so.
@@ -258,6 +390,7 @@ impl Windows {
             wr.invalidate_rkey = key;
             post(wr, key)?;
             held.through = None;
+            held.posted += 1;
             Ok(())
         })
     }
@@ -280,34 +413,26 @@ fn target<'a>(
     region: &'a Region,
     bind: &WindowBind,
 ) -> Result<(&'a Part, Address)> {
-    let refuse = |kind, why: &'static str| pd.device.refuse(kind, "bind window", why);
+    let operation = "bind window";
+    let broken = |rule: WindowRule| rule.refuse(operation).provider(pd.device.nic().to_string());
     if !region.flags.contains(AccessFlags::MW_BIND) {
-        return Err(refuse(
-            ErrorKind::AccessDenied,
-            "the region was registered without VerbsOptions::MW_BIND: ask for it",
-        ));
+        return Err(broken(WindowRule::RegionAllowsWindows));
     }
     if bind.access.peers_write() && !region.flags.contains(AccessFlags::LOCAL_WRITE) {
-        return Err(refuse(
-            ErrorKind::AccessDenied,
-            "remote write or atomic through a window needs a region that the NIC may write \
-             (IBA 10.6.7.2.2)",
-        ));
+        return Err(broken(WindowRule::WritesNeedLocalWrite));
     }
     pd.device.check_atomics(bind.access.contains(Access::REMOTE_ATOMIC), "bind window")?;
     if region.flags.contains(AccessFlags::ZERO_BASED) {
-        return Err(refuse(
-            ErrorKind::Unsupported,
-            "windows bind to regions with virtual addresses",
-        ));
+        return Err(broken(WindowRule::RegionIsVirtual));
     }
     let (offset, len) = (bind.offset, bind.len);
     let whole = region.parts.iter().map(|part| part.key.range.len()).sum::<u64>();
     region.slice(offset, len).ok_or_else(|| {
         if offset <= whole && len <= whole - offset {
-            refuse(ErrorKind::Unsupported, "the range crosses a seam of the region, which is split")
+            let why = "the range crosses a seam of the region, which is split";
+            pd.device.refuse(ErrorKind::Unsupported, operation, why)
         } else {
-            refuse(ErrorKind::OutOfBounds, "a window lies inside its region")
+            broken(WindowRule::InsideRegion)
         }
     })
 }
@@ -377,6 +502,20 @@ impl Binder {
             std::thread::yield_now();
         }
     }
+}
+
+fn allocate(pd: &ProtectionDomain, kind: WindowType) -> Result<*mut Mw> {
+    let nic = pd.device.nic();
+    let refuse = |why: String| pd.device.refuse(ErrorKind::Unsupported, "ibv_alloc_mw", why);
+    if !pd.device.window_types().contains(&kind) {
+        return Err(refuse(format!("{} has no windows of type {}", nic.name, kind.name())));
+    }
+    let alloc =
+        pd.device.ops().alloc_mw.ok_or_else(|| refuse("the driver has no windows".into()))?;
+    let of = if kind == WindowType::One { MwType::IBV_MW_TYPE_1 } else { MwType::IBV_MW_TYPE_2 };
+    // SAFETY: the protection domain is alive as long as `pd`.
+    let mw = unsafe { alloc(pd.pd, of) };
+    if mw.is_null() { Err(errors::call(nic, "ibv_alloc_mw", errors::last())) } else { Ok(mw) }
 }
 
 fn dealloc(pd: &ProtectionDomain, mw: *mut Mw) -> Result<()> {

@@ -12,11 +12,11 @@ use fake::{calls, functions, symbol, with};
 use hmem_core::{
     Access, Address, AddressRange, Addressing, AllocationKind, AuthKey, BindFlags, Decision,
     DeviceBuffer, DeviceId, DmaBufOffset, Domain, DomainAttr, Errno, Error, ErrorKind, Iface,
-    MrAttr, MrFlags, MrMode, Path as HmemPath, Registry, RemoteKey, Result,
+    MrAttr, MrFlags, MrMode, Path as HmemPath, Registry, RemoteKey, Result, WriteOrdering,
     iface::{AllocRequest, DmaBufMapping},
     provider::{
         Backing, CompositeKeys, Features, Piece, Provider, ProviderDomain, ProviderRegion,
-        Registration, WindowType,
+        Registration,
     },
 };
 use hmem_iface_system::{Call, Simulated};
@@ -240,7 +240,10 @@ fn peer_memory_is_found_out_by_registering_a_device_address() {
         let region = domain.register(buffer, Access::READ | Access::WRITE).expect("register");
         let address = region.range().start();
         let asked = calls();
-        assert!(asked[0].starts_with(&format!("reg_mr {:#x}+0x2000", address.0)), "{asked:?}");
+        assert!(
+            asked[0].starts_with(&format!("reg_mr_iova2 {:#x}+0x2000", address.0)),
+            "{asked:?}"
+        );
         let decision = region.decision().expect("decided");
         assert_eq!(decision.path, expected, "{decision}");
         let tried = decision.attempts.iter().find(|attempt| attempt.path == HmemPath::PeerMemory);
@@ -412,6 +415,49 @@ fn options_travel_by_the_call_that_takes_them() {
     assert_eq!(verbs.keys(region).expect("keys")[0].base, 0);
 }
 
+/// VRB-02
+#[test]
+fn domains_ask_for_relaxed_ordering_unless_the_strict_order_is_wanted() {
+    let domain_of = |functions, ordering| {
+        let verbs = Verbs::builder().functions(functions).build().expect("start");
+        with(|script| script.dma_buf = 0);
+        let attr = DomainAttr { ordering, ..DomainAttr::default() };
+        let paths = Arc::new(DefaultPathSelector::new());
+        Domain::open(&verbs, Arc::new(Registry::new()), paths, attr).expect("open")
+    };
+    let asked = |domain: &Domain, ordering| {
+        let ranges = [range(0x1000, 4096)];
+        let attr = MrAttr { ordering, ..MrAttr::new(&ranges, Access::SEND) };
+        calls();
+        // SAFETY: the fake touches no memory.
+        let region = unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("register");
+        let asked = calls();
+        drop(region);
+        asked
+    };
+    let (relaxed, strict) = (WriteOrdering::Relaxed, WriteOrdering::Strict);
+    let by_iova = ["reg_mr_iova2 0x1000+0x1000 at 0x1000 0x100000"];
+    let plain = ["reg_mr 0x1000+0x1000 0x0"];
+    let domain = domain_of(functions(), WriteOrdering::default());
+    assert_eq!(asked(&domain, None), by_iova, "the default is for bulk transfers");
+    assert_eq!(asked(&domain, Some(strict)), plain, "one region that is polled");
+    let domain = domain_of(functions(), strict);
+    assert_eq!(asked(&domain, None), plain, "a domain whose regions are polled");
+    assert_eq!(asked(&domain, Some(relaxed)), by_iova);
+    // A library without the call has no such regions, and registers all the same.
+    drop(functions());
+    let without = |name: &'static str, _: &'static str| {
+        if name == "ibv_reg_mr_iova2" { None } else { symbol(name) }
+    };
+    // SAFETY: the fake's functions have the header's signatures.
+    let old = unsafe { Functions::from_lookup(without) }.expect("usable without it");
+    assert_eq!(asked(&domain_of(old, relaxed), None), plain);
+    // The builder's options give way to the strict order.
+    let verbs = Verbs::builder().functions(functions());
+    let verbs = verbs.options(VerbsOptions::RELAXED_ORDERING).build().expect("start");
+    assert_eq!(asked(&open(&verbs), Some(strict)), plain);
+}
+
 /// Facets of a device without windows, and the advice for those that verbs never has.
 #[test]
 fn missing_facets_are_refused_with_advice_of_verbs() {
@@ -434,7 +480,7 @@ fn missing_facets_are_refused_with_advice_of_verbs() {
     refused(region.refresh(&[]).unwrap_err(), ErrorKind::NoSys, "ON_DEMAND");
     let counter = region.bind_counter(&Arc::default(), BindFlags::REMOTE_WRITE);
     refused(counter.unwrap_err(), ErrorKind::NoSys, "does not count");
-    let window = domain.alloc_window(WindowType::One);
+    let window = domain.alloc_type_1_window();
     refused(window.unwrap_err(), ErrorKind::Unsupported, "no memory windows");
 }
 
@@ -492,6 +538,25 @@ fn authorization_keys_are_refused_since_verbs_has_none() {
     let attr = MrAttr { auth_key: Some(&AuthKey(Vec::new())), ..attr };
     // SAFETY: the fake touches no memory.
     unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("no key");
+}
+
+/// VRB-01
+///
+/// Verbs has no facet that enables regions: the contract says that it registers them usable.
+#[test]
+fn region_registered_disabled_is_usable_at_once() {
+    let domain = domain();
+    let provider = VerbsDomain::of(&domain).expect("verbs");
+    assert!(provider.enabling().is_none());
+    let (auth_key, ranges) = (AuthKey::default(), [range(0x1000, 64)]);
+    let request = Registration {
+        enabled: false,
+        ..Registration::new(&ranges, Access::REMOTE_READ, &auth_key)
+    };
+    let pieces = [host(0x1000, 64)];
+    // SAFETY: the fake touches no memory.
+    let region = unsafe { provider.register(&request, &pieces) }.expect("register");
+    provider.deregister(region).expect("deregister");
 }
 
 /// MODE-13
@@ -555,7 +620,11 @@ fn a_long_region_is_split_and_a_refused_part_takes_the_others_back() {
     .expect("register");
     assert_eq!(
         calls(),
-        ["reg_mr 0x1800+0x2800 0x4", "reg_mr 0x4000+0x3000 0x4", "reg_mr 0x7000+0x1800 0x4"]
+        [
+            "reg_mr_iova2 0x1800+0x2800 at 0x1800 0x100004",
+            "reg_mr_iova2 0x4000+0x3000 at 0x4000 0x100004",
+            "reg_mr_iova2 0x7000+0x1800 at 0x7000 0x100004",
+        ]
     );
     let key = region.key().expect("key");
     let pieces: Vec<_> = key.pieces().map(|piece| (piece.base.0, piece.len)).collect();
@@ -640,7 +709,8 @@ fn a_protection_domain_that_was_brought_along_is_used_and_left_alone() {
     region.close().map_err(|rejected| rejected.error).expect("close");
     domain.close().map_err(|rejected| rejected.error).expect("close");
     drop(verbs);
-    assert_eq!(calls(), ["reg_mr 0x1000+0x40 0x0", "dereg_mr"], "nothing else was opened or freed");
+    let asked = ["reg_mr_iova2 0x1000+0x40 at 0x1000 0x100000", "dereg_mr"];
+    assert_eq!(calls(), asked, "nothing else was opened or freed");
 }
 
 #[test]

@@ -7,11 +7,11 @@ mod trials;
 use std::{collections::BTreeMap, mem::offset_of, process::Command};
 
 use hmem_provider_verbs::sys::{
-    AccessFlags, AhAttr, AtomicCap, Context, DeviceAttr, DeviceAttrEx, DeviceCaps, ForkStatus, Gid,
-    GlobalRoute, IBV_ODP_SUPPORT, IBV_REREG_MR_CHANGE_ACCESS, IBV_REREG_MR_ERR_CMD, LinkLayer, Mr,
-    Mw, MwBind, MwBindInfo, MwType, OdpCaps, Pd, PortAttr, PortState, Qp, QpAttr, QpAttrMask,
-    QpCap, QpInitAttr, QpState, QpType, RecvWr, SendFlags, SendWr, Sge, VerbsContext, Wc, WcStatus,
-    WrOpcode,
+    AccessFlags, AhAttr, AtomicCap, CompChannel, Context, DeviceAttr, DeviceAttrEx, DeviceCaps,
+    ForkStatus, Gid, GlobalRoute, IBV_ODP_SUPPORT, IBV_REREG_MR_CHANGE_ACCESS,
+    IBV_REREG_MR_ERR_CMD, LinkLayer, Mr, Mw, MwBind, MwBindInfo, MwType, OdpCaps, Pd, PortAttr,
+    PortState, Qp, QpAttr, QpAttrMask, QpCap, QpInitAttr, QpState, QpType, RecvWr, SendFlags,
+    SendWr, Sge, VerbsContext, Wc, WcFlags, WcOpcode, WcStatus, WrOpcode,
 };
 use trials::{Outcome, Skipped, trials};
 
@@ -155,6 +155,7 @@ fn ask_everything(p: &mut Probe) {
     structure!(p, Mw, "ibv_mw", [context, pd, rkey, handle], [offset_of!(Mw, mw_type) => "type"]);
     structure!(p, MwBindInfo, "ibv_mw_bind_info", [mr, addr, length, mw_access_flags], []);
     structure!(p, MwBind, "ibv_mw_bind", [wr_id, send_flags, bind_info], []);
+    structure!(p, CompChannel, "ibv_comp_channel", [context, fd, refcnt], []);
     structure!(
         p,
         Cq,
@@ -268,7 +269,8 @@ fn ask_everything(p: &mut Probe) {
             IBV_WC_MW_BIND_ERR, IBV_WC_BAD_RESP_ERR, IBV_WC_LOC_ACCESS_ERR, IBV_WC_REM_INV_REQ_ERR,
             IBV_WC_REM_ACCESS_ERR, IBV_WC_REM_OP_ERR, IBV_WC_RETRY_EXC_ERR, IBV_WC_RNR_RETRY_EXC_ERR,
             IBV_WC_REM_ABORT_ERR, IBV_WC_FATAL_ERR, IBV_WC_RESP_TIMEOUT_ERR, IBV_WC_GENERAL_ERR;
-        WrOpcode: IBV_WR_RDMA_WRITE, IBV_WR_SEND, IBV_WR_RDMA_READ, IBV_WR_ATOMIC_CMP_AND_SWP,
+        WcOpcode: IBV_WC_RECV, IBV_WC_RECV_RDMA_WITH_IMM;
+        WrOpcode: IBV_WR_RDMA_WRITE, IBV_WR_RDMA_WRITE_WITH_IMM, IBV_WR_SEND, IBV_WR_SEND_WITH_IMM, IBV_WR_RDMA_READ, IBV_WR_ATOMIC_CMP_AND_SWP,
             IBV_WR_ATOMIC_FETCH_AND_ADD, IBV_WR_LOCAL_INV, IBV_WR_BIND_MW, IBV_WR_SEND_WITH_INV;
         QpType: IBV_QPT_RC;
         QpState: IBV_QPS_RESET, IBV_QPS_INIT, IBV_QPS_RTR, IBV_QPS_RTS, IBV_QPS_SQD, IBV_QPS_SQE, IBV_QPS_ERR;
@@ -277,6 +279,9 @@ fn ask_everything(p: &mut Probe) {
     );
     for (name, flag) in AccessFlags::all().iter_names() {
         p.ask(&format!("IBV_ACCESS_{name}"), flag.bits().into());
+    }
+    for (name, flag) in WcFlags::all().iter_names() {
+        p.ask(&format!("IBV_WC_{name}"), i128::from(flag.bits()));
     }
     for (name, flag) in DeviceCaps::all().iter_names() {
         p.ask(&format!("IBV_DEVICE_{name}"), flag.bits().into());

@@ -9,13 +9,16 @@ mod wire;
 use std::{sync::Arc, time::Duration};
 
 use hmem_core::{
-    Access, Addressing, AuthKey, Domain, DomainAttr, Endpoint, ErrorKind, MemoryWindow, Registered,
-    Registry, Result,
-    provider::{CompletionQueue, EndpointAttr, WindowBind, WindowType, Windows},
+    Access, Addressing, AuthKey, Domain, DomainAttr, Endpoint, ErrorKind, Iova, OwnedRegion,
+    Registry, RemoteKey, Result, Type2Bind, Type2Kind, Type2Window,
+    provider::{CompletionQueue, EndpointAttr, WindowBind, WindowState, WindowType, Windows},
     transfer::{Completion, Operation, PeerId, RemoteSegment, WorkRequest},
 };
 use hmem_p2p::path::DefaultPathSelector;
-use hmem_provider_verbs::{Verbs, VerbsDomain, VerbsOptions, sys::WcStatus};
+use hmem_provider_verbs::{
+    Verbs, VerbsDomain, VerbsOptions,
+    sys::{Functions, WcStatus},
+};
 use wire::{Misbehaviour, misbehave};
 
 const LOCAL: Access = Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
@@ -24,11 +27,25 @@ const FINE: Misbehaviour = Misbehaviour {
     stands_still: false,
     refuses_resets: 0,
     completes_late: false,
+    refuses_channels: 0,
+    channels_fail: 0,
+    tells_nothing: false,
+    is_rxe: false,
     bind: Some(WcStatus::IBV_WC_SUCCESS),
 };
 
 fn open() -> Domain {
-    let builder = Verbs::builder().functions(wire::functions());
+    open_over(wire::functions())
+}
+
+fn open_rxe() -> Domain {
+    let functions = wire::functions();
+    misbehave(Misbehaviour { is_rxe: true, ..FINE });
+    open_over(functions)
+}
+
+fn open_over(functions: Functions) -> Domain {
+    let builder = Verbs::builder().functions(functions);
     let builder = builder.options(VerbsOptions::MW_BIND).bind_timeout(Duration::ZERO);
     let verbs = builder.build().expect("start");
     let (registry, paths) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
@@ -42,19 +59,24 @@ fn endpoint(domain: &Domain, cq: &Arc<dyn CompletionQueue>) -> Endpoint {
     endpoint
 }
 
-fn buffer(domain: &Domain, byte: u8) -> Registered<Vec<u8>> {
+fn buffer(domain: &Domain, byte: u8) -> OwnedRegion<Vec<u8>> {
     let access = LOCAL | Access::REMOTE_READ | Access::REMOTE_WRITE;
     domain.register(vec![byte; 1024], access).map_err(|rejected| rejected.error).expect("register")
 }
 
-fn write(endpoint: &Endpoint, from: &Registered<Vec<u8>>, to: &Registered<Vec<u8>>, context: u64) {
+fn write(
+    endpoint: &Endpoint,
+    from: &OwnedRegion<Vec<u8>>,
+    to: &OwnedRegion<Vec<u8>>,
+    context: u64,
+) {
     try_write(endpoint, from, to, context).expect("post");
 }
 
 fn try_write(
     endpoint: &Endpoint,
-    from: &Registered<Vec<u8>>,
-    to: &Registered<Vec<u8>>,
+    from: &OwnedRegion<Vec<u8>>,
+    to: &OwnedRegion<Vec<u8>>,
     context: u64,
 ) -> Result<()> {
     let key = to.key().expect("key");
@@ -88,7 +110,7 @@ fn an_endpoint_whose_close_fails_goes_before_its_queues_and_its_domain() {
     fake::calls();
     drop(rejected.value);
     let gone = calls_about(&["destroy", "dealloc"]);
-    assert_eq!(gone, ["destroy_qp", "destroy_cq", "dealloc_pd"]);
+    assert_eq!(gone, ["destroy_qp", "destroy_cq", "destroy_comp_channel", "dealloc_pd"]);
 }
 
 /// KEY-08
@@ -111,7 +133,7 @@ fn a_dropped_endpoint_frees_the_type_2a_window_that_keeps_it_from_closing() {
     let cq = domain.open_cq(8).expect("open a queue");
     let endpoint = endpoint(&domain, &cq);
     let region = buffer(&domain, 1);
-    let window = domain.alloc_window(WindowType::TwoA).expect("allocate");
+    let window = domain.alloc_type_2_window(Type2Kind::A).expect("allocate");
     bind(&window, &endpoint, &region).expect("post the bind");
     read(&cq).remove(0).result.expect("bind");
     let rejected = endpoint.close().expect_err("a window of type 2A is bound through it");
@@ -120,8 +142,167 @@ fn a_dropped_endpoint_frees_the_type_2a_window_that_keeps_it_from_closing() {
     drop(rejected.value);
     assert_eq!(calls_about(&["destroy", "dealloc"]), ["dealloc_mw", "destroy_qp"]);
     assert_eq!(domain.live().endpoints, 0);
+    assert_eq!(window.state(), WindowState::Free, "it was allocated anew");
     drop(window);
-    assert_eq!(calls_about(&["dealloc"]), [""; 0], "it is freed once");
+    assert_eq!(calls_about(&["dealloc"]), ["dealloc_mw"]);
+}
+
+/// Ends the connection of an endpoint by a write with a key that nothing has.
+fn break_connection(
+    endpoint: &Endpoint,
+    cq: &Arc<dyn CompletionQueue>,
+    from: &OwnedRegion<Vec<u8>>,
+) {
+    let key = RemoteKey::new(Addressing::Virtual, Iova(0), 8, 1);
+    let remote = [RemoteSegment { address: Iova(0), len: 8, key: &key }];
+    endpoint.write(&[from.slice(0, 8).expect("slice")], &remote, PeerId(0), 9).expect("post");
+    let error = read(cq).remove(0).result.expect_err("no region has this key");
+    assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
+}
+
+/// MW-03
+#[test]
+fn a_queue_pair_with_a_bound_type_2a_window_is_not_reset() {
+    let domain = open();
+    let cq = domain.open_cq(8).expect("open a queue");
+    let endpoint = endpoint(&domain, &cq);
+    let region = buffer(&domain, 1);
+    let window = domain.alloc_type_2_window(Type2Kind::A).expect("allocate");
+    bind(&window, &endpoint, &region).expect("post the bind");
+    read(&cq).remove(0).result.expect("bind");
+    break_connection(&endpoint, &cq, &region);
+    let error = endpoint.resolve(&endpoint.name()).expect_err("to connect anew resets it");
+    assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+    assert_eq!(error.context_value("rule"), Some("type-2a-holds-queue-pair"), "{error}");
+    drop(window);
+    endpoint.resolve(&endpoint.name()).expect("nothing is bound");
+
+    let window = domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
+    bind(&window, &endpoint, &region).expect("post the bind");
+    read(&cq).remove(0).result.expect("bind");
+    break_connection(&endpoint, &cq, &region);
+    endpoint.resolve(&endpoint.name()).expect("type 2B lets its queue pair be reset");
+    assert_eq!(window.state(), WindowState::Valid);
+}
+
+/// MW-04
+#[test]
+fn a_window_learns_its_state_from_completions() {
+    let domain = open();
+    let cq = domain.open_cq(8).expect("open a queue");
+    let endpoint = endpoint(&domain, &cq);
+    let region = buffer(&domain, 1);
+    let window = domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
+    assert_eq!(window.state(), WindowState::Free);
+    bind(&window, &endpoint, &region).expect("post the bind");
+    assert_eq!(window.state(), WindowState::Free, "the bind has not completed");
+    let again = bind(&window, &endpoint, &region).expect_err("it is on its way to be bound");
+    assert_eq!(again.context_value("rule"), Some("binds-when-free"), "{again}");
+    read(&cq).remove(0).result.expect("bind");
+    assert_eq!(window.state(), WindowState::Valid);
+    window.post_invalidate(&endpoint, 2).expect("post the invalidation");
+    // Behind the invalidation in the same queue.
+    bind(&window, &endpoint, &region).expect("post the next bind");
+    for _ in 0..2 {
+        read(&cq).remove(0).result.expect("invalidate, then bind");
+    }
+    assert_eq!(window.state(), WindowState::Valid);
+    // A connection that is down flushes what is posted: the bind fails, and the window is free.
+    window.post_invalidate(&endpoint, 3).expect("post the invalidation");
+    read(&cq).remove(0).result.expect("invalidate");
+    break_connection(&endpoint, &cq, &region);
+    bind(&window, &endpoint, &region).expect("post a bind that fails");
+    read(&cq).remove(0).result.expect_err("the connection is down");
+    assert_eq!((window.state(), window.key()), (WindowState::Free, None));
+    region.close().map_err(|rejected| rejected.error).expect("nothing is bound to it");
+}
+
+/// MW-04
+#[test]
+fn a_window_whose_invalidation_fails_stays_bound() {
+    let domain = open_rxe();
+    let cq = domain.open_cq(8).expect("open a queue");
+    let endpoint = endpoint(&domain, &cq);
+    let (first, other) = (buffer(&domain, 1), buffer(&domain, 2));
+    let window = domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
+    let key = bind(&window, &endpoint, &first).expect("post the bind");
+    read(&cq).remove(0).result.expect("bind");
+    break_connection(&endpoint, &cq, &first);
+    for binds_behind_it in [false, true] {
+        // On rxe, a window that is not bound is not invalidated.
+        window.post_invalidate(&endpoint, 2).expect("the window is bound");
+        if binds_behind_it {
+            let (access, addressing) = (Access::REMOTE_READ, Addressing::Virtual);
+            let region = &other;
+            let bind = Type2Bind { region, offset: 0, len: 32, access, addressing, tag: 8 };
+            window.post_bind(&endpoint, &bind, 3).expect("post a bind");
+            read(&cq).remove(0).result.expect_err("the connection is down");
+        }
+        read(&cq).remove(0).result.expect_err("the connection is down");
+        assert_eq!(window.state(), WindowState::Valid);
+        let now = window.key().expect("it is bound");
+        assert_eq!(now.base(), key.base(), "the region of the bind that holds");
+        assert_eq!(now.as_u64().expect("one key"), key.as_u64().expect("one key"));
+    }
+    endpoint.resolve(&endpoint.name()).expect("connect anew");
+    window.post_invalidate(&endpoint, 4).expect("the window is bound");
+    read(&cq).remove(0).result.expect("invalidate");
+    assert_eq!(window.state(), WindowState::Free);
+    for region in [first, other] {
+        region.close().map_err(|rejected| rejected.error).expect("nothing is bound to it");
+    }
+}
+
+/// MW-03
+#[test]
+fn a_window_that_is_bound_behind_its_invalidation_is_freed_before_its_queue_pair() {
+    let domain = open();
+    let cq = domain.open_cq(8).expect("open a queue");
+    let endpoint = endpoint(&domain, &cq);
+    let region = buffer(&domain, 1);
+    let window = domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
+    bind(&window, &endpoint, &region).expect("post the bind");
+    read(&cq).remove(0).result.expect("bind");
+    window.post_invalidate(&endpoint, 2).expect("post the invalidation");
+    bind(&window, &endpoint, &region).expect("post the next bind");
+    for _ in 0..2 {
+        read(&cq).remove(0).result.expect("invalidate, then bind");
+    }
+    fake::calls();
+    endpoint.close().map_err(|rejected| rejected.error).expect("close");
+    assert_eq!(calls_about(&["destroy_qp", "dealloc"]), ["dealloc_mw", "destroy_qp"]);
+}
+
+/// MW-10
+#[test]
+fn a_peers_invalidation_that_is_read_before_the_bind_frees_the_window() {
+    let domain = open();
+    let (tx, rx) = (domain.open_cq(8).expect("queue"), domain.open_cq(8).expect("queue"));
+    let endpoint = domain
+        .open_endpoint(&EndpointAttr { rx_cq: Arc::clone(&rx), ..EndpointAttr::new(&tx) })
+        .expect("open an endpoint");
+    endpoint.resolve(&endpoint.name()).expect("connect it to itself");
+    let (region, inbox) = (buffer(&domain, 1), buffer(&domain, 2));
+    let window = domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
+    let post = |operation, local: &[_]| {
+        let request = WorkRequest { operation, local, peer: PeerId(0), context: 4 };
+        // SAFETY: the buffers live until the end of the test.
+        unsafe { endpoint.post(&request) }.expect("post")
+    };
+    let inbox = inbox.slice(0, 64).expect("slice");
+    endpoint.receive(&[inbox], None, 4).expect("receive");
+    let key = bind(&window, &endpoint, &region).expect("post the bind");
+    post(Operation::Send { tag: None, invalidate: Some(&key) }, &[]);
+    let mut received = Vec::new();
+    for _ in 0..4 {
+        received.append(&mut read(&rx));
+    }
+    assert_eq!(received.remove(0).invalidated, Some(key.as_u64().expect("one key")));
+    for _ in 0..2 {
+        read(&tx).remove(0).result.expect("bind, then send");
+    }
+    assert_eq!((window.state(), window.key()), (WindowState::Free, None));
+    region.close().map_err(|rejected| rejected.error).expect("nothing is bound to it");
 }
 
 /// MR-05
@@ -172,7 +353,7 @@ fn a_late_completion_of_a_closed_endpoint_ends_no_request_of_the_next() {
 fn the_late_completion_of_a_bind_is_not_that_of_the_next() {
     let domain = open();
     let region = buffer(&domain, 1);
-    let window = domain.alloc_window(WindowType::One).expect("allocate");
+    let window = domain.alloc_type_1_window().expect("allocate");
     let bind = || window.bind(&region, 0, 64, Access::REMOTE_READ);
     let first = bind().expect("bind");
     misbehave(Misbehaviour { bind: None, ..FINE });
@@ -188,12 +369,13 @@ fn the_late_completion_of_a_bind_is_not_that_of_the_next() {
 }
 
 fn bind(
-    window: &MemoryWindow,
+    window: &Type2Window,
     endpoint: &Endpoint,
-    region: &Registered<Vec<u8>>,
-) -> Result<hmem_core::RemoteKey> {
+    region: &OwnedRegion<Vec<u8>>,
+) -> Result<RemoteKey> {
     let (access, addressing) = (Access::REMOTE_READ, Addressing::Virtual);
-    window.post_bind(endpoint, region, (0, 64), access, addressing, 7, 1)
+    let bind = Type2Bind { region, offset: 0, len: 64, access, addressing, tag: 7 };
+    window.post_bind(endpoint, &bind, 1)
 }
 
 /// MW-10
@@ -203,8 +385,8 @@ fn a_window_is_invalidated_through_the_queue_pair_that_it_is_bound_through_only(
     let cq = domain.open_cq(8).expect("open a queue");
     let (own, foreign) = (endpoint(&domain, &cq), endpoint(&domain, &cq));
     let region = buffer(&domain, 1);
-    for kind in [WindowType::TwoA, WindowType::TwoB] {
-        let window = domain.alloc_window(kind).expect("allocate");
+    for kind in [Type2Kind::A, Type2Kind::B] {
+        let window = domain.alloc_type_2_window(kind).expect("allocate");
         bind(&window, &own, &region).expect("post the bind");
         read(&cq).remove(0).result.expect("bind");
         let error = window.post_invalidate(&foreign, 2).expect_err("a foreign queue pair");
@@ -250,7 +432,7 @@ fn requests_for_the_other_type_of_window_are_refused_by_the_provider() {
     assert_eq!(error.kind(), ErrorKind::BadState, "{error}");
     let zero_based = WindowBind { addressing: Addressing::ZeroBased, ..bind };
     let error = verbs.bind_window(one, &zero_based).expect_err("type 1 has virtual addresses");
-    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     verbs.bind_window(one, &bind).expect("type 1 is bound by a call");
     for window in [one, two] {
         verbs.free_window(window).expect("free");
@@ -264,7 +446,7 @@ fn requests_for_the_other_type_of_window_are_refused_by_the_provider() {
 #[allow(unsafe_code)]
 fn a_forked_child_destroys_no_queue_and_no_window_of_its_parent() {
     let domain = open();
-    let window = domain.alloc_window(WindowType::One).expect("allocate");
+    let window = domain.alloc_type_1_window().expect("allocate");
     let (cq, lone_cq) = (domain.open_cq(4).expect("queue"), domain.open_cq(4).expect("queue"));
     let (dropped, closed) = (endpoint(&domain, &cq), endpoint(&domain, &cq));
     // A request in flight, which closing its endpoint would end.
@@ -284,7 +466,7 @@ fn a_forked_child_destroys_no_queue_and_no_window_of_its_parent() {
                 let closes = std::ptr::read(&raw const closed).close().is_ok();
                 let refused = domain.open_cq(4).is_err()
                     && domain.open_endpoint(&EndpointAttr::new(&cq)).is_err()
-                    && domain.alloc_window(WindowType::One).is_err();
+                    && domain.alloc_type_1_window().is_err();
                 drop(std::ptr::read(&raw const cq));
                 drop(std::ptr::read(&raw const domain));
                 closes && refused && fake::calls().is_empty()

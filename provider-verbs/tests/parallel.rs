@@ -8,7 +8,7 @@ mod trials;
 
 use std::{
     collections::BTreeMap,
-    ffi::{c_int, c_void},
+    ffi::{c_int, c_uint, c_void},
     panic::{self, AssertUnwindSafe},
     ptr,
     sync::{Arc, Condvar, Mutex, MutexGuard},
@@ -103,6 +103,16 @@ extern "C" fn reg_mr(pd: *mut Pd, addr: *mut c_void, length: usize, _access: c_i
     Box::into_raw(Box::new(Mr { context, pd, addr, length, handle: 0, lkey: key, rkey: key }))
 }
 
+extern "C" fn reg_mr_iova2(
+    pd: *mut Pd,
+    addr: *mut c_void,
+    length: usize,
+    _iova: u64,
+    access: c_uint,
+) -> *mut Mr {
+    reg_mr(pd, addr, length, access as c_int)
+}
+
 extern "C" fn dereg_mr(mr: *mut Mr) -> c_int {
     // SAFETY: it was boxed by `reg_mr`, and is deregistered once.
     let mr = unsafe { Box::from_raw(mr) };
@@ -121,6 +131,7 @@ fn domain(max_mr_size: u64) -> (Domain, MutexGuard<'static, ()>) {
     let functions = unsafe {
         Functions::from_lookup(|name, _| match name {
             "ibv_reg_mr" => Some(reg_mr as *const ()),
+            "ibv_reg_mr_iova2" => Some(reg_mr_iova2 as *const ()),
             "ibv_dereg_mr" => Some(dereg_mr as *const ()),
             _ => fake::symbol(name),
         })

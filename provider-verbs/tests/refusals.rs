@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use hmem_core::{
     Access, Address, AddressRange, Addressing, Domain, DomainAttr, Endpoint, ErrorKind, LocalKey,
-    Registered, Registry, Result,
+    OwnedRegion, Registry, Result,
     provider::{CompletionQueue, EndpointAttr, ProviderDomain, WindowBind, WindowType, Windows},
     transfer::{LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
 };
@@ -33,7 +33,7 @@ fn open_on(functions: Functions, options: VerbsOptions) -> Domain {
     Domain::open(&verbs, registry, paths, DomainAttr::default()).expect("open")
 }
 
-fn buffer(domain: &Domain, access: Access) -> Registered<Vec<u8>> {
+fn buffer(domain: &Domain, access: Access) -> OwnedRegion<Vec<u8>> {
     let bytes = vec![1; LEN as usize];
     domain.register(bytes, access).map_err(|rejected| rejected.error).expect("register")
 }
@@ -42,7 +42,7 @@ fn buffer(domain: &Domain, access: Access) -> Registered<Vec<u8>> {
 struct Loop {
     endpoint: Endpoint,
     cq: Arc<dyn CompletionQueue>,
-    target: Registered<Vec<u8>>,
+    target: OwnedRegion<Vec<u8>>,
     domain: Domain,
 }
 
@@ -147,7 +147,11 @@ fn an_endpoint_takes_queues_of_its_own_device_only() {
 }
 
 /// The bind of a window in the provider's words, below the checks of the domain.
-fn bind(domain: &Domain, region: &Registered<Vec<u8>>, what: (u64, u64, Access)) -> Result<String> {
+fn bind(
+    domain: &Domain,
+    region: &OwnedRegion<Vec<u8>>,
+    what: (u64, u64, Access),
+) -> Result<String> {
     let verbs = VerbsDomain::of(domain).expect("verbs");
     let window = verbs.alloc_window(WindowType::One)?;
     let (offset, len, access) = what;

@@ -59,7 +59,7 @@ fn rereg_changes_rights_and_keys_of_every_part() {
     unsafe { verbs.rereg(handle, Access::REMOTE_READ | Access::REMOTE_WRITE) }
         .expect("the fake changes rights");
     // CHANGE_ACCESS; remote read, write and atomic, and the local write that verbs demands.
-    assert_eq!(calls(), ["rereg_mr 0x4 0xf", "rereg_mr 0x4 0xf"]);
+    assert_eq!(calls(), ["rereg_mr 0x4 0x10000f", "rereg_mr 0x4 0x10000f"]);
     let after = verbs.keys(handle).expect("keys");
     for (before, after) in before.iter().zip(&after) {
         assert_eq!((after.rkey, after.lkey), (before.rkey + 0x10, before.lkey + 0x10));
@@ -98,7 +98,8 @@ fn a_refused_rereg_leaves_the_region_or_says_that_it_is_lost() {
             error.remedy_text().is_some_and(|remedy| remedy.contains(word)),
             "class {class}: {error}"
         );
-        assert_eq!(verbs.flags(handle).expect("flags"), AccessFlags::REMOTE_READ);
+        let flags = AccessFlags::REMOTE_READ | AccessFlags::RELAXED_ORDERING;
+        assert_eq!(verbs.flags(handle).expect("flags"), flags);
     }
     region.close().map_err(|rejected| rejected.error).expect("it can still be closed");
     assert_eq!(domain.live().page_registrations, 0);
@@ -122,9 +123,12 @@ fn a_rereg_refused_for_a_later_part_takes_the_rights_of_the_earlier_back() {
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
         assert!(error.remedy_text().is_some_and(|remedy| remedy.contains(word)), "{error}");
         // Remote write with what belongs to it, then remote read again.
-        let asked = ["rereg_mr 0x4 0xb"; 3].into_iter().chain(["rereg_mr 0x4 0x4"; 2]);
+        let asked = ["rereg_mr 0x4 0x10000b"; 3].into_iter().chain(["rereg_mr 0x4 0x100004"; 2]);
         assert_eq!(calls(), asked.collect::<Vec<_>>());
-        assert_eq!(verbs.flags(handle).expect("flags"), AccessFlags::REMOTE_READ);
+        assert_eq!(
+            verbs.flags(handle).expect("flags"),
+            AccessFlags::REMOTE_READ | AccessFlags::RELAXED_ORDERING
+        );
     }
     // Keys that the driver changed on the way are those that peers get.
     let keys = verbs.keys(handle).expect("keys");

@@ -260,6 +260,36 @@ fn requests_end_and_their_buffers_go_back_only_once_the_queue_pair_is_reset() {
     misbehave(Misbehaviour::default());
 }
 
+/// EVT-05
+#[test]
+fn a_wait_moves_staged_transfers_on_and_a_channel_asks_for_that() {
+    let net = net();
+    let staged = net.near.device(&net.device, CHUNK * 4, LOCAL).unwrap();
+    let far = net.far.host(CHUNK * 4, LOCAL | REMOTE);
+    let key = far.region().key().unwrap();
+    let remote = [RemoteSegment { address: key.base(), len: CHUNK * 4, key: &key }];
+    let write = |context| {
+        let from = [staged.slice(0, CHUNK * 4)];
+        net.near.endpoint.write(&from, &remote, PeerId(0), context).unwrap();
+    };
+    let mut done = Vec::new();
+    write(1);
+    assert_eq!(net.near.cq.wait(&mut done, 8, Duration::MAX).unwrap(), 1);
+    let channel = net.near.cq.channel().expect("a channel");
+    assert!(channel.arm().unwrap(), "nothing is under way");
+    write(2);
+    let fd = channel.fd().unwrap();
+    let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+    let mut fds = [rustix::event::PollFd::new(&fd, rustix::event::PollFlags::IN)];
+    assert_eq!(rustix::event::poll(&mut fds, Some(&now)).unwrap(), 1, "it waits for a call");
+    while net.near.cq.read(&mut done, 8).unwrap() == 0 {
+        assert!(!channel.arm().unwrap(), "slept over a transfer");
+    }
+    assert_eq!(done.iter().map(|end| end.context).collect::<Vec<_>>(), [1, 2]);
+    done.into_iter().for_each(|end| assert_eq!(end.result.unwrap(), CHUNK * 4));
+    assert!(channel.arm().unwrap());
+}
+
 /// REL-01, BNC-02
 #[test]
 fn a_refusing_peer_drains_the_pipeline_and_leaks_nothing_over_verbs() {

@@ -4,24 +4,43 @@ mod support;
 #[path = "../../tests/trials/mod.rs"]
 mod trials;
 
+use std::collections::VecDeque;
+
 use hmem_core::{
-    Access, Addressing, ErrorKind, RemoteKey, Result,
-    provider::WindowType,
-    transfer::{CompletionKind, Operation},
+    Access, Addressing, ErrorKind, Iova, MemoryRegion, RemoteKey, Result, Type1Window, Type2Bind,
+    Type2Kind, Type2Window,
+    provider::{ProviderDomain, WindowBind, WindowEvent, WindowRule, WindowState, WindowType},
+    transfer::{AtomicOp, CompletionKind, Operation},
 };
 use hmem_provider_verbs::{Verbs, VerbsOptions};
-use support::{LOCAL, Pages, Pair, device, remote, segment};
+use support::{LOCAL, Pages, Pair, REMOTE, device, remote, segment};
 use trials::{Outcome, Skipped, trials};
 
 trials! {
     a_type_1_window_turns_its_key_at_each_bind_and_unbinds,
-    nothing_is_reached_past_the_end_of_a_window,
     a_type_2_window_is_bound_invalidated_and_bound_again_by_posted_requests,
+    /// MW-10
     a_peer_invalidates_a_type_2_window_with_a_send,
     /// MW-10
     a_peer_does_not_invalidate_a_type_1_window,
     binds_that_drivers_answer_badly_are_refused_before,
     an_endpoint_closes_at_once_with_a_type_2b_window_bound_through_it,
+    /// MW-04
+    sequences_of_window_operations_follow_the_table,
+    /// MW-05
+    each_right_of_a_window_is_its_own,
+    /// MW-06
+    windows_of_both_types_overlap_and_hold_their_region,
+    /// MW-02
+    binds_that_break_a_rule_name_it,
+    /// MW-01
+    requests_for_the_other_type_are_refused,
+    /// MW-03
+    a_type_2b_window_serves_the_queue_pair_that_bound_it_only,
+    /// KEY-07
+    stale_tags_of_a_window_reach_nothing,
+    /// MW-07
+    bounds_of_a_window_are_enforced_where_the_driver_has_them,
 }
 
 fn pair(name: &str, window: WindowType) -> Result<Pair, Skipped> {
@@ -33,12 +52,18 @@ fn pair(name: &str, window: WindowType) -> Result<Pair, Skipped> {
     Ok(pair)
 }
 
+/// The bind of a type 2 window to a whole region.
+fn whole(region: &MemoryRegion, tag: u8) -> Type2Bind<'_> {
+    let (len, access, addressing) = (region.len(), Access::REMOTE_WRITE, Addressing::Virtual);
+    Type2Bind { region, offset: 0, len, access, addressing, tag }
+}
+
 /// A near buffer, and what a write of its first 64 bytes to `key` comes to; the connection is made
 /// anew after a failure.
 struct Prober<'a> {
     pair: &'a Pair,
     from: Pages,
-    region: hmem_core::MemoryRegion,
+    region: MemoryRegion,
 }
 
 impl<'a> Prober<'a> {
@@ -71,7 +96,7 @@ fn a_type_1_window_turns_its_key_at_each_bind_and_unbinds() -> Outcome {
     let to = Pages::new(8192);
     // Local write, no remote right: the window's rights are its own (IBA 10.6.7.2.2).
     let region = pair.far.register(to.range(), LOCAL).expect("register");
-    let window = pair.far.domain.alloc_window(WindowType::One).expect("allocate");
+    let window = pair.far.domain.alloc_type_1_window().expect("allocate");
     let first = window.bind(&region, 1024, 2048, Access::REMOTE_WRITE).expect("bind");
     prober.write(&first, 0).expect("write through the window");
     assert_eq!(to.get(1024, 64), prober.from.get(0, 64));
@@ -92,37 +117,18 @@ fn a_type_1_window_turns_its_key_at_each_bind_and_unbinds() -> Outcome {
     Ok(())
 }
 
-/// MW-07
-fn nothing_is_reached_past_the_end_of_a_window() -> Outcome {
-    let name = device()?;
-    if name.starts_with("rxe") {
-        // check_rkey in rxe_resp.c.
-        return Err(Skipped(format!(
-            "{name} enforces the bounds of a window's region, not those of the window"
-        )));
-    }
-    let pair = pair(&name, WindowType::One)?;
-    let prober = Prober::new(&pair);
-    let to = Pages::new(8192);
-    let region = pair.far.register(to.range(), LOCAL).expect("register");
-    let window = pair.far.domain.alloc_window(WindowType::One).expect("allocate");
-    let key = window.bind(&region, 1024, 2048, Access::REMOTE_WRITE).expect("bind");
-    prober.refused(&key, 2048 - 63, "past the window's end");
-    Ok(())
-}
-
 fn a_type_2_window_is_bound_invalidated_and_bound_again_by_posted_requests() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
     let prober = Prober::new(&pair);
     let to = Pages::new(8192);
     let region = pair.far.register(to.range(), LOCAL).expect("register");
-    let window = pair.far.domain.alloc_window(WindowType::TwoB).expect("allocate");
+    let window = pair.far.domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
     let far = &pair.far;
-    let bind = |range, tag, addressing| {
-        let key = window
-            .post_bind(&far.endpoint, &region, range, Access::REMOTE_WRITE, addressing, tag, 1)
-            .expect("post the bind");
+    let bind = |(offset, len), tag, addressing| {
+        let (region, access) = (&region, Access::REMOTE_WRITE);
+        let bind = Type2Bind { region, offset, len, access, addressing, tag };
+        let key = window.post_bind(&far.endpoint, &bind, 1).expect("post the bind");
         let done = far.wait();
         assert_eq!(done.kind, CompletionKind::BindWindow);
         done.result.expect("bind");
@@ -150,18 +156,8 @@ fn a_peer_invalidates_a_type_2_window_with_a_send() -> Outcome {
     let prober = Prober::new(&pair);
     let to = Pages::new(4096);
     let region = pair.far.register(to.range(), LOCAL).expect("register");
-    let window = pair.far.domain.alloc_window(WindowType::TwoB).expect("allocate");
-    let key = window
-        .post_bind(
-            &pair.far.endpoint,
-            &region,
-            (0, 4096),
-            Access::REMOTE_WRITE,
-            Addressing::Virtual,
-            9,
-            1,
-        )
-        .expect("post the bind");
+    let window = pair.far.domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
+    let key = window.post_bind(&pair.far.endpoint, &whole(&region, 9), 1).expect("post the bind");
     pair.far.wait().result.expect("bind");
     prober.write(&key, 0).expect("write");
     let into = segment(to.part(0, 64), region.desc().expect("desc"));
@@ -169,8 +165,10 @@ fn a_peer_invalidates_a_type_2_window_with_a_send() -> Outcome {
     let message = segment(prober.from.part(0, 8), prober.region.desc().expect("desc"));
     let send = Operation::Send { tag: None, invalidate: Some(&key) };
     pair.near.transfer(send, &[message]).expect("send with invalidate");
-    assert_eq!(pair.far.wait().result.expect("receive"), 8);
-    window.invalidated_by_peer();
+    let received = pair.far.wait();
+    assert_eq!(received.result.expect("receive"), 8);
+    assert_eq!(received.invalidated, Some(key.as_u64().expect("one key")));
+    assert_eq!(window.state(), WindowState::Free);
     prober.refused(&key, 0, "the invalidated key is dead");
     region.close().map_err(|rejected| rejected.error).expect("nothing is bound any more");
     Ok(())
@@ -183,7 +181,7 @@ fn a_peer_does_not_invalidate_a_type_1_window() -> Outcome {
     let prober = Prober::new(&pair);
     let to = Pages::new(4096);
     let region = pair.far.register(to.range(), LOCAL).expect("register");
-    let window = pair.far.domain.alloc_window(WindowType::One).expect("allocate");
+    let window = pair.far.domain.alloc_type_1_window().expect("allocate");
     let key = window.bind(&region, 1024, 2048, Access::REMOTE_WRITE).expect("bind");
     let into = segment(to.part(0, 64), region.desc().expect("desc"));
     pair.far.post(Operation::Receive { tag: None, from: None }, &[into], 4).expect("receive");
@@ -204,7 +202,7 @@ fn binds_that_drivers_answer_badly_are_refused_before() -> Outcome {
     let to = Pages::new(4096);
     let narrow =
         pair.far.register(to.range(), Access::SEND | Access::REMOTE_READ).expect("register");
-    let window = pair.far.domain.alloc_window(WindowType::One).expect("allocate");
+    let window = pair.far.domain.alloc_type_1_window().expect("allocate");
     let kind = |result: Result<RemoteKey>| result.expect_err("refused").kind();
     assert_eq!(kind(window.bind(&narrow, 0, 64, Access::REMOTE_WRITE)), ErrorKind::AccessDenied);
     assert_eq!(kind(window.bind(&narrow, 4000, 100, Access::REMOTE_READ)), ErrorKind::OutOfBounds);
@@ -214,11 +212,11 @@ fn binds_that_drivers_answer_badly_are_refused_before() -> Outcome {
 
     let plain = Pair::new(&name);
     let region = plain.far.register(to.range(), LOCAL).expect("register");
-    let window = plain.far.domain.alloc_window(WindowType::One).expect("allocate");
+    let window = plain.far.domain.alloc_type_1_window().expect("allocate");
     let error = window.bind(&region, 0, 64, Access::REMOTE_WRITE).expect_err("no MW_BIND");
     assert_eq!(error.kind(), ErrorKind::AccessDenied);
     assert!(error.to_string().contains("MW_BIND"), "{error}");
-    if let Err(error) = plain.far.domain.alloc_window(WindowType::TwoA) {
+    if let Err(error) = plain.far.domain.alloc_type_2_window(Type2Kind::A) {
         assert_eq!(error.kind(), ErrorKind::Unsupported);
         assert!(error.to_string().contains(&name), "{error}");
     }
@@ -230,19 +228,8 @@ fn an_endpoint_closes_at_once_with_a_type_2b_window_bound_through_it() -> Outcom
     let pair = pair(&name, WindowType::TwoB)?;
     let to = Pages::new(4096);
     let region = pair.far.register(to.range(), LOCAL).expect("register");
-    let window = pair.far.domain.alloc_window(WindowType::TwoB).expect("allocate");
-    let bind = |endpoint| {
-        window.post_bind(
-            endpoint,
-            &region,
-            (0, 64),
-            Access::REMOTE_WRITE,
-            Addressing::Virtual,
-            1,
-            1,
-        )
-    };
-    bind(&pair.far.endpoint).expect("post the bind");
+    let window = pair.far.domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
+    window.post_bind(&pair.far.endpoint, &whole(&region, 1), 1).expect("post the bind");
     pair.far.wait().result.expect("bind");
     let started = std::time::Instant::now();
     let support::Side { endpoint, cq, domain } = pair.far;
@@ -252,5 +239,386 @@ fn an_endpoint_closes_at_once_with_a_type_2b_window_bound_through_it() -> Outcom
     region.close().map_err(|rejected| rejected.error).expect("close the region");
     drop(cq);
     domain.close().map_err(|rejected| rejected.error).expect("nothing is left");
+    Ok(())
+}
+
+/// A window of either type of a far region, and the key that a peer knows.
+enum Window {
+    One(Type1Window),
+    Two(Type2Window, u8),
+}
+
+impl Window {
+    fn alloc(pair: &Pair, kind: WindowType) -> Self {
+        let domain = &pair.far.domain;
+        match kind {
+            WindowType::One => Self::One(domain.alloc_type_1_window().expect("allocate")),
+            WindowType::TwoA => {
+                Self::Two(domain.alloc_type_2_window(Type2Kind::A).expect("allocate"), 0)
+            }
+            WindowType::TwoB => {
+                Self::Two(domain.alloc_type_2_window(Type2Kind::B).expect("allocate"), 0)
+            }
+        }
+    }
+
+    fn state(&self) -> WindowState {
+        match self {
+            Self::One(window) => window.state(),
+            Self::Two(window, _) => window.state(),
+        }
+    }
+
+    fn bind(
+        &mut self,
+        pair: &Pair,
+        region: &MemoryRegion,
+        (offset, len): (u64, u64),
+        access: Access,
+    ) -> Result<RemoteKey> {
+        match self {
+            Self::One(window) if len == 0 => {
+                window.unbind().map(|()| RemoteKey::new(Addressing::Virtual, Iova(0), 0, 0))
+            }
+            Self::One(window) => window.bind(region, offset, len, access),
+            Self::Two(window, tag) => {
+                *tag = tag.wrapping_add(1);
+                let addressing = Addressing::Virtual;
+                let bind = Type2Bind { region, offset, len, access, addressing, tag: *tag };
+                let key = window.post_bind(&pair.far.endpoint, &bind, 1)?;
+                pair.far.wait().result.map(|_| key)
+            }
+        }
+    }
+}
+
+/// Sends a message that invalidates a key. The connection is made anew after a failure.
+fn invalidate_by_peer(prober: &Prober<'_>, inbox: &MemoryRegion, key: &RemoteKey) -> Result<()> {
+    let pair = prober.pair;
+    let into = segment(inbox.range().slice(0, 64).expect("inside"), inbox.desc().expect("desc"));
+    pair.far.post(Operation::Receive { tag: None, from: None }, &[into], 4).expect("receive");
+    let message = segment(prober.from.part(0, 8), prober.region.desc().expect("desc"));
+    let send = Operation::Send { tag: None, invalidate: Some(key) };
+    let sent = pair.near.transfer(send, &[message]);
+    let received = pair.far.wait().result;
+    let done = sent.and(received).map(|_| ());
+    if done.is_err() {
+        pair.connect();
+    }
+    done
+}
+
+fn sequences_of_window_operations_follow_the_table() -> Outcome {
+    const STEPS: [WindowEvent; 6] = [
+        WindowEvent::Bind,
+        WindowEvent::BindNothing,
+        WindowEvent::Invalidate,
+        WindowEvent::InvalidateByPeer,
+        WindowEvent::Access,
+        WindowEvent::Deallocate,
+    ];
+    let name = device()?;
+    let mut shown = 0;
+    for kind in [WindowType::One, WindowType::TwoB] {
+        let pair = pair(&name, kind)?;
+        let prober = Prober::new(&pair);
+        let (to, inbox) = (Pages::new(4096), Pages::new(4096));
+        let region = pair.far.register(to.range(), LOCAL).expect("register");
+        let inbox = pair.far.register(inbox.range(), LOCAL).expect("register");
+        let step = |window: &mut Option<Window>, key: &mut Option<RemoteKey>, event| {
+            let held = window.as_mut().expect("it is allocated");
+            let bind = |held: &mut Window, len| held.bind(&pair, &region, (64, len), REMOTE);
+            match event {
+                WindowEvent::Bind => *key = Some(bind(held, 64)?),
+                WindowEvent::BindNothing => drop(bind(held, 0)?),
+                WindowEvent::Invalidate => {
+                    if let Window::Two(window, _) = held {
+                        window.post_invalidate(&pair.far.endpoint, 2)?;
+                        pair.far.wait().result?;
+                    }
+                }
+                WindowEvent::InvalidateByPeer => {
+                    invalidate_by_peer(&prober, &inbox, key.as_ref().expect("it was bound"))?;
+                }
+                WindowEvent::Access => {
+                    prober.write(key.as_ref().expect("it was bound"), 0)?;
+                }
+                _ => *window = None,
+            }
+            Ok::<_, hmem_core::Error>(())
+        };
+        let mut open: VecDeque<Vec<WindowEvent>> = VecDeque::from([Vec::new()]);
+        while let Some(done) = open.pop_front() {
+            for next in STEPS {
+                let (mut window, mut key) = (Some(Window::alloc(&pair, kind)), None);
+                let mut state = WindowState::Free;
+                for event in &done {
+                    step(&mut window, &mut key, *event).expect("it was allowed before");
+                    state = kind.after(state, *event).expect("it was allowed before");
+                }
+                let unknown = key.is_none();
+                let by_peer = matches!(next, WindowEvent::InvalidateByPeer | WindowEvent::Access);
+                let by_type = kind == WindowType::One && next == WindowEvent::Invalidate;
+                // rdma_rxe follows a null pointer where a peer invalidates a free window.
+                let crashes = next == WindowEvent::InvalidateByPeer && state == WindowState::Free;
+                if by_type || (by_peer && unknown) || (crashes && name.starts_with("rxe")) {
+                    continue;
+                }
+                let what = format!("type {}: {next:?} after {done:?}", kind.name());
+                let expected = match kind.after(state, next) {
+                    // Refused before the driver crashes.
+                    Ok(_)
+                        if next == WindowEvent::Invalidate
+                            && state == WindowState::Free
+                            && name.starts_with("rxe") =>
+                    {
+                        Err("driver-invalidates-once")
+                    }
+                    after => after.map_err(WindowRule::name),
+                };
+                match (step(&mut window, &mut key, next), expected) {
+                    (Ok(()), Ok(after)) => state = after,
+                    (Err(error), Err(rule)) => {
+                        let named = error.context_value("rule") == Some(rule);
+                        assert!(named || (by_peer && error.driver().is_some()), "{what}: {error}");
+                    }
+                    (done, expected) => panic!("{what}: {done:?} and not {expected:?}"),
+                }
+                shown += 1;
+                if let Some(window) = &window {
+                    assert_eq!(window.state(), state, "{what}");
+                    if done.len() + 1 < 4 && expected.is_ok() {
+                        open.push_back(done.iter().copied().chain([next]).collect());
+                    }
+                }
+            }
+        }
+        region.close().map_err(|rejected| rejected.error).expect("nothing is bound");
+    }
+    println!("{shown} sequences");
+    Ok(())
+}
+
+fn each_right_of_a_window_is_its_own() -> Outcome {
+    let name = device()?;
+    for kind in [WindowType::One, WindowType::TwoB] {
+        let pair = pair(&name, kind)?;
+        let prober = Prober::new(&pair);
+        let to = Pages::new(4096);
+        let region = pair.far.register(to.range(), LOCAL).expect("register");
+        let local = segment(prober.from.part(0, 8), prober.region.desc().expect("desc"));
+        for access in [Access::REMOTE_READ, Access::REMOTE_RMA_WRITE, Access::REMOTE_ATOMIC] {
+            let mut window = Window::alloc(&pair, kind);
+            let key = window.bind(&pair, &region, (0, 64), access).expect("bind");
+            let tries: [(Access, &dyn Fn() -> Result<u64>); 3] = [
+                (Access::REMOTE_READ, &|| pair.near.read(local, remote(&key, 0, 8))),
+                (Access::REMOTE_RMA_WRITE, &|| pair.near.write(local, remote(&key, 0, 8))),
+                (Access::REMOTE_ATOMIC, &|| {
+                    pair.near.atomic(AtomicOp::Sum, remote(&key, 0, 8), local, Some(local), None)
+                }),
+            ];
+            for (needed, access_it) in tries {
+                let before = to.get(0, 64);
+                let what = format!("type {}, {access}: {needed}", kind.name());
+                match access_it() {
+                    Ok(moved) => assert_eq!((needed, moved), (access, 8), "{what}"),
+                    Err(error) => {
+                        assert_ne!(needed, access, "{what}: {error}");
+                        assert_eq!(error.driver().map(|code| code.code), Some(10), "{what}");
+                        assert_eq!(to.get(0, 64), before, "{what}: moved bytes");
+                        pair.connect();
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn windows_of_both_types_overlap_and_hold_their_region() -> Outcome {
+    let name = device()?;
+    let pair = pair(&name, WindowType::TwoB)?;
+    let prober = Prober::new(&pair);
+    let to = Pages::new(4096);
+    let region = pair.far.register(to.range(), LOCAL).expect("register");
+    let (mut one, mut two) =
+        (Window::alloc(&pair, WindowType::One), Window::alloc(&pair, WindowType::TwoB));
+    let first = one.bind(&pair, &region, (0, 256), Access::REMOTE_WRITE).expect("bind");
+    let second = two.bind(&pair, &region, (128, 256), Access::REMOTE_READ).expect("bind");
+    prober.write(&first, 128).expect("write through the one");
+    let local = segment(prober.from.part(64, 64), prober.region.desc().expect("desc"));
+    pair.near.read(local, remote(&second, 0, 64)).expect("read through the other");
+    assert_eq!(prober.from.get(64, 64), to.get(128, 64));
+    prober.refused(&second, 0, "the second grants no write");
+    let rejected = region.close().expect_err("two windows are bound");
+    drop(one);
+    let rejected = rejected.value.close().expect_err("one window is bound");
+    assert!(rejected.error.is_busy(), "{}", rejected.error);
+    drop(two);
+    rejected.value.close().map_err(|rejected| rejected.error).expect("nothing is bound");
+    Ok(())
+}
+
+fn binds_that_break_a_rule_name_it() -> Outcome {
+    let name = device()?;
+    let pair = pair(&name, WindowType::TwoB)?;
+    let to = Pages::new(4096);
+    let region = pair.far.register(to.range(), LOCAL).expect("register");
+    let foreign = pair.near.register(to.range(), LOCAL).expect("register");
+    let rule = |error: hmem_core::Error| error.context_value("rule").unwrap_or("").to_owned();
+    let read = Access::REMOTE_READ;
+    for kind in [WindowType::One, WindowType::TwoB] {
+        let mut window = Window::alloc(&pair, kind);
+        let mut refused = |region, part, access| {
+            rule(window.bind(&pair, region, part, access).expect_err("refused"))
+        };
+        assert_eq!(refused(&foreign, (0, 8), read), "same-domain");
+        assert_eq!(refused(&region, (4090, 8), read), "inside-region");
+        assert_eq!(refused(&region, (0, 8), Access::RECV), "remote-rights-only");
+        if kind == WindowType::TwoB {
+            assert_eq!(refused(&region, (0, 0), read), "type-2-has-length");
+            window.bind(&pair, &region, (0, 8), read).expect("bind");
+            let again = window.bind(&pair, &region, (8, 8), read).expect_err("bound already");
+            assert_eq!(rule(again), "binds-when-free");
+        } else {
+            assert_eq!(refused(&region, (0, 0), read), "unbinds-when-bound");
+        }
+    }
+    region.close().map_err(|rejected| rejected.error).expect("nothing is bound");
+    Ok(())
+}
+
+fn requests_for_the_other_type_are_refused() -> Outcome {
+    let name = device()?;
+    let pair = pair(&name, WindowType::TwoB)?;
+    let to = Pages::new(4096);
+    let region = pair.far.register(to.range(), LOCAL).expect("register");
+    let region = region.provider_region().expect("registered");
+    let windows = pair.far.verbs().windows().expect("windows");
+    let one = windows.alloc_window(WindowType::One).expect("allocate");
+    let two = windows.alloc_window(WindowType::TwoB).expect("allocate");
+    let (access, addressing) = (Access::REMOTE_READ, Addressing::Virtual);
+    let bind = WindowBind { region, offset: 0, len: 64, access, addressing };
+    let rule = |error: hmem_core::Error| error.context_value("rule").unwrap_or("").to_owned();
+    assert_eq!(rule(windows.bind_window(two, &bind).unwrap_err()), "bound-by-its-verb");
+    let window = one;
+    let post =
+        Operation::BindWindow { window, region, offset: 0, len: 64, access, addressing, tag: 1 };
+    assert_eq!(rule(pair.far.post(post, &[], 1).unwrap_err()), "bound-by-its-verb");
+    let invalidate = Operation::InvalidateWindow { window };
+    let refused = pair.far.post(invalidate, &[], 1).unwrap_err();
+    assert_eq!(rule(refused), "type-1-is-not-invalidated");
+    for window in [one, two] {
+        windows.free_window(window).expect("free");
+    }
+    Ok(())
+}
+
+fn a_type_2b_window_serves_the_queue_pair_that_bound_it_only() -> Outcome {
+    let name = device()?;
+    let mut pair = pair(&name, WindowType::TwoB)?;
+    let to = Pages::new(4096);
+    let region = pair.far.register(to.range(), LOCAL).expect("register");
+    let mut two = Window::alloc(&pair, WindowType::TwoB);
+    let key = two.bind(&pair, &region, (0, 64), Access::REMOTE_WRITE).expect("bind");
+    Prober::new(&pair).write(&key, 0).expect("through its own queue pair");
+    // Another connection between the same two domains.
+    let open = |side: &support::Side| {
+        let cq = side.domain.open_cq(64).expect("open a completion queue");
+        let attr = hmem_core::provider::EndpointAttr::new(&cq);
+        (side.domain.open_endpoint(&attr).expect("open an endpoint"), cq)
+    };
+    let ((near, near_cq), (far, far_cq)) = (open(&pair.near), open(&pair.far));
+    let own_near = std::mem::replace(&mut pair.near.endpoint, near);
+    let own_far = std::mem::replace(&mut pair.far.endpoint, far);
+    let (near_cq, far_cq) = (
+        std::mem::replace(&mut pair.near.cq, near_cq),
+        std::mem::replace(&mut pair.far.cq, far_cq),
+    );
+    pair.connect();
+    Prober::new(&pair).refused(&key, 0, "through another queue pair of the domain");
+    if let Window::Two(window, _) = &two {
+        let error = window.post_invalidate(&pair.far.endpoint, 3).expect_err("another queue pair");
+        assert_eq!(error.context_value("rule"), Some("own-queue-pair"), "{error}");
+    }
+    // A type 1 window serves every queue pair of its domain.
+    let mut one = Window::alloc(&pair, WindowType::One);
+    let shared = one.bind(&pair, &region, (0, 64), Access::REMOTE_WRITE).expect("bind");
+    Prober::new(&pair).write(&shared, 0).expect("through another queue pair");
+    let inbox = pair.far.register(to.range(), LOCAL).expect("register");
+    let by_a_stranger = invalidate_by_peer(&Prober::new(&pair), &inbox, &key);
+    pair.near.endpoint = own_near;
+    pair.far.endpoint = own_far;
+    (pair.near.cq, pair.far.cq) = (near_cq, far_cq);
+    // Not every NIC checks this: rdma_rxe lets any queue pair invalidate any type 2 window.
+    assert_eq!(by_a_stranger.is_ok(), name.starts_with("rxe"), "{by_a_stranger:?}");
+    let expected = if by_a_stranger.is_ok() { WindowState::Free } else { WindowState::Valid };
+    assert_eq!(two.state(), expected);
+    Ok(())
+}
+
+fn stale_tags_of_a_window_reach_nothing() -> Outcome {
+    let name = device()?;
+    for kind in [WindowType::One, WindowType::TwoB] {
+        let pair = pair(&name, kind)?;
+        let prober = Prober::new(&pair);
+        let to = Pages::new(4096);
+        let region = pair.far.register(to.range(), LOCAL).expect("register");
+        let mut window = Window::alloc(&pair, kind);
+        let key = window.bind(&pair, &region, (0, 64), Access::REMOTE_WRITE).expect("bind");
+        let number = key.as_u64().expect("one key");
+        let before = to.get(0, 64);
+        for tag in (1..=255).step_by(16) {
+            let other = RemoteKey::new(key.addressing(), key.base(), 64, number ^ tag);
+            prober.refused(&other, 0, "a key with another tag");
+        }
+        assert_eq!(to.get(0, 64), before);
+        prober.write(&key, 0).expect("the key itself");
+    }
+    println!("32-bit keys: a guess hits one of n windows with probability n / 2^32");
+    Ok(())
+}
+
+fn bounds_of_a_window_are_enforced_where_the_driver_has_them() -> Outcome {
+    let name = device()?;
+    // check_rkey in rxe_resp.c looks at the bounds of the region behind a window. The driver of
+    // `tests/vm/run --dma-buf` looks at the window's too.
+    let enforced = !name.starts_with("rxe")
+        || std::env::var_os("HMEM_VERBS_WINDOW_BOUNDS").is_some_and(|value| !value.is_empty());
+    for (kind, addressing) in [
+        (WindowType::One, Addressing::Virtual),
+        (WindowType::TwoB, Addressing::Virtual),
+        (WindowType::TwoB, Addressing::ZeroBased),
+    ] {
+        let pair = pair(&name, kind)?;
+        let prober = Prober::new(&pair);
+        let to = Pages::new(8192);
+        let region = pair.far.register(to.range(), LOCAL).expect("register");
+        let access = Access::REMOTE_WRITE;
+        let (one, two);
+        let key = if kind == WindowType::One {
+            one = pair.far.domain.alloc_type_1_window().expect("allocate");
+            one.bind(&region, 1024, 2048, access).expect("bind")
+        } else {
+            two = pair.far.domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
+            let region = &region;
+            let bind = Type2Bind { region, offset: 1024, len: 2048, access, addressing, tag: 1 };
+            let key = two.post_bind(&pair.far.endpoint, &bind, 1).expect("post the bind");
+            pair.far.wait().result.expect("bind");
+            key
+        };
+        let what = format!("type {}, {addressing:?}", kind.name());
+        prober.write(&key, 0).expect("the first bytes");
+        prober.write(&key, 2048 - 64).expect("the last bytes");
+        for (offset, at) in [(2048 - 63, 1024 + 2048 - 63), (2048, 1024 + 2048)] {
+            let before = to.get(at, 64);
+            let written = prober.write(&key, offset);
+            assert_eq!(written.is_err(), enforced, "{what}, past the end: {written:?}");
+            assert_eq!(to.get(at, 64) == before, enforced, "{what}, past the end");
+            to.put(at, &before);
+        }
+        // Outside the region nothing is reached, whatever the driver.
+        prober.refused(&key, 8192 - 1024, "past the region's end");
+    }
     Ok(())
 }

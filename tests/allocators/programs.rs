@@ -9,7 +9,7 @@ use std::{
     thread,
 };
 
-use hmem_core::monitor::{Cause, Monitor};
+use hmem_core::monitor::{InvalidationCause, Monitor};
 use hmem_iface_system::monitor::{Layered, MemHooks, UserFaultFd};
 
 use crate::monitors::*;
@@ -99,7 +99,7 @@ pub(crate) fn large_blocks_are_told(collect: fn()) {
         told = recorder.events().iter().any(|(range, cause, how)| {
             range.overlaps(here)
                 && *how == How::Begun
-                && matches!(cause, Cause::Unmap | Cause::Discard | Cause::Replace | Cause::Remap)
+                && matches!(cause, InvalidationCause::Unmap | InvalidationCause::Discard | InvalidationCause::Replace | InvalidationCause::Remap)
         });
         monitor.unsubscribe(subscription);
         if told {

@@ -110,10 +110,10 @@ fn each_registration_is_a_span_with_its_range_and_outcome(world: &World) {
 /// P2P-03
 #[test]
 fn each_refused_way_is_told_inside_the_registration_with_call_error_cause_and_remedy() {
-    use hmem::system::Style;
+    use hmem::system::FreeDetection;
 
     use crate::world::Memory;
-    let world = World { memory: Memory::Device(Style::Identity), ..World::PLAIN };
+    let world = World { memory: Memory::Device(FreeDetection::Identity), ..World::PLAIN };
     let net = Net::open(&world);
     let memory = net.bytes(4096);
     net.device.as_ref().unwrap().set_exportable(memory.range().start(), false).unwrap();
@@ -143,11 +143,11 @@ fn each_refused_way_is_told_inside_the_registration_with_call_error_cause_and_re
 
 /// Makes the library want to talk: refusals, fallbacks, leaks.
 fn provoke() {
-    use hmem::{Errno, loopback::Call, path::P2pPolicy, system::Style};
+    use hmem::{Errno, loopback::Call, path::P2pPolicy, system::FreeDetection};
 
     use crate::world::Memory;
     let world = World {
-        memory: Memory::Device(Style::Callback),
+        memory: Memory::Device(FreeDetection::Callback),
         policy: P2pPolicy::Preferred,
         ..World::PLAIN
     };

@@ -156,8 +156,8 @@ fn wrong_dma_buf_requests_are_refused(world: &World) {
         net.try_expose(&unflagged, MrFlags::empty()).unwrap_err().kind(),
         ErrorKind::InvalidArgument
     );
-    let nowhere =
-        MrAttr { dma_buf: Some(good), iface: Some(IfaceKind::NEURON), ..MrAttr::new(&[], REMOTE) };
+    let nobody = Some(IfaceKind(0xffff));
+    let nowhere = MrAttr { dma_buf: Some(good), iface: nobody, ..MrAttr::new(&[], REMOTE) };
     let error = net
         .try_expose(&nowhere, MrFlags::MR_DMABUF)
         .expect_err("an iface that is not there was believed");

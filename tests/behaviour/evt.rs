@@ -1,4 +1,5 @@
-//! EVT-01 to EVT-03 and MR-10: asynchronous registration, and counting what peers do.
+//! EVT-01 to EVT-05 and MR-10: asynchronous registration, counting what peers do, and waiting for
+//! completions.
 
 use std::{
     sync::{Arc, OnceLock},
@@ -11,13 +12,16 @@ use hmem::{
     RegionState,
     counter::Counter,
     event_queue::{Event, EventQueue},
-    loopback::Call,
+    loopback::{Call, Progress},
+    provider::{CompletionChannel, CompletionQueue},
+    transfer::{Completion, CompletionKind, Operation, PeerId, WorkRequest},
 };
+use rustix::event::{PollFd, PollFlags, Timespec};
 
 use crate::{
     memory::HostPages,
-    net::{Net, REMOTE, Setup, eventually},
-    world::{World, needs, over_worlds},
+    net::{LOCAL, Local, Net, REMOTE, Setup, Side, eventually, remote, segment},
+    world::{Need, World, need, needs, over_worlds},
 };
 
 over_worlds! {
@@ -43,7 +47,24 @@ over_worlds! {
     a_domain_dropped_during_registrations_ends_cleanly: Places;
     /// EVT-03
     a_domain_dropped_right_after_submitting_ends_cleanly: Places;
+    /// EVT-05
+    a_wait_ends_with_a_completion_or_its_timeout: Pairs;
+    /// EVT-05
+    a_sleeping_thread_wakes_for_each_message: Places;
+    /// EVT-05
+    a_wait_ends_when_the_domain_closes: Pairs;
+    /// EVT-05
+    a_channel_is_readable_from_the_next_completion_on: Pairs, CHANNEL;
+    /// EVT-05
+    a_channel_loses_no_wakeup: Places, CHANNEL;
+    /// EVT-05
+    a_channel_tells_that_the_domain_is_closed: Places, CHANNEL;
 }
+
+const CHANNEL: Need =
+    need("progress by hand", "nothing completes while the application sleeps", |world| {
+        world.progress == Progress::Thread
+    });
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -403,4 +424,194 @@ fn a_domain_dropped_during_registrations_ends_cleanly(world: &World) {
     let contexts: Vec<_> = (0..5).map(|_| event(&queue).context).collect();
     assert_eq!(contexts, [0, 1, 2, 3, 4], "each registration has its one event");
     drop(memory);
+}
+
+/// Posts a write of 8 bytes from the initiator.
+fn post_write(net: &Net, local: &Local, key: &hmem::RemoteKey, context: u64) {
+    let there = [remote(key, 0, 8)];
+    net.post(Operation::Write { remote: &there }, &[local.segment(0, 8)], context).expect("post");
+}
+
+/// Posts a receive of 8 bytes to the target.
+fn post_receive(net: &Net, region: &MemoryRegion, context: u64) {
+    let range = region.ranges()[0].slice(0, 8).expect("inside");
+    let request = WorkRequest {
+        operation: Operation::Receive { tag: None, from: None },
+        local: &[segment(range, Some(region.desc().expect("a descriptor")))],
+        peer: PeerId(0),
+        context,
+    };
+    // SAFETY: the memory belongs to the test and outlives the transfer.
+    unsafe { net.target.endpoint.post(&request) }.expect("post a receive");
+}
+
+fn a_wait_ends_with_a_completion_or_its_timeout(world: &World) {
+    let net = Net::open(world);
+    let target = net.bytes(64);
+    let region = net.expose(target.range(), REMOTE);
+    let (key, local) = (net.key(&region), net.local(64, LOCAL));
+    let cq = &net.initiator.cq;
+    let mut done = Vec::new();
+    let mut wait = |max, timeout| {
+        let before = std::time::Instant::now();
+        let count = cq.wait(&mut done, max, timeout).expect("wait");
+        assert_eq!(count, done.len());
+        (
+            done.drain(..).map(|ended: Completion| ended.context).collect::<Vec<_>>(),
+            before.elapsed(),
+        )
+    };
+    assert_eq!(wait(4, Duration::ZERO).0, []);
+    let short = Duration::from_millis(5);
+    let (none, took) = wait(4, short);
+    assert!(none.is_empty() && took >= short, "{none:?} after {took:?}");
+    assert_eq!(wait(0, Duration::MAX).0, [], "nothing was asked for");
+    for (context, timeout) in [LONG, Duration::MAX].into_iter().enumerate() {
+        post_write(&net, &local, &key, context as u64);
+        assert_eq!(wait(4, timeout).0, [context as u64], "waited for {timeout:?}");
+    }
+    for context in 0..3 {
+        post_write(&net, &local, &key, context);
+    }
+    let mut all = Vec::new();
+    while all.len() < 3 {
+        let (some, _) = wait(2, Duration::MAX);
+        assert!(matches!(some.len(), 1 | 2), "{some:?} of at most two");
+        all.extend(some);
+    }
+    assert_eq!(all, [0, 1, 2]);
+}
+
+fn a_sleeping_thread_wakes_for_each_message(world: &World) {
+    const MESSAGES: u64 = 50;
+    let net = Net::open(world);
+    let target = net.bytes(64);
+    let region = net.expose(target.range(), LOCAL);
+    let local = net.local(64, LOCAL);
+    thread::scope(|scope| {
+        let (net, region) = (&net, &region);
+        let sleeper = scope.spawn(move || {
+            for context in 0..MESSAGES {
+                post_receive(net, region, context);
+                let mut done = Vec::new();
+                let count = net.target.cq.wait(&mut done, 1, LONG).expect("wait");
+                assert_eq!((count, done[0].context), (1, context));
+                assert_eq!(done[0].kind, CompletionKind::Receive);
+                done.remove(0).result.expect("receive");
+            }
+        });
+        for context in 0..MESSAGES {
+            let message = Operation::Send { tag: None, invalidate: None };
+            net.post(message, &[local.segment(0, 8)], context).expect("post a message");
+            let mut done = Vec::new();
+            assert_eq!(net.initiator.cq.wait(&mut done, 1, LONG).expect("wait"), 1);
+            done.remove(0).result.expect("send");
+        }
+        sleeper.join().expect("the sleeper");
+    });
+}
+
+/// Closes the target's endpoint and domain; returns its queue.
+fn close_target(target: Side) -> Arc<dyn CompletionQueue> {
+    let Side { endpoint, cq, domain } = target;
+    endpoint.close().map_err(|rejected| rejected.error).expect("close the endpoint");
+    domain.close().map_err(|rejected| rejected.error).expect("close the domain");
+    cq
+}
+
+fn a_wait_ends_when_the_domain_closes(world: &World) {
+    let net = Net::open(world);
+    let cq = Arc::clone(&net.target.cq);
+    let Net { target, .. } = net;
+    let refused = |result: hmem::Result<usize>| {
+        let error = result.expect_err("the domain is closed");
+        assert_eq!(error.kind(), ErrorKind::BadState, "{error}");
+        assert!(error.remedy_text().is_some(), "{error}");
+    };
+    thread::scope(|scope| {
+        let sleeper = scope.spawn(|| cq.wait(&mut Vec::new(), 1, Duration::MAX));
+        close_target(target);
+        refused(sleeper.join().expect("the sleeper"));
+    });
+    for timeout in [Duration::ZERO, Duration::from_millis(1), Duration::MAX] {
+        refused(cq.wait(&mut Vec::new(), 1, timeout));
+    }
+}
+
+fn channel(cq: &Arc<dyn CompletionQueue>) -> &dyn CompletionChannel {
+    cq.channel().expect("a completion channel")
+}
+
+/// Returns whether the channel's fd became readable within `timeout`.
+fn readable(channel: &dyn CompletionChannel, timeout: Duration) -> bool {
+    let fd = channel.fd().expect("an fd");
+    let timeout = Timespec::try_from(timeout).expect("a timeout");
+    let ready = rustix::event::poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout));
+    ready.expect("poll") == 1
+}
+
+fn a_channel_is_readable_from_the_next_completion_on(world: &World) {
+    let net = Net::open(world);
+    let target = net.bytes(64);
+    let region = net.expose(target.range(), REMOTE);
+    let (key, local) = (net.key(&region), net.local(64, LOCAL));
+    let cq = &net.initiator.cq;
+    let mut done = Vec::new();
+    for _ in 0..3 {
+        assert!(channel(cq).arm().expect("arm"), "the queue is empty");
+        assert!(!readable(channel(cq), Duration::ZERO), "nothing has completed");
+        post_write(&net, &local, &key, 1);
+        assert!(readable(channel(cq), LONG), "the completion made nothing readable");
+        assert!(!channel(cq).arm().expect("arm"), "there is something to read");
+        assert_eq!(cq.read(&mut done, 4).expect("read"), 1);
+    }
+    let fds = [channel(cq), channel(cq)].map(|channel| format!("{:?}", channel.fd().expect("fd")));
+    assert_eq!(fds[0], fds[1]);
+}
+
+fn a_channel_loses_no_wakeup(world: &World) {
+    const MESSAGES: u64 = 300;
+    let net = Net::open(world);
+    let target = net.bytes(64);
+    let region = net.expose(target.range(), LOCAL);
+    let local = net.local(64, LOCAL);
+    for context in 0..MESSAGES.min(100) {
+        post_receive(&net, &region, context);
+    }
+    thread::scope(|scope| {
+        let (net, region) = (&net, &region);
+        let sleeper = scope.spawn(move || {
+            let (cq, mut done) = (&net.target.cq, Vec::new());
+            let mut received = 0;
+            while received < MESSAGES {
+                let count = cq.read(&mut done, 2).expect("read") as u64;
+                for ended in done.drain(..) {
+                    ended.result.expect("receive");
+                    post_receive(net, region, 0);
+                }
+                received += count;
+                if count == 0 && channel(cq).arm().expect("arm") {
+                    assert!(readable(channel(cq), LONG), "slept on after {received} messages");
+                }
+            }
+        });
+        for context in 0..MESSAGES {
+            let message = Operation::Send { tag: None, invalidate: None };
+            net.post(message, &[local.segment(0, 8)], context).expect("post a message");
+            let mut done = Vec::new();
+            assert_eq!(net.initiator.cq.wait(&mut done, 1, LONG).expect("wait"), 1);
+            done.remove(0).result.expect("send");
+        }
+        sleeper.join().expect("the sleeper");
+    });
+}
+
+fn a_channel_tells_that_the_domain_is_closed(world: &World) {
+    let net = Net::open(world);
+    assert!(channel(&net.target.cq).arm().expect("arm"));
+    let Net { target, .. } = net;
+    let cq = close_target(target);
+    assert!(readable(channel(&cq), LONG), "a task sleeps on");
+    assert_eq!(cq.read(&mut Vec::new(), 1).expect("read"), 0);
+    assert_eq!(channel(&cq).arm().expect_err("closed").kind(), ErrorKind::BadState);
 }

@@ -7,8 +7,8 @@ use hmem::{
     Iface, IfaceExt, IfaceKind, Registry,
     iface::{AllocRequest, DmaBufMapping},
     provider::Nic,
-    registry::Owner,
-    system::{Simulated, Style, System},
+    registry::AddressOwner,
+    system::{FreeDetection, Simulated, System},
 };
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
@@ -44,8 +44,8 @@ fn free(iface: &dyn Iface, allocation: &Allocation) {
 fn ifaces() -> Vec<(Arc<dyn Iface>, AllocationKind)> {
     vec![
         (Arc::new(System::new()), AllocationKind::System),
-        (device(Style::Identity), AllocationKind::Device),
-        (device(Style::Callback), AllocationKind::Device),
+        (device(FreeDetection::Identity), AllocationKind::Device),
+        (device(FreeDetection::Callback), AllocationKind::Device),
         (Arc::new(FileMemory::default()), AllocationKind::Device),
     ]
 }
@@ -94,7 +94,7 @@ fn ifaces_answer_whose_an_address_is() {
 /// HM-01
 #[test]
 fn the_simulated_device_has_every_kind() {
-    let simulated = device(Style::Identity);
+    let simulated = device(FreeDetection::Identity);
     for (kind, on_device) in [
         (AllocationKind::Device, true),
         (AllocationKind::Managed, true),
@@ -117,7 +117,7 @@ fn the_simulated_device_has_every_kind() {
 /// HM-02
 #[test]
 fn the_owner_of_any_address_is_found_among_ten_thousand() {
-    let simulated = device(Style::Identity);
+    let simulated = device(FreeDetection::Identity);
     let mut registry = Registry::new();
     registry.add(Arc::new(System::new())).unwrap();
     registry.add(Arc::new(FileMemory::default())).unwrap();
@@ -138,14 +138,14 @@ fn the_owner_of_any_address_is_found_among_ten_thousand() {
         assert_eq!(registry.owner_of_range(memory.range).unwrap().device, Some(DeviceId(0)));
     }
     let heap = vec![0u8; 100];
-    assert_eq!(registry.owner_of_range(AddressRange::of(&heap)).unwrap(), Owner::SYSTEM);
+    assert_eq!(registry.owner_of_range(AddressRange::of(&heap)).unwrap(), AddressOwner::SYSTEM);
     let across = AddressRange::new(memories[0].base(), memories[0].range.len() + 1).unwrap();
     assert_eq!(registry.owner_of_range(across).unwrap_err().kind(), ErrorKind::OutOfBounds);
     for memory in &memories[..5000] {
         free(&*simulated, memory);
         assert_eq!(
             registry.owner_of(memory.base()).unwrap(),
-            Owner::SYSTEM,
+            AddressOwner::SYSTEM,
             "freed memory is nobody's"
         );
     }
@@ -225,11 +225,14 @@ fn asynchronous_copies_end_with_their_event() {
 /// HM-04
 #[test]
 fn vendors_that_are_not_there_say_why_and_the_others_go_on() {
-    let hmem = Hmem::builder().shared_iface(device(Style::Identity)).build().expect("start");
+    let hmem =
+        Hmem::builder().shared_iface(device(FreeDetection::Identity)).build().expect("start");
     let vendors = [
         (IfaceKind::CUDA, cfg!(feature = "cuda"), "cuda", "libcuda"),
         (IfaceKind::ROCR, cfg!(feature = "rocr"), "rocr", "libhsa-runtime64"),
         (IfaceKind::ZE, cfg!(feature = "ze"), "ze", "libze_loader"),
+        (IfaceKind::NEURON, cfg!(feature = "neuron"), "neuron", "libnrt"),
+        (IfaceKind::SYNAPSEAI, cfg!(feature = "synapseai"), "synapseai", "libSynapse"),
     ];
     for (kind, compiled, feature, library) in vendors {
         match hmem.iface(kind) {
@@ -251,7 +254,29 @@ fn vendors_that_are_not_there_say_why_and_the_others_go_on() {
     }
     let simulated = hmem.iface(hmem::system::SIMULATED).expect("the others go on");
     allocate(&**simulated, 64, AllocationKind::Device);
-    assert_eq!(hmem.iface(IfaceKind::NEURON).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    let unknown = IfaceKind(IfaceKind::FIRST_PLUG_IN.0 + 99);
+    assert_eq!(hmem.iface(unknown).unwrap_err().kind(), ErrorKind::InvalidArgument);
+}
+
+/// HM-04 HM-12
+#[test]
+fn an_iface_that_is_named_and_was_compiled_out_is_refused() {
+    for (feature, compiled) in [
+        ("cuda", cfg!(feature = "cuda")),
+        ("neuron", cfg!(feature = "neuron")),
+        ("rocr", cfg!(feature = "rocr")),
+        ("synapseai", cfg!(feature = "synapseai")),
+        ("ze", cfg!(feature = "ze")),
+    ] {
+        match Hmem::builder().ifaces(feature).build() {
+            Ok(_) => assert!(compiled, "{feature} was accepted silently"),
+            Err(error) => {
+                assert!(!compiled, "{error}");
+                assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+                assert_eq!(error.context_value("feature"), Some(feature));
+            }
+        }
+    }
 }
 
 /// The bytes of an exported fd, through a mapping as a NIC has one.
@@ -349,7 +374,7 @@ fn registrations_through_a_nic_leave_no_fd(world: &World) {
 
 fn exports(count: usize) {
     let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
-    let simulated = device(Style::Identity);
+    let simulated = device(FreeDetection::Identity);
     let memory = allocate(&*simulated, 65_536, AllocationKind::Device);
     let fds = child::open_fds();
     for n in 0..count as u64 {
@@ -383,7 +408,11 @@ fn the_filter_picks_ifaces_by_name() {
             .window(1 << 28)
             .build()
             .unwrap();
-        Hmem::builder().shared_iface(device(Style::Identity)).iface(simulated).ifaces(names).build()
+        Hmem::builder()
+            .shared_iface(device(FreeDetection::Identity))
+            .iface(simulated)
+            .ifaces(names)
+            .build()
     };
     let names = |hmem: &Hmem| {
         hmem.registry().iter().map(|iface| iface.name().to_owned()).collect::<Vec<_>>()
@@ -393,7 +422,14 @@ fn the_filter_picks_ifaces_by_name() {
     assert_eq!(names(&build("system").unwrap()), ["system"]);
     assert_eq!(names(&build("").unwrap()), ["system"]);
     let only = build("sim-b").unwrap();
-    for left_out in [hmem::system::SIMULATED, IfaceKind::CUDA, IfaceKind::ROCR, IfaceKind::ZE] {
+    for left_out in [
+        hmem::system::SIMULATED,
+        IfaceKind::CUDA,
+        IfaceKind::ROCR,
+        IfaceKind::ZE,
+        IfaceKind::NEURON,
+        IfaceKind::SYNAPSEAI,
+    ] {
         let error = only.iface(left_out).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         assert!(error.to_string().contains("filter"), "{error}");
@@ -410,7 +446,7 @@ fn the_filter_picks_ifaces_by_name() {
 fn the_environment_filters_and_the_builder_wins() {
     const NAME: &str = "hm::the_environment_filters_and_the_builder_wins";
     if child::is_alone(NAME) {
-        let build = || Hmem::builder().shared_iface(device(Style::Identity));
+        let build = || Hmem::builder().shared_iface(device(FreeDetection::Identity));
         let count = |hmem: &Hmem| hmem.registry().iter().count();
         match std::env::var("FI_HMEM").as_deref() {
             Ok("nonesuch") => {
@@ -442,7 +478,7 @@ fn the_environment_filters_and_the_builder_wins() {
 fn a_stray_dereference_of_device_memory_faults() {
     const NAME: &str = "hm::a_stray_dereference_of_device_memory_faults";
     if child::is_alone(NAME) {
-        let simulated = device(Style::Identity);
+        let simulated = device(FreeDetection::Identity);
         let memory = allocate(&*simulated, 4096, AllocationKind::Device);
         simulated.write_bytes(memory.base(), &[1; 4096]).unwrap();
         let pointer = std::ptr::with_exposed_provenance::<u8>(memory.base().0 as usize);

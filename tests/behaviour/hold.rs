@@ -42,7 +42,7 @@ impl Hold {
 pub(crate) mod verbs {
     use std::{
         collections::BTreeMap,
-        ffi::{CString, c_int, c_void},
+        ffi::{CString, c_int, c_uint, c_void},
         mem,
         sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError},
     };
@@ -56,10 +56,12 @@ pub(crate) mod verbs {
     };
 
     type RegMr = unsafe extern "C" fn(*mut Pd, *mut c_void, usize, c_int) -> *mut Mr;
+    type RegMrIova2 = unsafe extern "C" fn(*mut Pd, *mut c_void, usize, u64, c_uint) -> *mut Mr;
     type RegDmaBufMr = unsafe extern "C" fn(*mut Pd, u64, usize, u64, c_int, c_int) -> *mut Mr;
 
     /// The functions behind the gate, which C functions can only find in a static.
     static REG_MR: OnceLock<RegMr> = OnceLock::new();
+    static REG_MR_IOVA2: OnceLock<RegMrIova2> = OnceLock::new();
     static REG_DMA_BUF_MR: OnceLock<RegDmaBufMr> = OnceLock::new();
     /// What holds the next registration in a protection domain, by its address.
     static HELD: Mutex<BTreeMap<usize, Arc<State>>> = Mutex::new(BTreeMap::new());
@@ -143,6 +145,19 @@ pub(crate) mod verbs {
         unsafe { register(pd, addr, len, access) }
     }
 
+    unsafe extern "C" fn reg_mr_iova2(
+        pd: *mut Pd,
+        addr: *mut c_void,
+        len: usize,
+        iova: u64,
+        access: c_uint,
+    ) -> *mut Mr {
+        pass(pd);
+        let register = REG_MR_IOVA2.get().expect("set before this function was handed out");
+        // SAFETY: as above.
+        unsafe { register(pd, addr, len, iova, access) }
+    }
+
     unsafe extern "C" fn reg_dmabuf_mr(
         pd: *mut Pd,
         offset: u64,
@@ -177,6 +192,13 @@ pub(crate) mod verbs {
                     REG_MR.get_or_init(|| unsafe { mem::transmute::<*mut c_void, RegMr>(found) });
                     reg_mr as *const ()
                 }
+                "ibv_reg_mr_iova2" => {
+                    // SAFETY: as above.
+                    REG_MR_IOVA2.get_or_init(|| unsafe {
+                        mem::transmute::<*mut c_void, RegMrIova2>(found)
+                    });
+                    reg_mr_iova2 as *const ()
+                }
                 "ibv_reg_dmabuf_mr" => {
                     // SAFETY: as above.
                     REG_DMA_BUF_MR.get_or_init(|| unsafe {
@@ -188,7 +210,7 @@ pub(crate) mod verbs {
             })
         };
         // SAFETY: the functions are the library's own under the names and versions of its header,
-        // and the two above, which have the signatures of those that they call.
+        // and the three above, which have the signatures of those that they call.
         unsafe { Functions::from_lookup(own) }.expect("libibverbs is complete")
     }
 }

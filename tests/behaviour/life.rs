@@ -9,17 +9,16 @@ use std::{
 };
 
 use hmem::{
-    Endpoint, ErrorKind, MemoryRegion, MrAttr, MrFlags, MrMode, RegionState,
+    Access, Endpoint, ErrorKind, MemoryRegion, MrAttr, MrFlags, MrMode, RegionState,
     counter::Counter,
     loopback::{Call, Progress},
-    provider::WindowType,
-    system::{AddressReuse, Style},
+    system::{AddressReuse, FreeDetection},
     transfer::{Operation, PeerId, WorkRequest},
 };
 
 use crate::{
     memory::{Bytes, HostPages, pattern},
-    net::{LOCAL, Net, REMOTE, Setup, eventually, open_endpoint, remote, wait_held},
+    net::{LOCAL, Net, REMOTE, eventually, open_endpoint, remote, wait_held},
     world::{Memory, Need, World, need, needs, over_worlds},
 };
 
@@ -37,7 +36,7 @@ over_worlds! {
     /// MR-06
     a_region_with_a_counter_is_busy_and_works_on: Pairs, needs::COUNTERS;
     /// MR-06
-    a_region_with_a_window_is_busy_and_works_on: Pairs, needs::WINDOWS;
+    a_region_with_a_window_is_busy_and_works_on: Pairs, needs::KEYS_AT_HAND, needs::WINDOWS;
     /// MR-06
     a_region_closes_after_the_last_of_its_counters: Pairs, needs::COUNTERS;
     /// MR-06
@@ -52,7 +51,7 @@ over_worlds! {
             world.progress == Progress::ByHand || !world.is_loopback()
         }),
         need("callback-style device", "the identity-style device shows the same path", |world| {
-            world.memory != Memory::Device(Style::Callback)
+            world.memory != Memory::Device(FreeDetection::Callback)
         }),
         need("device memory on verbs", "five times there, where each export takes its time", |world| {
             world.is_loopback() || world.is_system()
@@ -281,13 +280,11 @@ fn a_region_closes_after_the_last_of_its_counters(world: &World) {
 }
 
 fn a_region_with_a_window_is_busy_and_works_on(world: &World) {
-    let mut setup = Setup::of(world);
-    setup.windows = true;
-    let net = setup.open();
+    let net = Net::open(world);
     let memory = net.bytes(64);
-    let region = net.expose(memory.range(), REMOTE | LOCAL);
+    let region = net.expose(memory.range(), REMOTE | LOCAL | Access::MW_BIND);
     let key = net.key(&region);
-    let window = net.target.domain.alloc_window(WindowType::One).expect("window");
+    let window = net.target.domain.alloc_type_1_window().expect("window");
     window.bind(&region, 0, 32, REMOTE).expect("bind");
     let rejected = region.close().expect_err("closed under its window");
     assert_eq!(rejected.error.kind(), ErrorKind::Busy);

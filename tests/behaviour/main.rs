@@ -9,6 +9,7 @@ mod child;
 mod diag;
 mod dmabuf;
 mod evt;
+mod grant;
 mod hm;
 mod hold;
 mod key;

@@ -97,6 +97,9 @@ fn every_subset_of_the_access_bits_registers_at_any_start_and_closes(world: &Wor
             .filter(|(at, _)| bits >> at & 1 == 1)
             .map(|(_, bit)| bit)
             .collect();
+        if access.contains(Access::MW_BIND) && !world.binds_windows() {
+            continue;
+        }
         for (start, len) in [(0, 1), (1, 1), (4095, 2), (63, 4097)] {
             let region = net.expose(memory.part(start, len), access);
             assert_eq!((region.access(), region.range()), (access, memory.part(start, len)));
@@ -202,7 +205,7 @@ fn each_mistake_is_its_own_error_and_registers_nothing(world: &World) {
     assert_eq!(kind(&plain, MrFlags::from_bits_retain(1 << 63)), ErrorKind::BadFlags);
     assert_eq!(kind(&MrAttr::new(&good, Access::from_bits_retain(1)), none), ErrorKind::BadAccess);
     assert_eq!(
-        kind(&MrAttr::new(&good, REMOTE | Access::from_bits_retain(1 << 14)), none),
+        kind(&MrAttr::new(&good, REMOTE | Access::from_bits_retain(1 << 7)), none),
         ErrorKind::BadAccess
     );
     assert_eq!(
@@ -252,7 +255,7 @@ fn a_provider_limit_is_an_error_of_its_own() {
 fn refused_registrations_leave_no_fd() {
     child::alone("mr::refused_registrations_leave_no_fd", || {
         let world = World {
-            memory: crate::world::Memory::Device(hmem::system::Style::Identity),
+            memory: crate::world::Memory::Device(hmem::system::FreeDetection::Identity),
             ..World::PLAIN
         };
         let net = Net::open(&world);
@@ -326,7 +329,7 @@ fn a_flag_that_the_nic_lacks_is_refused_and_named(world: &World) {
 #[test]
 fn host_alloc_ignores_the_device_and_iface_is_ignored_without_hmem() {
     let world = World {
-        memory: crate::world::Memory::Device(hmem::system::Style::Identity),
+        memory: crate::world::Memory::Device(hmem::system::FreeDetection::Identity),
         ..World::PLAIN
     };
     let net = Net::open(&world);
@@ -384,7 +387,7 @@ fn host_alloc_ignores_the_device_and_iface_is_ignored_without_hmem() {
 #[test]
 fn a_freed_or_foreign_address_is_said_to_be_unknown_to_the_iface_that_is_claimed() {
     let world = World {
-        memory: crate::world::Memory::Device(hmem::system::Style::Identity),
+        memory: crate::world::Memory::Device(hmem::system::FreeDetection::Identity),
         ..World::PLAIN
     };
     let net = Net::open(&world);

@@ -14,7 +14,7 @@ use hmem::{
     LocalKey, MemoryRegion, MrAttr, MrFlags, MrMode, RemoteKey, Result,
     loopback::{self, Call, Faults, Gate, Loopback},
     provider::{CompletionQueue, EndpointAttr, LiveObjects, Provider},
-    system::{Simulated, Style},
+    system::{FreeDetection, Simulated},
     transfer::{
         AtomicOp, AtomicType, Completion, LocalSegment, Operation, PeerId, RemoteSegment,
         WorkRequest,
@@ -22,7 +22,7 @@ use hmem::{
 };
 
 use crate::{
-    hold::{self, Hold},
+    hold::Hold,
     memory::{Bytes, HostPages},
     world::{Memory, Nic, World},
 };
@@ -46,8 +46,6 @@ pub(crate) struct Setup {
     /// Whether the target's endpoint has the RMA_EVENT capability.
     pub(crate) rma_event: bool,
     pub(crate) initiator_key: Option<AuthKey>,
-    /// Whether windows will be bound, which verbs wants to know at registration.
-    pub(crate) windows: bool,
     pub(crate) faults: Faults,
 }
 
@@ -73,7 +71,6 @@ impl Setup {
             initiator: attr,
             rma_event: true,
             initiator_key: None,
-            windows: false,
             faults,
         }
     }
@@ -84,7 +81,7 @@ impl Setup {
             Nic::Loopback => {
                 builder.provider(self.provider.build().expect("build the software NIC"))
             }
-            Nic::Verbs { .. } => builder.shared_provider(verbs(self.windows)),
+            Nic::Verbs { .. } => builder.shared_provider(verbs()),
         };
         let device = match self.world.memory {
             Memory::System => None,
@@ -128,21 +125,23 @@ pub(crate) fn nic_name(world: &World) -> Option<String> {
 
 /// RDMA devices, whose connections are made and made anew as if there were none.
 #[cfg(feature = "verbs")]
-pub(crate) fn verbs(windows: bool) -> Arc<dyn Provider> {
-    use hmem::verbs::{Verbs, VerbsOptions};
-    let options = if windows { VerbsOptions::MW_BIND } else { VerbsOptions::empty() };
+pub(crate) fn verbs() -> Arc<dyn Provider> {
+    use hmem::verbs::Verbs;
+
+    use crate::hold;
+
     let builder = Verbs::builder().functions(hold::verbs::functions());
-    Arc::new(builder.connect_in_process(true).options(options).build().expect("start"))
+    Arc::new(builder.connect_in_process(true).build().expect("start"))
 }
 
 #[cfg(not(feature = "verbs"))]
-pub(crate) fn verbs(_: bool) -> Arc<dyn Provider> {
+pub(crate) fn verbs() -> Arc<dyn Provider> {
     panic!("HMEM_VERBS_DEVICE names a device, and this build is without the cargo feature `verbs`")
 }
 
 /// A simulated device of two devices.
-pub(crate) fn device(style: Style) -> Arc<Simulated> {
-    let builder = Simulated::builder().devices(2).style(style).window(1 << 32);
+pub(crate) fn device(style: FreeDetection) -> Arc<Simulated> {
+    let builder = Simulated::builder().devices(2).free_detection(style).window(1 << 32);
     Arc::new(builder.build().expect("build the simulated device"))
 }
 
@@ -284,7 +283,7 @@ impl Net {
         match self.world.nic {
             Nic::Loopback => Hold::SoftwareNic(self.faults.hold(Call::Register)),
             #[cfg(feature = "verbs")]
-            Nic::Verbs { .. } => Hold::Verbs(hold::verbs::Gate::hold(&self.target.domain)),
+            Nic::Verbs { .. } => Hold::Verbs(crate::hold::verbs::Gate::hold(&self.target.domain)),
             #[cfg(not(feature = "verbs"))]
             Nic::Verbs { .. } => unreachable!("no such world was opened"),
         }

@@ -92,8 +92,8 @@ fn the_path_is_the_one_that_the_policy_asks_for(world: &World) {
 #[test]
 fn a_required_path_that_is_blocked_fails_and_enabled_goes_round_it() {
     use crate::world::Memory;
-    use hmem::system::Style;
-    let world = World { memory: Memory::Device(Style::Identity), ..World::PLAIN };
+    use hmem::system::FreeDetection;
+    let world = World { memory: Memory::Device(FreeDetection::Identity), ..World::PLAIN };
     let setup = Setup::of(&world);
     let attr = |p2p| DomainAttr { p2p, ..setup.target.clone() };
     let policies = [P2pPolicy::Required, P2pPolicy::Enabled, P2pPolicy::Preferred].map(attr);

@@ -6,8 +6,8 @@
 use std::{ops::Range, os::fd::AsFd, thread};
 
 use hmem::{
-    DmaBufAttr, DmaBufOffset, Errno, Error, ErrorKind, MrAttr, MrFlags, Registered, RemoteKey,
-    provider::WindowType, system::Call,
+    Access, DmaBufAttr, DmaBufOffset, Errno, Error, ErrorKind, MrAttr, MrFlags, OwnedRegion,
+    RemoteKey, system::Call,
 };
 use rustix::fs::{MemfdFlags, SealFlags};
 
@@ -179,10 +179,10 @@ fn persistent_memory_is_written_back_through_windows_and_sub_regions_too() {
     refusing(start..start + PAGE, EXPECTED, || {
         let net = Net::open(&World::PLAIN);
         let ranges = [memory.range()];
-        let attr = MrAttr::new(&ranges, REMOTE | LOCAL);
+        let attr = MrAttr::new(&ranges, REMOTE | LOCAL | Access::MW_BIND);
         let base = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
         let sub = base.sub(memory.part(64, 64), REMOTE, net.fresh_key()).expect("sub-region");
-        let window = net.target.domain.alloc_window(WindowType::One).expect("window");
+        let window = net.target.domain.alloc_type_1_window().expect("window");
         let through = window.bind(&base, 128, 64, REMOTE).expect("bind");
         let keys = [("sub-region", net.key(&sub)), ("window", through)];
         assert_written_back(&net, &keys);
@@ -305,7 +305,7 @@ fn owned() -> (Vec<u8>, Range<u64>) {
 }
 
 /// Registers a buffer as persistent memory: the region, its key, and where in it `page` lies.
-fn register_owned(net: &Net, buffer: Vec<u8>, page: u64) -> (Registered<Vec<u8>>, RemoteKey, u64) {
+fn register_owned(net: &Net, buffer: Vec<u8>, page: u64) -> (OwnedRegion<Vec<u8>>, RemoteKey, u64) {
     let at = page - buffer.as_ptr().addr() as u64;
     let attr = MrAttr::new(&[], REMOTE).key(net.fresh_key());
     let region = net

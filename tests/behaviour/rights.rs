@@ -3,13 +3,12 @@
 
 use hmem::{
     Access, Error, ErrorKind, MrMode, RemoteKey,
-    provider::WindowType,
     transfer::{AtomicOp, AtomicType, Operation},
 };
 
 use crate::{
     memory::{Bytes, pattern},
-    net::{LOCAL, Net, REMOTE, Setup, remote, segment},
+    net::{LOCAL, Net, REMOTE, remote, segment},
     world::{Need, World, need, needs, over_worlds},
 };
 
@@ -18,6 +17,10 @@ over_worlds! {
     overlapping_regions_grant_each_its_own_rights: Every;
     /// MR-09
     peers_get_the_rights_of_the_key_and_no_others: Every;
+    /// MR-09
+    a_region_without_rights_grants_nothing: Every;
+    /// MR-09
+    a_sub_region_of_a_region_without_rights_may_read: Pairs, needs::SUB_REGIONS;
     /// MR-09
     atomics_need_the_right_to_write: Pairs, needs::ATOMICS;
     /// MR-09
@@ -93,6 +96,30 @@ fn peers_get_the_rights_of_the_key_and_no_others(world: &World) {
     }
 }
 
+fn a_region_without_rights_grants_nothing(world: &World) {
+    let net = Net::open(world);
+    let memory = net.filled(&pattern(1, 4096));
+    let region = net.expose(memory.part(0, 4096), Access::empty());
+    let key = net.key(&region);
+    assert_eq!(net.push(&key, 0, &[0]).unwrap_err().kind(), ErrorKind::AccessDenied);
+    assert_eq!(net.pull(&key, 0, 1).unwrap_err().kind(), ErrorKind::AccessDenied);
+    assert_eq!(memory.all(), pattern(1, 4096), "a refused access moved bytes");
+    region.close().expect("close");
+}
+
+fn a_sub_region_of_a_region_without_rights_may_read(world: &World) {
+    let net = Net::open(world);
+    let memory = net.filled(&pattern(1, 4096));
+    let region = net.expose(memory.part(0, 4096), Access::empty());
+    let range = memory.part(100, 50);
+    let sub = region.sub(range, Access::REMOTE_READ, net.fresh_key()).expect("it only reads");
+    net.target.make_usable(&sub).expect("bind and enable");
+    let bytes = net.pull(&net.key(&sub), 0, 50).expect("read");
+    assert_eq!(bytes, pattern(1, 4096)[100..150]);
+    let refused = region.sub(range, Access::REMOTE_WRITE, net.fresh_key()).unwrap_err();
+    assert_eq!((refused.kind(), refused.operation()), (ErrorKind::AccessDenied, "sub"));
+}
+
 fn atomics_need_the_right_to_write(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&40u64.to_le_bytes());
@@ -165,18 +192,17 @@ fn sub_regions_grant_writes_and_atomics_apart(world: &World) {
 
 /// MR-09, MW-05
 fn windows_grant_writes_and_atomics_apart(world: &World) {
-    let mut setup = Setup::of(world);
-    setup.windows = true;
-    let net = setup.open();
+    let net = Net::open(world);
     let memory = net.bytes(8);
-    let window = net.target.domain.alloc_window(WindowType::One).expect("window");
-    let writable = net.expose(memory.range(), LOCAL);
+    let window = net.target.domain.alloc_type_1_window().expect("window");
+    let writable = net.expose(memory.range(), LOCAL | Access::MW_BIND);
     for access in rights_to_change().filter(|access| !access.is_empty()) {
         let key = window.bind(&writable, 0, 8, access).expect("bind");
         assert_grants(&net, &memory, &key, access, "window");
     }
     window.unbind().expect("unbind");
-    let read_only = net.expose(memory.range(), Access::SEND | Access::WRITE);
+    let read_only = Access::SEND | Access::WRITE | Access::MW_BIND;
+    let read_only = net.expose(memory.range(), read_only);
     for access in [Access::REMOTE_ATOMIC, Access::REMOTE_RMA_WRITE] {
         let error = window.bind(&read_only, 0, 8, access).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::AccessDenied, "{access} on a region that is read only");

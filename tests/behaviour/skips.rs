@@ -8,6 +8,7 @@ const TABLES: &[&[Behaviour]] = &[
     crate::diag::BEHAVIOURS,
     crate::dmabuf::BEHAVIOURS,
     crate::evt::BEHAVIOURS,
+    crate::grant::BEHAVIOURS,
     crate::hm::BEHAVIOURS,
     crate::key::BEHAVIOURS,
     crate::life::BEHAVIOURS,

@@ -11,10 +11,10 @@ use std::{
 };
 
 use hmem::{
-    Domain, DomainAttr, Hmem, MrAttr, MrFlags, MrMode, Prefault, Result,
+    Access, Domain, DomainAttr, Hmem, MrAttr, MrFlags, MrMode, Prefault, Result, Type2Kind,
     loopback::{Loopback, Memory as Pages, Progress},
     prefault,
-    provider::{DomainRequest, LiveObjects, Provider, ProviderAttr, ProviderDomain, WindowType},
+    provider::{DomainRequest, LiveObjects, Provider, ProviderAttr, ProviderDomain},
 };
 
 use crate::{
@@ -90,12 +90,11 @@ fn objects(provider: &Arc<Watched>, world: &World, subs: bool) -> Vec<Option<Box
     let Side { endpoint, cq, domain } = Side::open(&hmem, provider_name(world), attr, true, None);
     let memory = Bytes::Host(HostPages::new(4096));
     let ranges = [memory.range()];
+    let attr = MrAttr::new(&ranges, REMOTE | LOCAL | Access::MW_BIND).key(1);
     // SAFETY: the memory is leaked below, so that it outlives the region in every order.
-    let region =
-        unsafe { domain.regattr(&MrAttr::new(&ranges, REMOTE | LOCAL).key(1), MrFlags::empty()) }
-            .expect("register");
+    let region = unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("register");
     let sub = subs.then(|| region.sub(memory.part(64, 64), REMOTE, 2).expect("sub-region"));
-    let window = domain.alloc_window(WindowType::One).expect("window");
+    let window = domain.alloc_type_1_window().expect("window");
     if world.has(MrMode::ENDPOINT) {
         for region in std::iter::once(&region).chain(&sub) {
             region.bind_endpoint(&endpoint).expect("bind");
@@ -157,7 +156,7 @@ fn any_order_of_drops_leaves_nothing(world: &World) {
     child::alone_in(world, "threads::over_worlds::any_order_of_drops_leaves_nothing", || {
         every_order(world, false, || match world.nic {
             Nic::Loopback => Arc::new(Loopback::builder().build().expect("build")),
-            Nic::Verbs { .. } => crate::net::verbs(true),
+            Nic::Verbs { .. } => crate::net::verbs(),
         });
     });
 }
@@ -194,7 +193,7 @@ fn closing_a_domain_says_what_is_left(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(64);
     let region = net.expose(memory.range(), REMOTE);
-    let window = net.target.domain.alloc_window(WindowType::TwoB).expect("window");
+    let window = net.target.domain.alloc_type_2_window(Type2Kind::B).expect("window");
     let close = |domain: Domain, expected: [&str; 3]| -> Domain {
         let rejected = domain.close().expect_err("closed with something left");
         assert_eq!(rejected.error.kind(), hmem::ErrorKind::Busy);

@@ -1,15 +1,16 @@
-//! Properties of transfers that a provider declares: who executes them, and in which order.
+//! Properties of transfers that a provider declares: who executes them, in which order, and the
+//! immediate data that they carry.
 
 use std::{thread, time::Duration};
 
 use hmem::{
-    LocalKey,
+    AddressRange, ErrorKind, LocalKey,
     provider::{MsgOrder, ProgressModel},
-    transfer::{CompletionKind, Operation, PeerId, WorkRequest},
+    transfer::{Completion, CompletionKind, Operation, PeerId, WorkRequest},
 };
 
 use crate::{
-    net::{LOCAL, Net, REMOTE, eventually, remote, segment},
+    net::{LOCAL, Net, REMOTE, Setup, eventually, remote, segment},
     world::{World, over_worlds},
 };
 
@@ -17,6 +18,14 @@ over_worlds! {
     transfers_progress_by_the_declared_agent: Pairs;
     requests_take_effect_in_the_declared_order: Pairs;
     messages_keep_the_declared_order: Pairs;
+    /// EVT-04
+    a_write_with_immediate_data_completes_a_receive_after_its_bytes: Pairs;
+    /// EVT-04
+    a_write_with_immediate_data_waits_for_a_receive: Pairs;
+    /// EVT-04
+    messages_carry_immediate_data: Pairs;
+    /// EVT-04
+    immediate_data_that_is_too_wide_is_refused: Pairs;
 }
 
 fn transfers_progress_by_the_declared_agent(world: &World) {
@@ -129,4 +138,128 @@ fn messages_keep_the_declared_order(world: &World) {
             assert_eq!(target.get(16 * number + 8, 8), [number as u8 + 1; 8], "ahead of a write");
         }
     }
+}
+
+fn post_receive(net: &Net, range: AddressRange, desc: LocalKey, context: u64) {
+    let operation = Operation::Receive { tag: None, from: None };
+    let local = &[segment(range, Some(desc))];
+    let request = WorkRequest { operation, local, peer: PeerId(0), context };
+    // SAFETY: the memory belongs to the test and outlives the transfer.
+    unsafe { net.target.endpoint.post(&request) }.expect("post a receive");
+}
+
+fn received(net: &Net) -> Completion {
+    net.target.wait(&[&net.initiator])
+}
+
+/// The widest immediate data of the NIC.
+fn widest(net: &Net) -> u64 {
+    let bytes = net.initiator.domain.provider_attr().cq_data_size;
+    assert!((1..=8).contains(&bytes), "{bytes} bytes of immediate data");
+    u64::MAX >> (64 - 8 * bytes)
+}
+
+fn a_write_with_immediate_data_completes_a_receive_after_its_bytes(world: &World) {
+    const LEN: u64 = 48 << 10;
+    let net = Net::open(world);
+    let target = net.bytes(LEN as usize);
+    let region = net.expose(target.range(), REMOTE);
+    let key = net.key(&region);
+    let inbox = net.bytes(64);
+    let inbox_region = net.expose(inbox.range(), LOCAL);
+    let desc = inbox_region.desc().expect("a descriptor");
+    let local = net.local(LEN as usize, LOCAL);
+    for (round, data) in [0, 1, widest(&net) / 3, widest(&net)].into_iter().enumerate() {
+        let (seed, context) = (round as u8 + 1, 10 + round as u64);
+        inbox.put(0, &[0x11; 64]);
+        local.bytes.put(0, &vec![seed; LEN as usize]);
+        post_receive(&net, inbox.range(), desc, context);
+        let there = [remote(&key, 0, LEN)];
+        let write = Operation::WriteImmediate { remote: &there, data };
+        net.post(write, &[local.segment(0, LEN)], 1).expect("post");
+        let ended = received(&net);
+        // Before anything else: the bytes are there as soon as the receive has completed.
+        assert_eq!(target.get(0, LEN as usize), vec![seed; LEN as usize], "ahead of its bytes");
+        assert_eq!((ended.kind, ended.context), (CompletionKind::RemoteWrite, context));
+        assert_eq!(ended.result.expect("written"), LEN);
+        assert_eq!((ended.data, ended.invalidated, ended.tag), (Some(data), None, None));
+        assert_eq!(inbox.get(0, 64), [0x11; 64], "the buffer of the receive");
+        let sent = net.completion();
+        assert_eq!((sent.kind, sent.context, sent.data), (CompletionKind::Write, 1, None));
+        assert_eq!(sent.result.expect("write"), LEN);
+    }
+    assert_eq!(net.target.cq.read(&mut Vec::new(), 1).expect("read"), 0, "a completion too many");
+}
+
+fn a_write_with_immediate_data_waits_for_a_receive(world: &World) {
+    let net = Net::open(world);
+    let target = net.bytes(64);
+    let region = net.expose(target.range(), REMOTE);
+    let key = net.key(&region);
+    let inbox = net.bytes(64);
+    let inbox_region = net.expose(inbox.range(), LOCAL);
+    let desc = inbox_region.desc().expect("a descriptor");
+    let local = net.local(64, LOCAL);
+    local.bytes.put(0, &[9; 64]);
+    for data in 0..4_u64 {
+        let there = [remote(&key, 8 * data, 8)];
+        let write = Operation::WriteImmediate { remote: &there, data };
+        net.post(write, &[local.segment(0, 8)], data).expect("post");
+    }
+    for context in 0..4 {
+        post_receive(&net, inbox.range(), desc, context);
+    }
+    for data in 0..4 {
+        let ended = received(&net);
+        assert_eq!((ended.context, ended.data), (data, Some(data)), "in the order of the writes");
+        ended.result.expect("written");
+        net.completion().result.expect("write");
+    }
+    assert_eq!(target.get(0, 40), [&[9; 32][..], &[0; 8]].concat());
+}
+
+fn messages_carry_immediate_data(world: &World) {
+    let net = Net::open(world);
+    let inbox = net.bytes(64);
+    let inbox_region = net.expose(inbox.range(), LOCAL);
+    let desc = inbox_region.desc().expect("a descriptor");
+    let local = net.local(64, LOCAL);
+    local.bytes.put(0, &[5; 16]);
+    for data in [0, 7, widest(&net)] {
+        post_receive(&net, inbox.range(), desc, 3);
+        let message = Operation::SendImmediate { tag: None, data };
+        net.post(message, &[local.segment(0, 16)], 1).expect("post");
+        assert_eq!(net.completion().result.expect("send"), 16);
+        let ended = received(&net);
+        assert_eq!((ended.kind, ended.context), (CompletionKind::Receive, 3));
+        assert_eq!((ended.result.expect("receive"), ended.data), (16, Some(data)));
+        assert_eq!(inbox.get(0, 16), [5; 16]);
+    }
+    post_receive(&net, inbox.range(), desc, 4);
+    let message = Operation::Send { tag: None, invalidate: None };
+    net.post(message, &[local.segment(0, 16)], 1).expect("post");
+    net.completion().result.expect("send");
+    assert_eq!(received(&net).data, None, "a message without immediate data");
+}
+
+fn immediate_data_that_is_too_wide_is_refused(world: &World) {
+    let mut setup = Setup::of(world);
+    setup.provider = setup.provider.cq_data_size(4);
+    let net = setup.open();
+    let target = net.bytes(64);
+    let region = net.expose(target.range(), REMOTE);
+    let key = net.key(&region);
+    let local = net.local(64, LOCAL);
+    assert_eq!(widest(&net), u64::from(u32::MAX));
+    let there = [remote(&key, 0, 8)];
+    for data in [1 << 32, u64::MAX] {
+        let write = Operation::WriteImmediate { remote: &there, data };
+        for operation in [write, Operation::SendImmediate { tag: None, data }] {
+            let error = net.post(operation, &[local.segment(0, 8)], 1).expect_err("too wide");
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+            assert_eq!(error.context_value("cq_data_size"), Some("4"), "{error}");
+        }
+    }
+    net.push(&key, 0, &[1; 8]).expect("the endpoint works on");
+    assert_eq!(net.target.cq.read(&mut Vec::new(), 1).expect("read"), 0);
 }

@@ -1,13 +1,14 @@
 //! Memory windows (InfiniBand 10.6.7).
 
-use std::sync::Arc;
+use std::{any::Any, sync::Arc};
 
 use hmem::{
-    Access, Addressing, AuthKey, BindFlags, Endpoint, ErrorKind, Iova, MemoryRegion, MemoryWindow,
-    MrAttr, MrFlags, MrMode, RegionState, RemoteKey, Result,
+    Access, Addressing, AuthKey, BindFlags, Endpoint, ErrorKind, Iova, MemoryRegion, MrAttr,
+    MrFlags, MrMode, RegionState, RemoteKey, Result, Type1Window, Type2Bind, Type2Kind,
+    Type2Window,
     counter::Counter,
     loopback::Call,
-    provider::{CompletionQueue, WindowType},
+    provider::{CompletionQueue, WindowState},
     transfer::{Completion, CompletionKind, PeerId},
 };
 
@@ -17,11 +18,9 @@ use crate::{
     world::{Need, World, need, needs, over_worlds},
 };
 
-const NEEDS: Need = need(
-    "mode RAW",
-    "windows have no raw keys, and no other key works there: MODE-04 shows it",
-    |world| !world.has(MrMode::RAW),
-);
+const NEEDS: Need = need("mode RAW", "windows are refused there: MODE-04 shows it", |world| {
+    !world.has(MrMode::RAW)
+});
 const UNBOUND: Need =
     need("mode ENDPOINT", "the region itself is bound to the queue pair there", |world| {
         !world.has(MrMode::ENDPOINT)
@@ -37,7 +36,7 @@ over_worlds! {
     /// MW-01
     type_1_binds_by_a_call_and_turns_its_key: Pairs, NEEDS, LOOPBACK;
     /// MW-01
-    type_1_refuses_what_type_2_does: Pairs, NEEDS, LOOPBACK;
+    type_1_is_not_bound_to_nothing: Pairs, NEEDS, LOOPBACK;
     /// MW-02
     type_2_binds_by_a_request_with_the_callers_tag: Pairs, NEEDS, LOOPBACK;
     /// MW-03
@@ -46,18 +45,18 @@ over_worlds! {
     type_2b_lets_its_queue_pair_go: Pairs, NEEDS, UNBOUND, LOOPBACK;
     /// MW-04
     invalidation_kills_the_key_and_keeps_the_window: Pairs, NEEDS, LOOPBACK;
-    /// MW-04
+    /// MW-04, MW-10
     a_peer_invalidates_by_sending: Pairs, NEEDS, LOOPBACK;
-    /// MW-04
+    /// MW-04, MW-10
     a_peer_does_not_invalidate_a_type_1_window: Pairs, NEEDS, LOOPBACK;
-    /// MW-04
+    /// MW-04, MW-10
     a_peer_invalidates_through_the_queue_pair_of_the_window_only: Pairs, NEEDS, LOOPBACK;
     /// MW-05
     windows_carry_rights_of_their_own: Pairs, NEEDS, LOOPBACK;
     /// MW-06
     windows_overlap_and_hold_their_region: Pairs, NEEDS, LOOPBACK;
     /// MW-07
-    outside_the_region_or_on_anothers_is_refused: Pairs, LOOPBACK;
+    outside_the_region_or_on_anothers_is_refused: Pairs, NEEDS, LOOPBACK;
     /// MW-08
     binding_registers_and_exports_nothing: Pairs, NEEDS, LOOPBACK;
     /// KEY-08
@@ -70,8 +69,8 @@ over_worlds! {
     /// EVT-02
     writes_and_atomics_through_a_window_count_once: Pairs, NEEDS, LOOPBACK;
     /// MODE-04
-    no_key_of_a_window_works_in_raw_mode: Pairs,
-        need("modes without RAW", "keys of windows work there: MW-01 and MW-02 show it", |world| {
+    windows_are_refused_in_raw_mode: Pairs,
+        need("modes without RAW", "there are windows there: MW-01 and MW-02 show it", |world| {
             world.has(MrMode::RAW)
         });
 }
@@ -85,33 +84,36 @@ struct Fixture {
 fn fixture(world: &World) -> Fixture {
     let net = Net::open(world);
     let memory = net.filled(&pattern(1, 4096));
-    let region = net.expose(memory.range(), LOCAL | Access::REMOTE_READ);
+    let region = net.expose(memory.range(), LOCAL | Access::REMOTE_READ | Access::MW_BIND);
     Fixture { net, memory, region }
 }
 
 impl Fixture {
-    fn window(&self, kind: WindowType) -> MemoryWindow {
-        self.net.target.domain.alloc_window(kind).expect("allocate a window")
+    fn type_1(&self) -> Type1Window {
+        self.net.target.domain.alloc_type_1_window().expect("allocate a window")
+    }
+
+    fn type_2(&self, kind: Type2Kind) -> Type2Window {
+        self.net.target.domain.alloc_type_2_window(kind).expect("allocate a window")
     }
 
     /// Posts a bind to the target's endpoint and waits for it.
     fn bind_2(
         &self,
-        window: &MemoryWindow,
+        window: &Type2Window,
         (offset, len): (u64, u64),
         access: Access,
         addressing: Addressing,
         tag: u8,
     ) -> Result<RemoteKey> {
-        let endpoint = &self.net.target.endpoint;
-        let key =
-            window.post_bind(endpoint, &self.region, (offset, len), access, addressing, tag, 77)?;
+        let bind = Type2Bind { region: &self.region, offset, len, access, addressing, tag };
+        let key = window.post_bind(&self.net.target.endpoint, &bind, 77)?;
         let completion = self.target_completion();
         assert_eq!((completion.context, completion.kind), (77, CompletionKind::BindWindow));
         completion.result.map(|_| key)
     }
 
-    fn invalidate(&self, window: &MemoryWindow) -> Result<()> {
+    fn invalidate(&self, window: &Type2Window) -> Result<()> {
         window.post_invalidate(&self.net.target.endpoint, 78)?;
         let completion = self.target_completion();
         assert_eq!((completion.context, completion.kind), (78, CompletionKind::InvalidateWindow));
@@ -138,21 +140,23 @@ impl Fixture {
     }
 }
 
-fn no_key_of_a_window_works_in_raw_mode(world: &World) {
+fn windows_are_refused_in_raw_mode(world: &World) {
     let f = fixture(world);
-    let (one, two) = (f.window(WindowType::One), f.window(WindowType::TwoB));
-    let first = one.bind(&f.region, 0, 64, REMOTE).expect("bind");
-    let second = f.bind_2(&two, (0, 64), REMOTE, Addressing::Virtual, 7).expect("bind");
-    for key in [first, second] {
-        f.dead(&key);
-        let error = f.net.pull(&key, 0, 8).expect_err("a key that was not mapped");
-        assert!(error.to_string().contains("RAW"), "{error}");
+    let domain = &f.net.target.domain;
+    let refused = |error: hmem::Error| {
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        assert_eq!(error.context_value("rule"), Some("no-raw-keys"), "{error}");
+    };
+    refused(domain.alloc_type_1_window().expect_err("a window without a raw key"));
+    for kind in [Type2Kind::A, Type2Kind::B] {
+        refused(domain.alloc_type_2_window(kind).expect_err("a window without a raw key"));
     }
+    assert_eq!(f.net.live().windows, 0);
 }
 
 fn type_1_binds_by_a_call_and_turns_its_key(world: &World) {
     let f = fixture(world);
-    let window = f.window(WindowType::One);
+    let window = f.type_1();
     assert!(window.key().is_none());
     let first = window.bind(&f.region, 1000, 100, REMOTE).expect("bind");
     let base = f.memory.part(1000, 100).start();
@@ -183,23 +187,18 @@ fn type_1_binds_by_a_call_and_turns_its_key(world: &World) {
     f.region.close().expect("close");
 }
 
-fn type_1_refuses_what_type_2_does(world: &World) {
+fn type_1_is_not_bound_to_nothing(world: &World) {
     let f = fixture(world);
-    let window = f.window(WindowType::One);
+    let window = f.type_1();
     let key = window.bind(&f.region, 0, 64, REMOTE).expect("bind");
-    let endpoint = &f.net.target.endpoint;
-    assert_eq!(window.post_invalidate(endpoint, 1).unwrap_err().kind(), ErrorKind::BadState);
-    let posted = window.post_bind(endpoint, &f.region, (0, 8), REMOTE, Addressing::ZeroBased, 1, 1);
-    assert_eq!(posted.unwrap_err().kind(), ErrorKind::BadState);
     assert_eq!(window.bind(&f.region, 0, 0, REMOTE).unwrap_err().kind(), ErrorKind::ZeroLength);
-    assert_eq!(f.net.pull(&key, 0, 64).expect("none of this touched the binding").len(), 64);
+    assert_eq!(f.net.pull(&key, 0, 64).expect("the binding stands").len(), 64);
 }
 
 fn type_2_binds_by_a_request_with_the_callers_tag(world: &World) {
     let f = fixture(world);
-    for kind in [WindowType::TwoA, WindowType::TwoB] {
-        let window = f.window(kind);
-        assert_eq!(window.bind(&f.region, 0, 8, REMOTE).unwrap_err().kind(), ErrorKind::BadState);
+    for kind in [Type2Kind::A, Type2Kind::B] {
+        let window = f.type_2(kind);
         for (tag, addressing) in [(0x5A, Addressing::ZeroBased), (0xC3, Addressing::Virtual)] {
             let key = f.bind_2(&window, (500, 40), REMOTE, addressing, tag).expect("bind");
             assert_eq!(
@@ -234,7 +233,7 @@ fn type_2_binds_by_a_request_with_the_callers_tag(world: &World) {
 
 fn type_2a_is_reached_through_its_queue_pair_only(world: &World) {
     let mut f = fixture(world);
-    let window = f.window(WindowType::TwoA);
+    let window = f.type_2(Type2Kind::A);
     let key = f.bind_2(&window, (0, 64), REMOTE, Addressing::Virtual, 1).expect("bind");
     f.net.pull(&key, 0, 64).expect("through the queue pair that it was bound with");
     let (other, _cq, peer) = f.other_endpoint();
@@ -252,7 +251,7 @@ fn type_2a_is_reached_through_its_queue_pair_only(world: &World) {
 
 fn type_2b_lets_its_queue_pair_go(world: &World) {
     let mut f = fixture(world);
-    let window = f.window(WindowType::TwoB);
+    let window = f.type_2(Type2Kind::B);
     let key = f.bind_2(&window, (0, 64), REMOTE, Addressing::Virtual, 1).expect("bind");
     f.net.pull(&key, 0, 64).expect("through the queue pair that it was bound with");
     let (other, cq, peer) = f.other_endpoint();
@@ -264,14 +263,15 @@ fn type_2b_lets_its_queue_pair_go(world: &World) {
     f.net.pull(&key, 0, 64).expect_err("the queue pair is gone");
     f.net.peer = peer;
     f.net.target.cq = cq;
-    f.invalidate(&window)
-        .expect("the window can be invalidated through another queue pair of its domain");
+    assert_eq!(window.state(), WindowState::Free);
+    f.bind_2(&window, (0, 64), REMOTE, Addressing::Virtual, 2).expect("another queue pair");
+    f.invalidate(&window).expect("the window stays usable");
     f.region.close().expect("nothing is bound");
 }
 
 fn invalidation_kills_the_key_and_keeps_the_window(world: &World) {
     let f = fixture(world);
-    let window = f.window(WindowType::TwoB);
+    let window = f.type_2(Type2Kind::B);
     f.invalidate(&window).expect("a free window may be invalidated, which changes nothing");
     let first =
         f.bind_2(&window, (0, 64), REMOTE, Addressing::ZeroBased, 7).expect("free to valid");
@@ -293,7 +293,7 @@ fn invalidation_kills_the_key_and_keeps_the_window(world: &World) {
 
 fn a_peer_invalidates_by_sending(world: &World) {
     let f = fixture(world);
-    let window = f.window(WindowType::TwoB);
+    let window = f.type_2(Type2Kind::B);
     let key = f.bind_2(&window, (0, 64), REMOTE, Addressing::ZeroBased, 7).expect("bind");
     let (inbox, message) = (f.net.bytes(64), f.net.local(64, LOCAL));
     let inbox_region = f.net.expose(inbox.range(), LOCAL);
@@ -308,9 +308,13 @@ fn a_peer_invalidates_by_sending(world: &World) {
     unsafe { f.net.target.endpoint.post(&receive) }.expect("post");
     let send = hmem::transfer::Operation::Send { tag: None, invalidate: Some(&key) };
     f.net.transfer(send, &[message.segment(0, 16)]).expect("send");
-    assert_eq!(f.target_completion().result.expect("receive"), 16);
+    let received = f.target_completion();
+    assert_eq!(received.result.expect("receive"), 16);
+    assert_eq!(received.invalidated, Some(key.as_u64().expect("one key")), "the key is named");
+    assert_eq!(received.data, None);
     f.dead(&key);
-    window.invalidated_by_peer();
+    assert_eq!(window.state(), WindowState::Free);
+    assert!(window.key().is_none());
     let second =
         f.bind_2(&window, (0, 8), REMOTE, Addressing::ZeroBased, 9).expect("the window stays");
     f.net.pull(&second, 0, 8).expect("read");
@@ -325,7 +329,7 @@ fn send_invalidating(f: &Fixture, key: &RemoteKey) -> Result<u64> {
 
 fn a_peer_does_not_invalidate_a_type_1_window(world: &World) {
     let f = fixture(world);
-    let window = f.window(WindowType::One);
+    let window = f.type_1();
     let key = window.bind(&f.region, 0, 64, REMOTE).expect("bind");
     let error = send_invalidating(&f, &key).expect_err("a peer invalidated a type 1 window");
     assert_eq!(error.kind(), ErrorKind::BadState, "{error}");
@@ -338,8 +342,8 @@ fn a_peer_does_not_invalidate_a_type_1_window(world: &World) {
 fn a_peer_invalidates_through_the_queue_pair_of_the_window_only(world: &World) {
     let mut f = fixture(world);
     let (_other, _cq, foreign) = f.other_endpoint();
-    for kind in [WindowType::TwoA, WindowType::TwoB] {
-        let window = f.window(kind);
+    for kind in [Type2Kind::A, Type2Kind::B] {
+        let window = f.type_2(kind);
         let key = f.bind_2(&window, (0, 64), REMOTE, Addressing::ZeroBased, 7).expect("bind");
         let own = std::mem::replace(&mut f.net.peer, foreign);
         let error = send_invalidating(&f, &key)
@@ -356,7 +360,7 @@ fn windows_carry_rights_of_their_own(world: &World) {
     let f = fixture(world);
     let base = f.region.key().expect("key");
     let [reads, writes] = [Access::REMOTE_READ, Access::REMOTE_WRITE].map(|access| {
-        let window = f.window(WindowType::One);
+        let window = f.type_1();
         let key = window.bind(&f.region, 0, 64, access).expect("bind");
         (window, key)
     });
@@ -372,13 +376,13 @@ fn windows_carry_rights_of_their_own(world: &World) {
     );
     assert_eq!(f.net.pull(&reads.1, 0, 7).expect("read"), b"granted");
     // A window reaches what its region's own key does not.
-    let sealed = f.net.expose(f.memory.part(0, 64), LOCAL);
+    let sealed = f.net.expose(f.memory.part(0, 64), LOCAL | Access::MW_BIND);
     let key = reads.0.bind(&sealed, 0, 64, Access::REMOTE_READ).expect("bind");
     assert_eq!(f.net.pull(&key, 0, 7).expect("read"), b"granted");
     f.net.pull(&sealed.key().expect("key"), 0, 1).expect_err("the region's own key grants nothing");
     // Without local write there is nothing to grant.
-    let read_only =
-        f.net.expose(f.memory.part(0, 64), Access::REMOTE_READ | Access::SEND | Access::WRITE);
+    let read_only = Access::REMOTE_READ | Access::SEND | Access::WRITE | Access::MW_BIND;
+    let read_only = f.net.expose(f.memory.part(0, 64), read_only);
     let error = reads.0.bind(&read_only, 0, 64, Access::REMOTE_WRITE).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::AccessDenied);
     assert_eq!(
@@ -390,8 +394,8 @@ fn windows_carry_rights_of_their_own(world: &World) {
 
 fn windows_overlap_and_hold_their_region(world: &World) {
     let f = fixture(world);
-    let one = f.window(WindowType::One);
-    let two = f.window(WindowType::TwoB);
+    let one = f.type_1();
+    let two = f.type_2(Type2Kind::B);
     let first = one.bind(&f.region, 0, 100, Access::REMOTE_WRITE).expect("bind");
     let second =
         f.bind_2(&two, (50, 100), Access::REMOTE_READ, Addressing::ZeroBased, 3).expect("bind");
@@ -410,7 +414,7 @@ fn windows_overlap_and_hold_their_region(world: &World) {
 
 fn outside_the_region_or_on_anothers_is_refused(world: &World) {
     let f = fixture(world);
-    let (one, two) = (f.window(WindowType::One), f.window(WindowType::TwoA));
+    let (one, two) = (f.type_1(), f.type_2(Type2Kind::A));
     for (offset, len) in [(4096, 1), (4095, 2), (0, 4097), (u64::MAX, 1), (1, u64::MAX)] {
         let error = one.bind(&f.region, offset, len, REMOTE).expect_err("outside its region");
         assert_eq!(error.kind(), ErrorKind::OutOfBounds);
@@ -422,6 +426,21 @@ fn outside_the_region_or_on_anothers_is_refused(world: &World) {
     let foreign = f.net.local(64, LOCAL);
     let error = one.bind(&foreign.region, 0, 8, REMOTE).expect_err("a region of another domain");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    let plain = f.net.expose(f.memory.range(), LOCAL | REMOTE);
+    let error = one.bind(&plain, 0, 8, REMOTE).expect_err("a region without MW_BIND");
+    assert_eq!(error.kind(), ErrorKind::AccessDenied);
+    assert_eq!(error.context_value("rule"), Some("region-allows-windows"), "{error}");
+    let bind = Type2Bind {
+        region: &plain,
+        offset: 0,
+        len: 8,
+        access: REMOTE,
+        addressing: Addressing::Virtual,
+        tag: 1,
+    };
+    two.post_bind(&f.net.target.endpoint, &bind, 79).expect("post");
+    let error = f.target_completion().result.expect_err("a region without MW_BIND");
+    assert_eq!(error.context_value("rule"), Some("region-allows-windows"), "{error}");
     assert!(one.key().is_none() && two.key().is_none());
     f.region.close().expect("nothing was bound");
 }
@@ -431,8 +450,8 @@ fn binding_registers_and_exports_nothing(world: &World) {
     let calls = || f.net.device.as_ref().map(|device| device.stats());
     let registered =
         |net: &Net| (net.live().regions, net.live().page_registrations, net.live().bytes);
-    let one = f.window(WindowType::One);
-    let two = f.window(WindowType::TwoB);
+    let one = f.type_1();
+    let two = f.type_2(Type2Kind::B);
     let (before, calls_before) = (registered(&f.net), calls());
     f.net.faults.count();
     for round in 0..300 {
@@ -450,16 +469,15 @@ fn binding_registers_and_exports_nothing(world: &World) {
 }
 
 /// A window of 64 bytes of each type on `region`, and the keys.
-fn windows_on(f: &Fixture, region: &MemoryRegion) -> Vec<(MemoryWindow, RemoteKey)> {
-    let one = f.window(WindowType::One);
+fn windows_on(f: &Fixture, region: &MemoryRegion) -> [(Box<dyn Any>, RemoteKey); 2] {
+    let one = f.type_1();
     let one_key = one.bind(region, 0, 64, REMOTE).expect("bind");
-    let two = f.window(WindowType::TwoB);
-    let endpoint = &f.net.target.endpoint;
-    let two_key = two
-        .post_bind(endpoint, region, (0, 64), REMOTE, Addressing::ZeroBased, 5, 77)
-        .expect("post a bind");
+    let two = f.type_2(Type2Kind::B);
+    let addressing = Addressing::ZeroBased;
+    let bind = Type2Bind { region, offset: 0, len: 64, access: REMOTE, addressing, tag: 5 };
+    let two_key = two.post_bind(&f.net.target.endpoint, &bind, 77).expect("post a bind");
     f.target_completion().result.expect("bind");
-    vec![(one, one_key), (two, two_key)]
+    [(Box::new(one), one_key), (Box::new(two), two_key)]
 }
 
 fn a_window_is_reached_with_the_auth_key_of_its_region_only(world: &World) {
@@ -472,7 +490,7 @@ fn a_window_is_reached_with_the_auth_key_of_its_region_only(world: &World) {
         let net = setup.open();
         let memory = net.filled(&pattern(1, 4096));
         let ranges = [memory.range()];
-        let attr = MrAttr::new(&ranges, LOCAL | Access::REMOTE_READ);
+        let attr = MrAttr::new(&ranges, LOCAL | Access::REMOTE_READ | Access::MW_BIND);
         let region = net.try_expose(&attr, MrFlags::empty()).expect("register");
         let guarded = MrAttr { auth_key: Some(&theirs), ..attr };
         let guarded = net.try_expose(&guarded, MrFlags::empty()).expect("register");
@@ -500,7 +518,7 @@ fn a_window_is_reached_with_the_auth_key_of_its_region_only(world: &World) {
 
 fn a_window_is_reached_through_the_endpoint_of_its_region_only(world: &World) {
     let mut f = fixture(world);
-    let window = f.window(WindowType::One);
+    let window = f.type_1();
     let key = window.bind(&f.region, 0, 64, REMOTE).expect("bind");
     let (_other, _cq, foreign) = f.other_endpoint();
     let own = std::mem::replace(&mut f.net.peer, foreign);
@@ -520,7 +538,8 @@ fn counted(world: &World, rma_event: bool) -> (Fixture, Arc<Counter>) {
     let net = setup.open();
     let memory = net.filled(&pattern(1, 4096));
     let ranges = [memory.range()];
-    let attr = MrAttr::new(&ranges, LOCAL | REMOTE).key(net.fresh_key());
+    let access = LOCAL | REMOTE | Access::MW_BIND;
+    let attr = MrAttr::new(&ranges, access).key(net.fresh_key());
     // SAFETY: the test owns the memory for longer than the region and refers to it by no reference.
     let region = unsafe { net.target.domain.regattr(&attr, MrFlags::RMA_EVENT) }.expect("register");
     let counter = Arc::new(Counter::new());

@@ -14,14 +14,14 @@ use hmem::{
     ErrorKind, MrMode,
     loopback::{Memory as Pages, Progress},
     path::P2pPolicy,
-    system::Style,
+    system::FreeDetection,
 };
 
 /// Where the memory under test comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Memory {
     System,
-    Device(Style),
+    Device(FreeDetection),
 }
 
 /// What moves the bytes.
@@ -97,10 +97,10 @@ pub(crate) const MODES: [Mode; 14] = [
 
 const PLACES: [(Memory, P2pPolicy); 5] = [
     (Memory::System, P2pPolicy::Enabled),
-    (Memory::Device(Style::Identity), P2pPolicy::Enabled),
-    (Memory::Device(Style::Identity), P2pPolicy::Disabled),
-    (Memory::Device(Style::Callback), P2pPolicy::Required),
-    (Memory::Device(Style::Callback), P2pPolicy::Disabled),
+    (Memory::Device(FreeDetection::Identity), P2pPolicy::Enabled),
+    (Memory::Device(FreeDetection::Identity), P2pPolicy::Disabled),
+    (Memory::Device(FreeDetection::Callback), P2pPolicy::Required),
+    (Memory::Device(FreeDetection::Callback), P2pPolicy::Disabled),
 ];
 const KEY_SIZES: [usize; 2] = [8, 4];
 const PROGRESSES: [Progress; 2] = [Progress::ByHand, Progress::Thread];
@@ -174,8 +174,8 @@ impl fmt::Display for World {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let memory = match self.memory {
             Memory::System => "system memory",
-            Memory::Device(Style::Identity) => "identity-style device",
-            Memory::Device(Style::Callback) => "callback-style device",
+            Memory::Device(FreeDetection::Identity) => "identity-style device",
+            Memory::Device(FreeDetection::Callback) => "callback-style device",
         };
         if let Nic::Verbs { dma_buf } = self.nic {
             let imports = if dma_buf { "with" } else { "without" };

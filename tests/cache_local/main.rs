@@ -29,7 +29,7 @@ use hmem::{
     provider::EndpointAttr,
     system::{
         AddressReuse, Simulated,
-        monitor::{Import, MonitorKind},
+        monitor::{HostMonitorKind, ImportMonitor},
     },
     transfer::{AtomicOp, AtomicType, LocalSegment, Operation, PeerId, WorkRequest},
 };
@@ -80,7 +80,7 @@ fn stale_transfers(hmem: &Hmem, rounds: u32) -> u32 {
 /// MR-07
 #[test]
 fn local_memory_without_a_descriptor_moves_its_bytes_after_it_came_back() {
-    let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(MonitorKind::MemHooks);
+    let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(HostMonitorKind::MemHooks);
     let hmem = builder.provider(nic().build().expect("a NIC")).build().expect("memhooks work here");
     assert_eq!(stale_transfers(&hmem, 3_000), 0);
 }
@@ -90,6 +90,19 @@ fn local_memory_without_a_descriptor_moves_its_bytes_after_it_came_back() {
 fn with_a_monitor_that_says_nothing_the_same_transfers_are_stale() {
     let (hmem, _silent) = told(nic());
     assert!(stale_transfers(&hmem, 30) >= 20, "the rounds do not notice a stale registration");
+}
+
+/// EVT-05
+#[test]
+fn a_wait_ends_the_leases_and_gives_the_context_of_the_application() {
+    let (hmem, _import) = told(nic());
+    let net = Net::open(&hmem, MrMode::LOCAL);
+    let pages = Pages::new(PAGE);
+    net.write(&[pages.bare(0, 16)], 21).expect("posted");
+    let mut done = Vec::new();
+    assert_eq!(net.cq.wait(&mut done, 1, std::time::Duration::MAX).expect("wait"), 1);
+    assert_eq!(done[0].context, 21);
+    net.assert_nothing_left();
 }
 
 #[test]
@@ -358,7 +371,7 @@ fn device_memory_without_a_descriptor_in_hmem_mode_is_never_a_stale_hit() {
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let nic =
         Loopback::builder().memory(Memory::Pinned).needs(MrMode::HMEM).build().expect("a NIC");
-    let import = Import::new(Arc::new(Silent)).expect("a monitor");
+    let import = ImportMonitor::new(Arc::new(Silent)).expect("a monitor");
     let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(import);
     let hmem =
         builder.shared_iface(Arc::clone(&device) as _).provider(nic).build().expect("started");

@@ -8,7 +8,7 @@ use hmem::{
     cache::CacheStatistics,
     loopback::{Builder, Loopback, Memory},
     provider::{CompletionQueue, EndpointAttr},
-    system::monitor::Import,
+    system::monitor::ImportMonitor,
     transfer::{Completion, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
 };
 
@@ -21,7 +21,7 @@ pub(crate) struct Net {
     pub(crate) domain: Domain,
     pub(crate) peer: PeerId,
     pub(crate) key: RemoteKey,
-    pub(crate) far: hmem::Registered<Vec<u8>>,
+    pub(crate) far: hmem::OwnedRegion<Vec<u8>>,
     pub(crate) far_endpoint: Endpoint,
     pub(crate) far_cq: Arc<dyn CompletionQueue>,
     pub(crate) far_domain: Domain,
@@ -129,8 +129,8 @@ pub(crate) fn nic() -> Builder {
 }
 
 /// Host memory watched by the test, and the monitor by which it tells.
-pub(crate) fn told(nic: Builder) -> (Hmem, Arc<Import>) {
-    let import = Import::new(Arc::new(Silent)).expect("a monitor");
+pub(crate) fn told(nic: Builder) -> (Hmem, Arc<ImportMonitor>) {
+    let import = ImportMonitor::new(Arc::new(Silent)).expect("a monitor");
     let builder =
         Hmem::builder().without_vendor_ifaces().imported_cache_monitor(Arc::clone(&import) as _);
     (builder.provider(nic.build().expect("a software NIC")).build().expect("started"), import)

@@ -13,7 +13,7 @@ use hmem::{
     },
     iface::AllocRequest,
     loopback::Memory,
-    monitor::Cause,
+    monitor::InvalidationCause,
     path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr},
     transfer::{PeerId, RemoteSegment},
@@ -213,7 +213,10 @@ fn cached_cuda_memory_that_comes_back_at_its_address_is_never_a_stale_hit() {
             return;
         }
         let now = link.domain.cache().expect("a cache").statistics();
-        let (told, asked) = (now.invalidations(Cause::Free), now.invalidations(Cause::Identity));
+        let (told, asked) = (
+            now.invalidations(InvalidationCause::Free),
+            now.invalidations(InvalidationCause::Identity),
+        );
         match monitor {
             CudaMonitorKind::Hooks => {
                 assert_eq!((told, asked), (2 * u64::from(count), 0), "{now:?}")

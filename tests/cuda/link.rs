@@ -9,7 +9,7 @@ use std::{
 use hmem::{
     Access, Address, AddressRange, AllocationKind, CacheAttr, CachedRegion, DeviceBuffer, DeviceId,
     Domain, DomainAttr, Endpoint, Hmem, Iface, IfaceExt, Iova, MemoryRegion, MrAttr, MrFlags,
-    Registered, RemoteKey, Result,
+    OwnedRegion, RemoteKey, Result,
     cuda::{
         Cuda, CudaMonitorKind,
         sys::{self, CuContext, CuDeviceAttribute, CuResult, Functions},
@@ -328,7 +328,7 @@ pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
 }
 
 /// Closes a region that owns its buffer.
-pub(crate) fn close(region: Registered<DeviceBuffer>) -> DeviceBuffer {
+pub(crate) fn close(region: OwnedRegion<DeviceBuffer>) -> DeviceBuffer {
     region.close().map_err(hmem::Error::from).expect("close")
 }
 

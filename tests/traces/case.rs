@@ -248,10 +248,8 @@ impl Case {
             let attr = DomainAttr {
                 nic: Some((*nic).to_owned()),
                 p2p: self.policy,
-                cache: (door == Door::Cached).then(|| CacheAttr {
-                    without_monitors: Some(vec![IfaceKind::SYSTEM]),
-                    ..CacheAttr::default()
-                }),
+                cache: (door == Door::Cached)
+                    .then(|| CacheAttr::default().without_monitors(vec![IfaceKind::SYSTEM])),
                 ..DomainAttr::default()
             };
             let domain = Domain::open(
@@ -279,13 +277,11 @@ impl Case {
 
     fn explained(&self, kind: AllocationKind, nic: &str) -> Outcome {
         let world = self.world();
-        let request = ExplainRequest {
-            kind: Some(kind),
-            size: self.len,
-            nic: Some(nic.to_owned()),
-            policy: self.policy,
-            ..ExplainRequest::new(world.device.kind())
-        };
+        let request = ExplainRequest::new(world.device.kind())
+            .kind(kind)
+            .size(self.len)
+            .nic(nic.to_owned())
+            .policy(self.policy);
         self.refuse(&world);
         // The memory is the explanation's own: its address has no name here.
         let names = Names::new();

@@ -65,7 +65,7 @@ impl Outcome {
         write!(head, " on {}, {:?} mapping: {}", decision.nic, decision.mapping, decision.reason)
             .expect("a String takes everything");
         let attempts = attempts(&decision.attempts, names);
-        Self { head: stable(&head, names), remembered: decision.remembered, attempts }
+        Self { head: stable(&head, names), remembered: decision.from_cache, attempts }
     }
 
     /// The text of a registration that failed.

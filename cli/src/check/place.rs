@@ -13,7 +13,7 @@ use std::{
 
 use hmem::{
     Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Error, ErrorKind, Iface, Result,
-    iface::AllocRequest, system::monitor::Import,
+    iface::AllocRequest, system::monitor::ImportMonitor,
 };
 
 /// Bytes of a place: a page of the smallest size that there is.
@@ -40,14 +40,14 @@ pub(super) struct Pages {
     /// Null where there are none, after a refusal.
     at: *mut libc::c_void,
     /// Told of what goes, where that is the application's task.
-    told: Option<Arc<Import>>,
+    told: Option<Arc<ImportMonitor>>,
 }
 
 const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
 const OWN: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 
 impl Pages {
-    pub(super) fn map(told: Option<Arc<Import>>) -> Result<Self> {
+    pub(super) fn map(told: Option<Arc<ImportMonitor>>) -> Result<Self> {
         Ok(Self { at: map(ptr::null_mut(), OWN)?, told })
     }
 

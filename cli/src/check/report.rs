@@ -17,7 +17,7 @@ use crate::{
 pub enum Atomic {
     /// Not tried.
     #[default]
-    Untried,
+    NotTested,
     /// Old and new value were right.
     Verified,
     /// Refused as not supported, as it must be on staged paths.
@@ -179,7 +179,7 @@ fn rows<'a>(
     }
     for row in rows {
         let atomic = match row.atomic {
-            Atomic::Untried => style.cell("-", Tone::Dim),
+            Atomic::NotTested => style.cell("-", Tone::Dim),
             Atomic::Verified => style.cell("yes", Tone::Good),
             Atomic::Refused => style.cell("refused", Tone::Dim),
         };

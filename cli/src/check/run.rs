@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Instant};
 
 use hmem::{
     Access, AllocationKind, DeviceBuffer, DeviceId, Domain, Error, ErrorKind, Iface, MemoryRegion,
-    MrAttr, MrFlags, OwnedBuffer, Path, Registered, RemoteKey, iface::AllocRequest,
+    MrAttr, MrFlags, OwnedBuffer, OwnedRegion, Path, RemoteKey, iface::AllocRequest,
     provider::LiveObjects, system::MemFd,
 };
 
@@ -293,7 +293,7 @@ impl Trial<'_> {
         Ended::Wrong(root(&error).to_string())
     }
 
-    fn register_local(&mut self, buffer: Vec<u8>, key: u64) -> Result<Registered<Vec<u8>>, Ended> {
+    fn register_local(&mut self, buffer: Vec<u8>, key: u64) -> Result<OwnedRegion<Vec<u8>>, Ended> {
         self.domain.register_with(buffer, &attr(key), MrFlags::empty()).map_err(|rejected| {
             match rejected.error.kind() {
                 ErrorKind::OutOfResources => Ended::Cannot(rejected.error),
@@ -370,7 +370,7 @@ impl Trial<'_> {
     /// GiB/s of RMA writes into the target.
     fn throughput(
         &mut self,
-        source: &Registered<Vec<u8>>,
+        source: &OwnedRegion<Vec<u8>>,
         remote: Target<'_>,
         measure_ns: u64,
     ) -> Result<f64, Ended> {

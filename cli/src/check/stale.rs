@@ -13,8 +13,8 @@ use hmem::{
     monitor::Monitor,
     path::P2pPolicy,
     system::{
-        AddressReuse, Simulated, Style,
-        monitor::{Import, Layered, MemHooks, UserFaultFd, Watcher},
+        AddressReuse, FreeDetection, Simulated,
+        monitor::{ImportCallbacks, ImportMonitor, Layered, MemHooks, UserFaultFd},
     },
 };
 use serde::Serialize;
@@ -92,7 +92,7 @@ enum HostMonitor {
 }
 
 /// A monitor, and what the check tells of changes where that is the application's task.
-type Started = (Arc<dyn Monitor>, Option<Arc<Import>>);
+type Started = (Arc<dyn Monitor>, Option<Arc<ImportMonitor>>);
 
 impl HostMonitor {
     const ALL: [Self; 4] = [Self::MemHooks, Self::UserFaultFd, Self::Both, Self::Import];
@@ -104,11 +104,11 @@ impl HostMonitor {
             Self::UserFaultFd => (UserFaultFd::start()?, None),
             Self::Both => (Layered::new(MemHooks::start()?, UserFaultFd::start()?), None),
             Self::Import => {
-                let import = Import::new(Arc::new(Told))?;
+                let import = ImportMonitor::new(Arc::new(Told))?;
                 (Arc::clone(&import) as _, Some(import))
             }
             #[cfg(test)]
-            Self::Deaf => (Import::new(Arc::new(Told))?, None),
+            Self::Deaf => (ImportMonitor::new(Arc::new(Told))?, None),
         })
     }
 
@@ -129,7 +129,7 @@ impl HostMonitor {
 #[derive(Debug)]
 struct Told;
 
-impl Watcher for Told {
+impl ImportCallbacks for Told {
     fn subscribe(&self, _: hmem::AddressRange) -> Result<()> {
         Ok(())
     }
@@ -269,7 +269,7 @@ impl Case<'_> {
             }
             Memory::Callback => {
                 let device = Simulated::builder()
-                    .style(Style::Callback)
+                    .free_detection(FreeDetection::Callback)
                     .address_reuse(AddressReuse::JustFreed);
                 let iface: Arc<dyn Iface> = Arc::new(device.build()?);
                 let monitor = iface.start_monitor()?.name().to_owned();
@@ -338,12 +338,8 @@ impl Prepared<'_> {
             Whose::Own(hmem) => hmem,
         };
         // Whatever the environment says of caches: this is about the monitor.
-        let cache = CacheAttr {
-            max_count: Some(1024),
-            max_bytes: Some(1 << 30),
-            merge: Some(false),
-            without_monitors: Some(Vec::new()),
-        };
+        let cache = CacheAttr::default().max_count(1024).max_bytes(1 << 30).merge(false);
+        let cache = cache.without_monitors([]);
         let domain = nic.open_with(hmem, P2pPolicy::Required, Some(cache))?;
         {
             let access = Access::READ | Access::WRITE;
@@ -365,7 +361,7 @@ impl Prepared<'_> {
 struct Round<'a> {
     domain: &'a hmem::Domain,
     link: &'a mut Link,
-    local: &'a hmem::Registered<Vec<u8>>,
+    local: &'a hmem::OwnedRegion<Vec<u8>>,
     place: &'a mut dyn Place,
 }
 

@@ -1,8 +1,8 @@
 //! Registered memory that a check writes to, owned by its region or not.
 
 use hmem::{
-    DeviceBuffer, Domain, Error, ErrorKind, MemoryRegion, MrAttr, MrFlags, OwnedBuffer, Registered,
-    Rejected, Result,
+    DeviceBuffer, Domain, Error, ErrorKind, MemoryRegion, MrAttr, MrFlags, OwnedBuffer,
+    OwnedRegion, Rejected, Result,
 };
 
 /// A region, and the iface's way to its bytes.
@@ -20,7 +20,7 @@ pub(super) trait Registration {
     fn close(self) -> Result<()>;
 }
 
-impl<B: OwnedBuffer> Registration for Registered<B> {
+impl<B: OwnedBuffer> Registration for OwnedRegion<B> {
     fn region(&self) -> &MemoryRegion {
         self
     }
@@ -34,7 +34,7 @@ impl<B: OwnedBuffer> Registration for Registered<B> {
     }
 
     fn close(self) -> Result<()> {
-        Registered::close(self)?;
+        OwnedRegion::close(self)?;
         Ok(())
     }
 }

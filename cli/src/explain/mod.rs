@@ -42,13 +42,11 @@ pub fn explain(machine: &Machine, args: &ExplainArgs) -> Result<Report> {
     let mut skipped = Vec::new();
     let mut explanations = Vec::new();
     for pair in pairs(machine, args, &mut skipped)? {
-        let request = ExplainRequest {
-            device: pair.device,
-            nic: Some(pair.nic.attr.nic.name.clone()),
-            size: args.size.unwrap_or_else(|| ExplainRequest::new(pair.iface.kind()).size),
-            policy: args.policy,
-            ..ExplainRequest::new(pair.iface.kind())
-        };
+        let request = ExplainRequest::new(pair.iface.kind())
+            .device(pair.device)
+            .nic(pair.nic.attr.nic.name.clone())
+            .size(args.size.unwrap_or_else(|| ExplainRequest::new(pair.iface.kind()).size))
+            .policy(args.policy);
         match found(machine, &pair, &request) {
             Ok(explanation) => {
                 explanations.push(Entry::new(machine, &pair.into_names(machine), &explanation))

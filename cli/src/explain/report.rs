@@ -10,7 +10,7 @@ use crate::{
     json::{Attempt, SCHEMA, Skipped},
     machine::Machine,
     table::{Style, Tone, bytes},
-    topo::WayEntry,
+    topo::TopoPathEntry,
 };
 
 /// Explanations of all pairs that were asked for.
@@ -67,7 +67,7 @@ pub struct Wiring {
     /// Where the NIC is plugged in.
     pub nic_pci_bus_id: Option<String>,
     /// The way; null where it is not known.
-    pub way: Option<WayEntry>,
+    pub topo_path: Option<TopoPathEntry>,
     /// Why it is not.
     pub unknown: Option<String>,
     /// What the IOMMU does.
@@ -156,7 +156,7 @@ impl Wiring {
                 return wiring;
             }
         };
-        wiring.way = topology.path(device, nic).map(|path| WayEntry::new(&path));
+        wiring.topo_path = topology.path(device, nic).map(|path| TopoPathEntry::new(&path));
         wiring.largest_bar = topology.device(device).map(|device| device.largest_bar());
         let findings = topology.findings(device, nic, names.memory);
         wiring.findings = findings
@@ -242,7 +242,7 @@ fn one(out: &mut dyn Write, entry: &Entry, style: Style) -> io::Result<()> {
 }
 
 fn wiring(out: &mut dyn Write, wiring: &Wiring, style: Style) -> io::Result<()> {
-    match (&wiring.way, &wiring.unknown) {
+    match (&wiring.topo_path, &wiring.unknown) {
         (Some(way), _) => {
             let guess = if way.numa_unknown { " (a guess: a NUMA node is not known)" } else { "" };
             style.item(out, "distance:", &format!("{}{guess}", way.distance))?;

@@ -68,7 +68,7 @@ pub struct IfaceEntry {
 #[derive(Debug, Serialize)]
 pub struct CacheEntry {
     /// What turns caching off; null where it is on.
-    pub off_by: Option<&'static str>,
+    pub disabled_by: Option<&'static str>,
     /// Entries that a cache may hold.
     pub max_count: usize,
     /// Bytes that a cache may hold.
@@ -89,7 +89,7 @@ pub struct CacheMonitorEntry {
     /// What it does not notice.
     pub limits: String,
     /// What was tried, in order.
-    pub tried: Vec<TriedMonitor>,
+    pub candidates: Vec<MonitorCandidateEntry>,
 }
 
 /// The monitor of an iface's memory.
@@ -102,7 +102,7 @@ pub struct DeviceMonitorEntry {
     /// Why that one and what it does not see, or why none.
     pub why: String,
     /// What leaves it out of the caches; null where nothing does.
-    pub left_out_by: Option<&'static str>,
+    pub disabled_by: Option<&'static str>,
     /// What would help where there is none.
     pub remedy: Option<String>,
 }
@@ -122,7 +122,7 @@ pub struct GdrcopyEntry {
 
 /// A monitor that was tried.
 #[derive(Debug, Serialize)]
-pub struct TriedMonitor {
+pub struct MonitorCandidateEntry {
     /// Its name.
     pub name: &'static str,
     /// Why it was not taken; null if it passed its test.
@@ -269,7 +269,7 @@ fn ifaces(machine: &Machine) -> Vec<IfaceEntry> {
 fn cache(machine: &Machine) -> CacheEntry {
     let limits = machine.hmem.cache_limits();
     CacheEntry {
-        off_by: machine.hmem.cache_off_by(),
+        disabled_by: machine.hmem.cache_off_by(),
         max_count: limits.max_count,
         max_bytes: limits.max_bytes,
         merge: limits.merge,
@@ -278,16 +278,16 @@ fn cache(machine: &Machine) -> CacheEntry {
 
 fn cache_monitor(machine: &Machine) -> CacheMonitorEntry {
     let choice = machine.hmem.cache_monitor().choice();
-    let tried = choice.tried.iter().map(|tried| {
+    let candidates = choice.candidates.iter().map(|tried| {
         let (refused, remedy) = tried.refused.as_ref().map(reason_and_remedy).unzip();
-        TriedMonitor { name: tried.name, refused, remedy: remedy.flatten() }
+        MonitorCandidateEntry { name: tried.name, refused, remedy: remedy.flatten() }
     });
     CacheMonitorEntry {
         requested: choice.requested.name(),
         name: choice.name,
         why: choice.why.clone(),
         limits: choice.limits.clone(),
-        tried: tried.collect(),
+        candidates: candidates.collect(),
     }
 }
 
@@ -297,8 +297,8 @@ fn device_monitors(machine: &Machine) -> Vec<DeviceMonitorEntry> {
 }
 
 fn device_monitor(machine: &Machine, iface: &dyn Iface) -> DeviceMonitorEntry {
-    let left_out_by = machine.hmem.cache_monitor_left_out_by(iface.kind());
-    let (name, why, remedy) = match left_out_by {
+    let disabled_by = machine.hmem.cache_monitor_left_out_by(iface.kind());
+    let (name, why, remedy) = match disabled_by {
         // What is left out is not started to be shown.
         Some(setting) => {
             let why = format!("left out by {setting}: its memory is registered uncached");
@@ -312,7 +312,7 @@ fn device_monitor(machine: &Machine, iface: &dyn Iface) -> DeviceMonitorEntry {
             }
         },
     };
-    DeviceMonitorEntry { iface: iface.name().to_owned(), name, why, left_out_by, remedy }
+    DeviceMonitorEntry { iface: iface.name().to_owned(), name, why, disabled_by, remedy }
 }
 
 fn gdrcopy() -> GdrcopyEntry {

@@ -59,7 +59,7 @@ fn ifaces(out: &mut dyn Write, ifaces: &[IfaceEntry], style: Style) -> io::Resul
 
 fn cache(out: &mut dyn Write, cache: &CacheEntry, style: Style) -> io::Result<()> {
     style.heading(out, "Registration cache of domains that have one")?;
-    if let Some(setting) = cache.off_by {
+    if let Some(setting) = cache.disabled_by {
         style.item(out, "off:", &format!("{setting} is 0: memory is registered anew each time"))?;
     }
     let bytes = match cache.max_bytes {
@@ -77,7 +77,7 @@ fn cache_monitor(out: &mut dyn Write, monitor: &CacheMonitorEntry, style: Style)
     let asked = if monitor.requested == monitor.name { "" } else { ", picked" };
     style.item(out, &format!("{}{asked}:", monitor.name), &monitor.why)?;
     style.item(out, "limits:", &monitor.limits)?;
-    for tried in &monitor.tried {
+    for tried in &monitor.candidates {
         let verdict = match (&tried.refused, &tried.remedy) {
             (None, _) => "passed its test".to_owned(),
             (Some(refused), Some(remedy)) => format!("refused: {refused} -> {remedy}"),

@@ -7,7 +7,7 @@ use std::{
 
 use hdrhistogram::Histogram;
 use hmem::{
-    Atomic, Error, ErrorKind, Iova, RegionSlice, Registered, RemoteKey, Result,
+    Atomic, Error, ErrorKind, Iova, OwnedRegion, RegionSlice, RemoteKey, Result,
     transfer::{AtomicOp, AtomicType, PeerId, RemoteSegment},
 };
 
@@ -130,7 +130,7 @@ struct Client<'a> {
     target: PeerId,
     key: Option<RemoteKey>,
     /// What an atomic adds.
-    operand: Option<Registered<Vec<u8>>>,
+    operand: Option<OwnedRegion<Vec<u8>>>,
     wish: &'a Wish,
     request: Request,
     runs: u64,

@@ -8,7 +8,7 @@ use std::{
 
 use hmem::{
     Access, AllocationKind, DeviceBuffer, DeviceId, Domain, Endpoint, Error, ErrorKind, Hmem,
-    Iface, IfaceKind, MrAttr, MrFlags, Registered, Result,
+    Iface, IfaceKind, MrAttr, MrFlags, OwnedRegion, Result, WriteOrdering,
     iface::AllocRequest,
     path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr},
@@ -28,6 +28,7 @@ pub(super) struct Place<'a> {
     pub(super) nic: &'a Fabric,
     pub(super) iface: &'a Arc<dyn Iface>,
     pub(super) device: DeviceId,
+    pub(super) ordering: WriteOrdering,
 }
 
 /// Which of the two ends.
@@ -41,7 +42,7 @@ pub(super) enum Role {
 #[derive(Debug)]
 pub(super) struct End {
     // In the order in which they are given back.
-    pub(super) region: Registered<DeviceBuffer>,
+    pub(super) region: OwnedRegion<DeviceBuffer>,
     pub(super) endpoint: Endpoint,
     pub(super) queue: Arc<dyn CompletionQueue>,
     pub(super) domain: Domain,
@@ -78,7 +79,10 @@ impl End {
             (PerfOp::Atomic, Role::Server) => Access::REMOTE_READ | Access::REMOTE_WRITE,
         };
         // The key is for modes in which the application chooses it.
-        let attr = MrAttr::new(&[], access).key(if role == Role::Client { 2 } else { 1 });
+        let attr = MrAttr {
+            ordering: Some(place.ordering),
+            ..MrAttr::new(&[], access).key(if role == Role::Client { 2 } else { 1 })
+        };
         let region = domain.register_with(buffer, &attr, MrFlags::empty())?;
         let queue = domain.open_cq(depth)?;
         let endpoint =
@@ -92,13 +96,17 @@ impl End {
             nic: nic.name.clone(),
             path: decision.path.name().to_owned(),
             reason: decision.reason.clone(),
+            ordering: match place.ordering {
+                WriteOrdering::Relaxed => "relaxed".to_owned(),
+                WriteOrdering::Strict => "strict".to_owned(),
+            },
             trace: decision.attempts.iter().map(Attempt::from).collect(),
         };
         Ok(Self { region, endpoint, queue, domain, side })
     }
 
     /// Registers a word of host memory, for what providers take by value.
-    pub(super) fn register_word(&self, word: u64) -> Result<Registered<Vec<u8>>> {
+    pub(super) fn register_word(&self, word: u64) -> Result<OwnedRegion<Vec<u8>>> {
         let attr = MrAttr::new(&[], Access::READ | Access::WRITE).key(3);
         Ok(self.domain.register_with(word.to_ne_bytes().to_vec(), &attr, MrFlags::empty())?)
     }

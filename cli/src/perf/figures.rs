@@ -26,6 +26,9 @@ pub struct Side {
     pub path: String,
     /// The reason for the path.
     pub reason: String,
+    /// The ordering that the memory was registered with: `relaxed` or `strict`.
+    #[serde(default)]
+    pub ordering: String,
     /// The attempts of the path decision.
     pub trace: Vec<Attempt>,
 }
@@ -41,6 +44,7 @@ impl Side {
             nic: plain(&self.nic),
             path: plain(&self.path),
             reason: plain(&self.reason),
+            ordering: plain(&self.ordering),
             trace: self
                 .trace
                 .into_iter()

@@ -20,7 +20,7 @@ use std::{
     time::Duration,
 };
 
-use hmem::{DeviceId, Errno, Error, ErrorKind, Result};
+use hmem::{DeviceId, Errno, Error, ErrorKind, Result, WriteOrdering};
 
 use self::{
     client::{Amount, Wish},
@@ -233,7 +233,9 @@ fn place<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<Place<'a>> {
             .context("devices", devices.len())
             .remedy("name a device that `hmem info` lists"));
     }
-    Ok(Place { hmem: &machine.hmem, nic: nic(machine, args)?, iface, device })
+    let ordering =
+        if args.strict_ordering { WriteOrdering::Strict } else { WriteOrdering::Relaxed };
+    Ok(Place { hmem: &machine.hmem, nic: nic(machine, args)?, iface, device, ordering })
 }
 
 fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a Fabric> {
@@ -291,6 +293,7 @@ mod tests {
             nic: machine.nics.iter().find(hardware).expect("the software NIC"),
             iface: machine.hmem.registry().iter().next().expect("an iface"),
             device: DeviceId(0),
+            ordering: WriteOrdering::default(),
         }
     }
 

@@ -18,7 +18,7 @@ use hmem::{
 
 pub use self::report::{
     BarEntry, FunctionEntry, KernelEntry, LinkEntry, NodeEntry, NvidiaEntry, PathEntry, PortEntry,
-    RdmaEntry, Report, WayEntry,
+    RdmaEntry, Report, TopoPathEntry,
 };
 use crate::{
     Failure,

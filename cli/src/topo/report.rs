@@ -169,12 +169,12 @@ pub struct PathEntry {
     pub nics: Vec<String>,
     /// The way.
     #[serde(flatten)]
-    pub way: WayEntry,
+    pub topo_path: TopoPathEntry,
 }
 
 /// A way, in words.
 #[derive(Clone, Debug, Serialize)]
-pub struct WayEntry {
+pub struct TopoPathEntry {
     /// How far, as `nvidia-smi topo` names it.
     pub distance: &'static str,
     /// Whether that is a guess.
@@ -316,14 +316,14 @@ fn paths(topology: &Topology) -> Vec<PathEntry> {
                 from: from.to_string(),
                 to: to.to_string(),
                 nics: nic_names(topology, *to),
-                way: WayEntry::new(&path),
+                topo_path: TopoPathEntry::new(&path),
             }));
         }
     }
     entries
 }
 
-impl WayEntry {
+impl TopoPathEntry {
     /// A way between two PCI functions.
     #[must_use]
     pub fn new(path: &PciPath) -> Self {

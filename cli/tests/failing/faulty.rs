@@ -8,10 +8,12 @@ use hmem::{
         AllocRequest, Allocator, CopyEngine, Device, DmaBufExport, DmaBufExporter, DmaBufMapping,
         HostRegistrar, InboundFlush, Ipc, MonitorSource, PeerMemoryExporter, SegmentMap,
     },
-    monitor::{Cause, DetectionMethod, Invalidator, Monitor, Subscription},
+    monitor::{DetectionMethod, Monitor},
     provider::Nic,
     system::Simulated,
 };
+
+use crate::monitor::{FaultyMonitor, MonitorFault};
 
 /// What is wrong with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -166,47 +168,9 @@ impl MonitorSource for Faulty {
     fn start(&self) -> Result<Arc<dyn Monitor>> {
         let monitor = self.simulated.start_monitor()?;
         Ok(if self.fault == Fault::ConfusesAllocations {
-            Arc::new(Confused(monitor))
+            Arc::new(FaultyMonitor { monitor, fault: MonitorFault::Confused })
         } else {
             monitor
         })
-    }
-}
-
-/// A monitor to which all memory at an address is the same.
-#[derive(Debug)]
-struct Confused(Arc<dyn Monitor>);
-
-impl Monitor for Confused {
-    fn name(&self) -> &str {
-        self.0.name()
-    }
-
-    fn rationale(&self) -> String {
-        self.0.rationale()
-    }
-
-    fn detection(&self) -> DetectionMethod {
-        self.0.detection()
-    }
-
-    fn detects(&self, cause: Cause) -> bool {
-        self.0.detects(cause)
-    }
-
-    fn subscribe(
-        &self,
-        range: AddressRange,
-        invalidator: Arc<dyn Invalidator>,
-    ) -> Result<Subscription> {
-        self.0.subscribe(range, invalidator)
-    }
-
-    fn unsubscribe(&self, subscription: Subscription) {
-        self.0.unsubscribe(subscription);
-    }
-
-    fn valid(&self, _: &Allocation) -> Result<bool> {
-        Ok(true)
     }
 }

@@ -1,6 +1,11 @@
 //! Machines on which something is wrong: a check must see it, name it and fail.
 
 mod faulty;
+#[path = "../../../conformance/tests/monitor/mod.rs"]
+mod monitor;
+
+// The module that is shared with the conformance suite names the crate by its own name.
+extern crate hmem as hmem_core;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

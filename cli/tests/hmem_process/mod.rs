@@ -80,7 +80,7 @@ pub(crate) fn is_as_documented(document: &Value, paths: [&str; 2]) {
     assert_eq!((&document["schema"], &document["role"]), (&2.into(), &"client".into()));
     for (side, path) in [("local", paths[0]), ("remote", paths[1])] {
         let side = &document[side];
-        has(side, &["iface", "device", "provider", "nic", "path", "reason", "trace"]);
+        has(side, &["iface", "device", "provider", "nic", "path", "reason", "ordering", "trace"]);
         assert_eq!(side["path"], path, "{side}");
         let trace = side["trace"].as_array().expect("a trace");
         assert!(

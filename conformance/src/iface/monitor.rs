@@ -8,7 +8,7 @@ use std::sync::{
 use hmem_core::{
     AddressRange, Iface, Result,
     iface::Facet,
-    monitor::{Cause, Change, DetectionMethod, Invalidator, Monitor},
+    monitor::{DetectionMethod, InvalidationCause, InvalidationToken, Invalidator, Monitor},
 };
 
 use super::{buffers, is_missing, need};
@@ -38,16 +38,16 @@ impl Listener {
 }
 
 impl Invalidator for Listener {
-    fn invalidate(&self, range: AddressRange, _: Cause) {
+    fn invalidate(&self, range: AddressRange, _: InvalidationCause) {
         self.note(range);
     }
 
-    fn begin(&self, range: AddressRange, _: Cause) -> Change {
+    fn invalidate_start(&self, range: AddressRange, _: InvalidationCause) -> InvalidationToken {
         self.note(range);
-        Change(0)
+        InvalidationToken(0)
     }
 
-    fn end(&self, _: Change) {}
+    fn invalidate_end(&self, _: InvalidationToken) {}
     fn close_gate(&self) {}
     fn open_gate(&self) {}
 }

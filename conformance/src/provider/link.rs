@@ -8,7 +8,7 @@ use std::{
 
 use hmem_core::{
     Access, Domain, DomainAttr, Endpoint, Error, ErrorKind, Iova, MemoryRegion, MrAttr, MrFlags,
-    MrMode, OwnedBuffer, RegionState, Registered, Registry, RemoteKey, Result,
+    MrMode, OwnedBuffer, OwnedRegion, RegionState, Registry, RemoteKey, Result,
     path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr, Provider},
     transfer::{Completion, PeerId, RemoteSegment},
@@ -54,14 +54,14 @@ impl Side {
         &self,
         buffer: B,
         access: Access,
-    ) -> Result<Registered<B>> {
+    ) -> Result<OwnedRegion<B>> {
         let attr = MrAttr::new(&[], access).key(self.fresh_key());
         let region = self.domain.register_with(buffer, &attr, MrFlags::empty())?;
         self.make_usable(&region)?;
         Ok(region)
     }
 
-    pub(super) fn register(&self, bytes: Vec<u8>, access: Access) -> Registered<Vec<u8>> {
+    pub(super) fn register(&self, bytes: Vec<u8>, access: Access) -> OwnedRegion<Vec<u8>> {
         self.try_register(bytes, access).expect("register")
     }
 
@@ -164,6 +164,20 @@ impl Link {
         moved.map(|_| bytes)
     }
 
+    /// Waits for the next completion of the target, and returns it with those of the initiator that
+    /// came before it. A request of the initiator that failed fails the wait.
+    pub(super) fn arrived(&self) -> (Completion, Vec<Completion>) {
+        let (mut arrived, mut ended) = (Vec::new(), Vec::new());
+        eventually("the end of a receive", || {
+            self.initiator.cq.read(&mut ended, 1).expect("read completions");
+            for completion in &ended {
+                assert!(completion.result.is_ok(), "a request of the initiator: {completion:?}");
+            }
+            self.target.cq.read(&mut arrived, 1).expect("read completions") == 1
+        });
+        (arrived.remove(0), ended)
+    }
+
     /// Waits for the initiator's one request.
     pub(super) fn ended(&self) -> Result<u64> {
         let completion = self.initiator.wait(&self.target);
@@ -211,7 +225,7 @@ pub(super) fn assert_refused<T>(result: Result<T>, what: &str) {
 }
 
 /// Reads all bytes that a region owns.
-pub(super) fn contents<B: OwnedBuffer>(region: &Registered<B>) -> Vec<u8> {
+pub(super) fn contents<B: OwnedBuffer>(region: &OwnedRegion<B>) -> Vec<u8> {
     let mut bytes = vec![0; region.len() as usize];
     region.read(0, &mut bytes).expect("copy from the memory");
     bytes

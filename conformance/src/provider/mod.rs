@@ -1,5 +1,6 @@
 //! The behaviours of a provider.
 
+mod completions;
 mod keys;
 mod link;
 mod optional;
@@ -9,6 +10,7 @@ mod transfers;
 use hmem_core::provider::Provider;
 
 use crate::trial::behaviours;
+use completions::*;
 use keys::*;
 use optional::*;
 use regions::*;
@@ -27,6 +29,14 @@ behaviours! {
     each_request_completes_once_with_its_context,
     transfers_progress_by_the_declared_agent,
     requests_take_effect_in_the_declared_order,
+    /// EVT-05
+    wait_ends_with_a_completion_or_its_timeout,
+    /// EVT-05
+    channel_is_readable_from_the_next_completion_on,
+    /// EVT-04
+    write_with_immediate_data_completes_a_receive,
+    /// EVT-04
+    immediate_data_that_is_too_wide_is_refused,
     /// P2P-06
     device_memory_is_reached_by_its_dma_buf,
     /// P2P-06 BNC-03

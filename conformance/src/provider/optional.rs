@@ -3,8 +3,8 @@
 use std::{sync::Arc, time::Duration};
 
 use hmem_core::{
-    Access, Addressing, BindFlags, DomainBindFlags, Error, MemoryWindow, MrAttr, MrFlags, MrMode,
-    Registered, RemoteKey,
+    Access, Addressing, BindFlags, DomainBindFlags, Error, MrAttr, MrFlags, MrMode, OwnedRegion,
+    RemoteKey, Type1Window, Type2Bind, Type2Kind, Type2Window,
     counter::Counter,
     event_queue::EventQueue,
     provider::{Provider, WindowType},
@@ -68,43 +68,65 @@ fn window_types(link: &Link) -> Result<Vec<WindowType>, Skipped> {
     }
 }
 
-/// Binds a window of any type and returns its key.
-fn bind(
-    link: &Link,
-    window: &MemoryWindow,
-    region: &Registered<Vec<u8>>,
-    (offset, len): (u64, u64),
-) -> RemoteKey {
-    if window.window_type() == WindowType::One {
-        return window.bind(region, offset, len, REMOTE).expect("bind");
-    }
-    let (endpoint, part) = (&link.target.endpoint, (offset, len));
-    let key = window.post_bind(endpoint, region, part, REMOTE, Addressing::Virtual, 7, 5);
-    link.target.wait(&link.initiator).result.expect("bind");
-    key.expect("post a bind")
+/// A window of any type.
+enum Window {
+    One(Type1Window),
+    Two(Type2Window),
 }
 
-/// Unbinds a window of any type.
-fn unbind(link: &Link, window: &MemoryWindow) {
-    if window.window_type() == WindowType::One {
-        return window.unbind().expect("unbind");
+impl Window {
+    fn alloc(link: &Link, kind: WindowType) -> Self {
+        let domain = &link.target.domain;
+        match kind {
+            WindowType::One => domain.alloc_type_1_window().map(Self::One),
+            WindowType::TwoA => domain.alloc_type_2_window(Type2Kind::A).map(Self::Two),
+            WindowType::TwoB => domain.alloc_type_2_window(Type2Kind::B).map(Self::Two),
+        }
+        .expect("allocate a window")
     }
-    window.post_invalidate(&link.target.endpoint, 6).expect("post an invalidation");
-    link.target.wait(&link.initiator).result.expect("invalidate");
+
+    fn bind(
+        &self,
+        link: &Link,
+        region: &OwnedRegion<Vec<u8>>,
+        (offset, len): (u64, u64),
+    ) -> RemoteKey {
+        match self {
+            Self::One(window) => window.bind(region, offset, len, REMOTE).expect("bind"),
+            Self::Two(window) => {
+                let addressing = Addressing::Virtual;
+                let bind = Type2Bind { region, offset, len, access: REMOTE, addressing, tag: 7 };
+                let key = window.post_bind(&link.target.endpoint, &bind, 5);
+                link.target.wait(&link.initiator).result.expect("bind");
+                key.expect("post a bind")
+            }
+        }
+    }
+
+    fn unbind(&self, link: &Link) {
+        match self {
+            Self::One(window) => window.unbind().expect("unbind"),
+            Self::Two(window) => {
+                let posted = window.post_invalidate(&link.target.endpoint, 6);
+                posted.expect("post an invalidation");
+                link.target.wait(&link.initiator).result.expect("invalidate");
+            }
+        }
+    }
 }
 
 pub(super) fn window_is_reached_until_it_is_invalidated(provider: &Arc<dyn Provider>) -> Outcome {
     let link = Link::open(provider);
     for kind in window_types(&link)? {
         let mut expected = pattern(1, 4096);
-        let region = link.target.register(expected.clone(), LOCAL);
-        let window = link.target.domain.alloc_window(kind).expect("allocate a window");
-        let key = bind(&link, &window, &region, (1000, 50));
+        let region = link.target.register(expected.clone(), LOCAL | Access::MW_BIND);
+        let window = Window::alloc(&link, kind);
+        let key = window.bind(&link, &region, (1000, 50));
         let written = link.push(&key, 0, &[0xAA; 50]);
         written.unwrap_or_else(|error| panic!("write through {kind:?}: {error}"));
         expected[1000..1050].fill(0xAA);
         assert_bytes(&contents(&region), &expected, &format!("written through {kind:?}"));
-        unbind(&link, &window);
+        window.unbind(&link);
         link.assert_dead(&key, 0, "an access through an unbound window");
         assert_bytes(&contents(&region), &expected, "the region after refused accesses");
     }
@@ -114,13 +136,13 @@ pub(super) fn window_is_reached_until_it_is_invalidated(provider: &Arc<dyn Provi
 pub(super) fn nothing_is_reached_outside_a_window(provider: &Arc<dyn Provider>) -> Outcome {
     let link = Link::open(provider);
     for kind in window_types(&link)? {
-        let region = link.target.register(pattern(1, 4096), LOCAL);
-        let window = link.target.domain.alloc_window(kind).expect("allocate a window");
-        let key = bind(&link, &window, &region, (1000, 50));
+        let region = link.target.register(pattern(1, 4096), LOCAL | Access::MW_BIND);
+        let window = Window::alloc(&link, kind);
+        let key = window.bind(&link, &region, (1000, 50));
         assert_refused(link.push(&key, 50, &[0xFF]), "a write past the window");
         assert_refused(link.push(&key, u64::MAX, &[0xFF]), "a write before the window");
         assert_bytes(&contents(&region), &pattern(1, 4096), "the region after refused accesses");
-        unbind(&link, &window);
+        window.unbind(&link);
     }
     Ok(())
 }
@@ -128,11 +150,11 @@ pub(super) fn nothing_is_reached_outside_a_window(provider: &Arc<dyn Provider>) 
 pub(super) fn region_with_a_bound_window_is_busy(provider: &Arc<dyn Provider>) -> Outcome {
     let link = Link::open(provider);
     for kind in window_types(&link)? {
-        let region = link.target.register(pattern(1, 4096), LOCAL | REMOTE);
-        let window = link.target.domain.alloc_window(kind).expect("allocate a window");
-        let _key = bind(&link, &window, &region, (0, 64));
+        let region = link.target.register(pattern(1, 4096), LOCAL | REMOTE | Access::MW_BIND);
+        let window = Window::alloc(&link, kind);
+        let _key = window.bind(&link, &region, (0, 64));
         let region = assert_busy(&link, region);
-        unbind(&link, &window);
+        window.unbind(&link);
         region.close().map_err(Error::from).expect("close the region");
     }
     Ok(())

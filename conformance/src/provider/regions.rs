@@ -230,8 +230,8 @@ pub(super) fn opening_and_closing_leaks_no_fd(provider: &Arc<dyn Provider>) -> O
 /// Checks that a region which something depends on is refused to close, and still works.
 pub(super) fn assert_busy(
     link: &Link,
-    region: hmem_core::Registered<Vec<u8>>,
-) -> hmem_core::Registered<Vec<u8>> {
+    region: hmem_core::OwnedRegion<Vec<u8>>,
+) -> hmem_core::OwnedRegion<Vec<u8>> {
     let key = link.key(&region);
     let rejected = region.close().expect_err("something depends on the region");
     assert_eq!(rejected.error.kind(), ErrorKind::Busy, "{}", rejected.error);

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     AddressRange, Error, ProcessMark, Result,
-    monitor::{Cause, Change, Invalidator},
+    monitor::{InvalidationCause, InvalidationToken, Invalidator},
 };
 
 /// Entries beyond the limit: invalidated ones in use, and new ones while others are evicted.
@@ -67,7 +67,7 @@ pub(super) struct Counters {
     pub(super) uncached: AtomicU64,
     pub(super) failures: AtomicU64,
     pub(super) merged: AtomicU64,
-    pub(super) invalidations: [AtomicU64; Cause::ALL.len()],
+    pub(super) invalidations: [AtomicU64; InvalidationCause::ALL.len()],
 }
 
 impl Counters {
@@ -81,7 +81,7 @@ impl Counters {
         }
     }
 
-    pub(super) fn count_invalidation(&self, cause: Cause) {
+    pub(super) fn count_invalidation(&self, cause: InvalidationCause) {
         count(&self.invalidations[cause as usize]);
     }
 }
@@ -123,7 +123,7 @@ impl<S: CacheBackend> CacheCore<S> {
     }
 
     /// Marks an entry invalidated, whatever its range.
-    pub(super) fn mark_invalidated(&self, index: u32, cause: Cause) {
+    pub(super) fn mark_invalidated(&self, index: u32, cause: InvalidationCause) {
         if self.index.entries.at(index).mark_invalidated(|_| true) {
             self.counters.count_invalidation(cause);
             self.push_invalidated(index);
@@ -140,22 +140,22 @@ impl<S: CacheBackend> CacheCore<S> {
     pub(super) fn invalidate_bytes(&self, range: AddressRange) {
         let Some(last) = range.len().checked_sub(1) else { return };
         let start = range.start().0;
-        let change = self.publish(start, start + last, Cause::Application);
-        self.invalidate_between(start, start + last, Cause::Application);
-        self.end(change);
+        let change = self.publish(start, start + last, InvalidationCause::Application);
+        self.invalidate_between(start, start + last, InvalidationCause::Application);
+        self.invalidate_end(change);
     }
 
     /// Publishes an invalidation of the addresses from `start` to `last`. The caller then looks for
     /// entries.
-    fn publish(&self, start: u64, last: u64, cause: Cause) -> Change {
+    fn publish(&self, start: u64, last: u64, cause: InvalidationCause) -> InvalidationToken {
         let change = self.active_invalidations.begin(start, last, cause);
         fence_after_exchange();
         change
     }
 
     /// Invalidates the entries that have an address from `start` to `last`.
-    fn invalidate_between(&self, start: u64, last: u64, cause: Cause) {
-        let Some((first_page, last_page)) = radix::pages_within(start, last) else { return };
+    fn invalidate_between(&self, start: u64, last: u64, cause: InvalidationCause) {
+        let (first_page, last_page) = radix::pages_or_all(start, last);
         if self.leases.gate.is_forked() {
             return;
         }
@@ -181,12 +181,12 @@ fn whole_pages(range: AddressRange) -> (u64, u64) {
 }
 
 impl<S: CacheBackend> Invalidator for CacheCore<S> {
-    fn invalidate(&self, range: AddressRange, cause: Cause) {
-        let change = self.begin(range, cause);
-        self.end(change);
+    fn invalidate(&self, range: AddressRange, cause: InvalidationCause) {
+        let change = self.invalidate_start(range, cause);
+        self.invalidate_end(change);
     }
 
-    fn begin(&self, range: AddressRange, cause: Cause) -> Change {
+    fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         let (start, last) = whole_pages(range);
         let change = self.publish(start, last, cause);
         if !range.is_empty() {
@@ -195,7 +195,7 @@ impl<S: CacheBackend> Invalidator for CacheCore<S> {
         change
     }
 
-    fn end(&self, change: Change) {
+    fn invalidate_end(&self, change: InvalidationToken) {
         self.active_invalidations.end(&change);
     }
 

@@ -17,7 +17,7 @@ use super::{
     lookup::FastLookup,
     reclaim::state::{CompletionCallback, PendingCallbacks},
     statistics::{CacheStatistics, CachedEntryInfo},
-    sync::Barrier,
+    sync::{Barrier, cold_path},
 };
 use crate::{AddressRange, Error, ErrorKind, Result, monitor::Invalidator};
 
@@ -72,7 +72,7 @@ impl<S: CacheBackend> Cache<S> {
                 FastLookup::SlowPath { found: index } => found = index,
             }
         }
-        std::hint::cold_path();
+        cold_path();
         // A copy, so that a hit need not keep the key in memory.
         let key = *key;
         let lease = match free {

@@ -1,7 +1,7 @@
 //! Invalidations in progress, which a registration must not overlap.
 
 use super::sync::{AtomicU32, AtomicU64, Ordering};
-use crate::monitor::{Cause, Change};
+use crate::monitor::{InvalidationCause, InvalidationToken};
 
 /// Slots that an invalidation claims for itself.
 #[cfg(not(loom))]
@@ -47,7 +47,7 @@ impl InvalidationSlot {
     }
 
     #[inline(always)]
-    fn set_range(&self, start: u64, last: u64, cause: Cause) {
+    fn set_range(&self, start: u64, last: u64, cause: InvalidationCause) {
         self.cause.store(cause as u32, Ordering::Relaxed);
         self.start.store(start, Ordering::Relaxed);
         self.last.store(last, Ordering::Release);
@@ -60,13 +60,13 @@ impl InvalidationSlot {
     }
 
     /// Returns the cause if the slot's range overlaps this one.
-    fn overlapping(&self, start: u64, last: u64) -> Option<Cause> {
+    fn overlapping(&self, start: u64, last: u64) -> Option<InvalidationCause> {
         // Until its range is written, a slot stands for all addresses.
         let other_last = self.last.load(Ordering::Acquire);
         let other_start = self.start.load(Ordering::Relaxed);
         (other_last == u64::MAX || (start <= other_last && other_start <= last)).then(|| {
             let cause = self.cause.load(Ordering::Relaxed);
-            Cause::ALL[cause as usize % Cause::ALL.len()]
+            InvalidationCause::ALL[cause as usize % InvalidationCause::ALL.len()]
         })
     }
 }
@@ -99,7 +99,12 @@ impl ActiveInvalidations {
     /// Publishes a range. The exchange that takes the slot publishes all addresses, then stores
     /// narrow them to the range. The caller then fences and looks for entries.
     #[inline]
-    pub(super) fn begin(&self, start: u64, last: u64, cause: Cause) -> Change {
+    pub(super) fn begin(
+        &self,
+        start: u64,
+        last: u64,
+        cause: InvalidationCause,
+    ) -> InvalidationToken {
         let here = 0_u8;
         // The stack's address spreads threads over the slots. A model must take the same slot each
         // time.
@@ -107,20 +112,26 @@ impl ActiveInvalidations {
         let own = stack % OWN;
         if self.own[own].claim() {
             self.own[own].set_range(start, last, cause);
-            return Change((SHARED + own) as u32);
+            return InvalidationToken((SHARED + own) as u32);
         }
         self.begin_shared(stack % SHARED, start, last, cause)
     }
 
     #[cold]
     #[inline(never)]
-    fn begin_shared(&self, from: usize, start: u64, last: u64, cause: Cause) -> Change {
+    fn begin_shared(
+        &self,
+        from: usize,
+        start: u64,
+        last: u64,
+        cause: InvalidationCause,
+    ) -> InvalidationToken {
         let mut taken = self.taken.load(Ordering::Relaxed);
         loop {
             let free = !taken & (u64::MAX >> (64 - SHARED));
             if free == 0 {
                 self.without_slot.fetch_add(1, Ordering::SeqCst);
-                return Change(NO_SLOT);
+                return InvalidationToken(NO_SLOT);
             }
             let later = free & (u64::MAX << from);
             let slot = (if later != 0 { later } else { free }).trailing_zeros();
@@ -128,7 +139,7 @@ impl ActiveInvalidations {
             match self.taken.compare_exchange_weak(taken, taken | 1 << slot, ok, seen) {
                 Ok(_) => {
                     self.shared[slot as usize].set_range(start, last, cause);
-                    return Change(slot);
+                    return InvalidationToken(slot);
                 }
                 Err(now) => taken = now,
             }
@@ -137,7 +148,7 @@ impl ActiveInvalidations {
 
     /// Withdraws a range and releases its slot.
     #[inline]
-    pub(super) fn end(&self, change: &Change) {
+    pub(super) fn end(&self, change: &InvalidationToken) {
         match self.own.get((change.0 as usize).wrapping_sub(SHARED)) {
             Some(own) => {
                 own.reset_range();
@@ -149,7 +160,7 @@ impl ActiveInvalidations {
 
     #[cold]
     #[inline(never)]
-    fn end_shared(&self, change: &Change) {
+    fn end_shared(&self, change: &InvalidationToken) {
         if change.0 == NO_SLOT {
             self.without_slot.fetch_sub(1, Ordering::Release);
         } else if let Some(slot) = self.shared.get(change.0 as usize) {
@@ -161,7 +172,7 @@ impl ActiveInvalidations {
     /// Returns the cause of an invalidation in progress that overlaps this range. The caller has
     /// put its entry into the table, where invalidations look, and fenced.
     #[inline]
-    pub(super) fn overlapping(&self, start: u64, last: u64) -> Option<Cause> {
+    pub(super) fn overlapping(&self, start: u64, last: u64) -> Option<InvalidationCause> {
         let claimed = self.own.iter().fold(0, |any, own| any | own.claimed.load(Ordering::Acquire));
         let shared = self.taken.load(Ordering::Acquire);
         let without_slot = self.without_slot.load(Ordering::Acquire);
@@ -173,9 +184,9 @@ impl ActiveInvalidations {
 
     #[cold]
     #[inline(never)]
-    fn find_overlapping(&self, start: u64, last: u64) -> Option<Cause> {
+    fn find_overlapping(&self, start: u64, last: u64) -> Option<InvalidationCause> {
         if self.without_slot.load(Ordering::Acquire) != 0 {
-            return Some(Cause::Unmap);
+            return Some(InvalidationCause::Unmap);
         }
         let own = self.own.iter().filter(|own| own.claimed.load(Ordering::Acquire) != 0);
         let taken = self.taken.load(Ordering::Acquire);
@@ -199,12 +210,12 @@ mod tests {
         let mut begun = Vec::new();
         for own in &active.own {
             assert!(own.claim());
-            own.set_range(start, last, Cause::Replace);
+            own.set_range(start, last, InvalidationCause::Replace);
         }
-        begun.extend((0..OWN).map(|own| Change((SHARED + own) as u32)));
+        begun.extend((0..OWN).map(|own| InvalidationToken((SHARED + own) as u32)));
         // All own slots are claimed, so that these take shared ones.
-        begun.extend((0..SHARED).map(|_| active.begin(start, last, Cause::Replace)));
-        assert_eq!(active.overlapping(start, start), Some(Cause::Replace));
+        begun.extend((0..SHARED).map(|_| active.begin(start, last, InvalidationCause::Replace)));
+        assert_eq!(active.overlapping(start, start), Some(InvalidationCause::Replace));
         assert_eq!(active.overlapping(last + 1, u64::MAX - 1), None);
         begun.iter().for_each(|change| active.end(change));
         assert_eq!(active.overlapping(0, u64::MAX), None);
@@ -212,12 +223,12 @@ mod tests {
         for (number, own) in active.own.iter().enumerate() {
             assert!(own.claim());
             assert!(active.overlapping(last + 1, last + 1).is_some(), "own slot {number}");
-            active.end(&Change((SHARED + number) as u32));
+            active.end(&InvalidationToken((SHARED + number) as u32));
         }
         for number in 0..SHARED {
             active.taken.store(1 << number, Ordering::SeqCst);
             assert!(active.overlapping(last + 1, last + 1).is_some(), "shared slot {number}");
-            active.end(&Change(number as u32));
+            active.end(&InvalidationToken(number as u32));
         }
         assert_eq!(active.overlapping(0, u64::MAX), None);
     }

@@ -1,16 +1,14 @@
 //! Lookups of cached entries, and the end of a lease: no lock, and no write to a shared line.
 
-use std::hint::cold_path;
-
 use super::{
     backend::CacheBackend,
     cache_core::CacheCore,
     index::entry::{Entry, state},
     key::Key,
     lease::blocks::{LeaseBlock, LeaseSlot},
-    sync::{self, Ordering},
+    sync::{self, Ordering, cold_path},
 };
-use crate::monitor::Cause;
+use crate::monitor::InvalidationCause;
 
 /// An entry with a published lease.
 pub(super) struct LeasedEntry<'c, S: CacheBackend> {
@@ -174,7 +172,7 @@ impl<S: CacheBackend> CacheCore<S> {
             Ok(false) => {}
             Err(error) => tracing::debug!(%error, "cannot validate a cached region"),
         }
-        self.mark_invalidated(self.index.entries.index_of(entry), Cause::Identity);
+        self.mark_invalidated(self.index.entries.index_of(entry), InvalidationCause::Identity);
         false
     }
 

@@ -377,13 +377,13 @@ impl<S: CacheBackend> CacheCore<S> {
         if key.len() > self.limits.max_bytes {
             return Err(UncachedReason::TooLong);
         }
-        let mut pages = radix::pages(key.start, key.last).ok_or(UncachedReason::AddressTooHigh)?;
+        let mut pages = radix::pages(key.start, key.last).ok_or(UncachedReason::CrossesIndexEnd)?;
         self.retire_invalidated(locked);
         self.collect_for_miss(locked, detached);
         let mut key = *key;
         if merge {
             key = self.merge(locked, &key, detached);
-            pages = radix::pages(key.start, key.last).ok_or(UncachedReason::AddressTooHigh)?;
+            pages = radix::pages(key.start, key.last).ok_or(UncachedReason::CrossesIndexEnd)?;
         }
         let (first, last) = pages;
         if !self.make_room(locked, key.len(), detached) {

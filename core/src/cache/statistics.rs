@@ -9,7 +9,7 @@ use super::{
     key::Key,
     sync::{AtomicU64, Ordering},
 };
-use crate::monitor::Cause;
+use crate::monitor::InvalidationCause;
 
 /// Counts of a cache's lookups, and its current content.
 ///
@@ -33,7 +33,7 @@ pub struct CacheStatistics {
     pub evictions: u64,
     /// Entries that a merged entry replaced.
     pub merged: u64,
-    invalidations: [u64; Cause::ALL.len()],
+    invalidations: [u64; InvalidationCause::ALL.len()],
     /// Entries that are live or being registered.
     pub entries: usize,
     /// Bytes of these entries.
@@ -52,7 +52,7 @@ impl CacheStatistics {
     /// Returns the number of entries invalidated by `cause`, including those whose registration
     /// failed afterwards.
     #[must_use]
-    pub fn invalidations(&self, cause: Cause) -> u64 {
+    pub fn invalidations(&self, cause: InvalidationCause) -> u64 {
         self.invalidations[cause as usize]
     }
 

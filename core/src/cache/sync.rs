@@ -15,6 +15,11 @@ pub(super) use parking_lot::{Mutex, MutexGuard};
 #[cfg(loom)]
 pub(super) use self::modelled::{Mutex, MutexGuard};
 
+/// Marks the branch that calls it as unlikely: `std::hint::cold_path`, which Rust 1.95 has.
+#[cold]
+#[inline(always)]
+pub(super) const fn cold_path() {}
+
 /// Aligns `T` to 128 bytes, so that writes do not invalidate lines that lookups read.
 #[repr(align(128))]
 #[derive(Debug)]

@@ -5,10 +5,10 @@ use std::{fmt, os::fd::BorrowedFd};
 use crate::{
     Access, Address, AddressRange, AuthKey, DeviceId, DmaBufOffset, IfaceKind, MrMode,
     cache::Limits,
-    domain::region::MemoryRegion,
+    domain::{growth::Growth, region::MemoryRegion},
     path::P2pPolicy,
     provider::StagingAttr,
-    registration::{Parallel, Progress},
+    registration::{Parallel, Progress, WriteOrdering},
 };
 
 /// Attributes of a domain (`fi_domain_attr` and the capabilities of `fi_getinfo`).
@@ -29,6 +29,9 @@ pub struct DomainAttr {
     pub p2p: P2pPolicy,
     /// The buffers through which device memory is copied that the NIC cannot reach.
     pub staging: StagingAttr,
+    /// The ordering of regions whose [`MrAttr::ordering`] is `None`, and of cached ones. Default:
+    /// relaxed.
+    pub ordering: WriteOrdering,
 }
 
 impl Default for DomainAttr {
@@ -46,6 +49,7 @@ impl Default for DomainAttr {
             cache: None,
             p2p: P2pPolicy::Enabled,
             staging: StagingAttr::default(),
+            ordering: WriteOrdering::default(),
         }
     }
 }
@@ -55,6 +59,7 @@ impl Default for DomainAttr {
 /// A setting that is `None` is libfabric's environment variable if the domain is opened through
 /// `hmem::Hmem`, and the default of [`Limits`] otherwise.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CacheAttr {
     /// Largest number of entries; 0 turns caching off.
     pub max_count: Option<usize>,
@@ -62,6 +67,10 @@ pub struct CacheAttr {
     pub max_bytes: Option<u64>,
     /// Merges registrations that overlap or touch.
     pub merge: Option<bool>,
+    /// Lets a miss register more than the range that was looked up, so that later lookups of the
+    /// same allocation hit. [`Growth`] says what this exposes to peers. The entry counts with all
+    /// its bytes. No environment variable sets it.
+    pub growth: Option<Growth>,
     /// Ifaces whose monitors are disabled. Their memory is registered uncached.
     pub without_monitors: Option<Vec<IfaceKind>>,
 }
@@ -83,6 +92,18 @@ impl CacheAttr {
     #[must_use]
     pub fn merge(self, merge: bool) -> Self {
         Self { merge: Some(merge), ..self }
+    }
+
+    /// Sets how far a miss may grow.
+    #[must_use]
+    pub fn growth(self, growth: Growth) -> Self {
+        Self { growth: Some(growth), ..self }
+    }
+
+    /// Sets the ifaces whose monitors are disabled.
+    #[must_use]
+    pub fn without_monitors(self, ifaces: impl Into<Vec<IfaceKind>>) -> Self {
+        Self { without_monitors: Some(ifaces.into()), ..self }
     }
 
     pub(super) fn limits(&self) -> Limits {
@@ -159,6 +180,9 @@ pub struct MrAttr<'a> {
     pub prefault: Option<Prefault<'a>>,
     /// Lets the provider register host memory in parts, several at once.
     pub parallel: Option<Parallel<'a>>,
+    /// The order in which the bytes that the NIC writes become visible; `None` for the domain's.
+    /// Memory that software polls needs the strict order.
+    pub ordering: Option<WriteOrdering>,
 }
 
 impl<'a> MrAttr<'a> {
@@ -181,6 +205,7 @@ impl<'a> MrAttr<'a> {
             dma_buf: None,
             prefault: None,
             parallel: None,
+            ordering: None,
         }
     }
 

@@ -62,7 +62,7 @@ pub unsafe trait OwnedBuffer: Sized {
 
 /// Keeps a buffer's memory allocated for as long as a region is registered.
 pub(super) fn keep_alive<B: OwnedBuffer>(parts: &Arc<B::Parts>) -> KeepAlive {
-    KeepAlive::Region { iface: B::iface(parts), memory: Arc::clone(parts) as _ }
+    KeepAlive::Region { iface: Some(B::iface(parts)), memory: Arc::clone(parts) as _ }
 }
 
 /// Copies host bytes that a NIC may be writing. Byte-wise atomics make a race a mixture of old and
@@ -290,6 +290,36 @@ unsafe impl OwnedBuffer for DeviceBuffer {
     }
 }
 
+// SAFETY: as for `DeviceBuffer`. Others that share it reach the memory through its copies alone,
+// which are copies of the iface.
+unsafe impl OwnedBuffer for Arc<DeviceBuffer> {
+    type Parts = Self;
+
+    fn into_parts(self) -> Self {
+        self
+    }
+
+    fn from_parts(parts: Self) -> Self {
+        parts
+    }
+
+    fn range(parts: &Self) -> AddressRange {
+        parts.allocation.range
+    }
+
+    fn iface(parts: &Self) -> IfaceKind {
+        parts.iface.kind()
+    }
+
+    fn read(parts: &Self, offset: u64, into: &mut [u8]) -> Result<()> {
+        DeviceBuffer::read(parts, offset, into)
+    }
+
+    fn write(parts: &Self, offset: u64, from: &[u8]) -> Result<()> {
+        DeviceBuffer::write(parts, offset, from)
+    }
+}
+
 /// A piece of a region that owns its memory: what the safe transfers of an
 /// [`Endpoint`](super::Endpoint) take.
 ///
@@ -302,11 +332,21 @@ pub struct RegionSlice {
 
 impl RegionSlice {
     pub(super) fn of(region: &MemoryRegion, offset: u64, len: u64) -> Result<Self> {
-        let range = region.range().slice(offset, len).ok_or_else(|| {
+        Self::within(region, region.range(), offset, len)
+    }
+
+    /// Returns a piece of the part `within` of a region.
+    pub(super) fn within(
+        region: &MemoryRegion,
+        within: AddressRange,
+        offset: u64,
+        len: u64,
+    ) -> Result<Self> {
+        let range = within.slice(offset, len).ok_or_else(|| {
             Error::new(ErrorKind::OutOfBounds, "slice")
                 .context("offset", offset)
                 .context("length", len)
-                .context("region", region.range())
+                .context("region", within)
         })?;
         let segment = LocalSegment { address: range.start(), len, desc: Some(region.desc()?) };
         Ok(Self { segment, access: region.access() })
@@ -333,20 +373,21 @@ impl RegionSlice {
 ///
 /// If a sub-region or a window still needs the memory when this is dropped, the last of them frees
 /// it.
-pub struct Registered<B: OwnedBuffer> {
+pub struct OwnedRegion<B: OwnedBuffer> {
     region: MemoryRegion,
     parts: Arc<B::Parts>,
 }
 
-impl<B: OwnedBuffer> Registered<B> {
+impl<B: OwnedBuffer> OwnedRegion<B> {
     pub(super) fn register(
         domain: &Arc<DomainInner>,
         buffer: B,
         attr: &MrAttr<'_>,
         flags: MrFlags,
+        call: &'static str,
     ) -> Result<Self, Rejected<B>> {
         if attr.base.is_some() || attr.dma_buf.is_some() {
-            let error = Error::new(ErrorKind::InvalidArgument, "register").remedy(
+            let error = Error::new(ErrorKind::InvalidArgument, call).remedy(
                 "a buffer is registered on its own: use regattr for sub-regions and dma-bufs",
             );
             return Err(Rejected::new(buffer, error));
@@ -358,7 +399,7 @@ impl<B: OwnedBuffer> Registered<B> {
             Ok(region) => Ok(Self { region, parts }),
             Err(error) => {
                 let parts = Arc::into_inner(parts).expect("a region that failed lets go of them");
-                Err(Rejected::new(B::from_parts(parts), error))
+                Err(Rejected::new(B::from_parts(parts), error.of_call(call)))
             }
         }
     }
@@ -419,7 +460,7 @@ pub(super) fn take_back<B: OwnedBuffer>(parts: Arc<B::Parts>) -> Result<B, (Arc<
     })
 }
 
-impl<B: OwnedBuffer> Deref for Registered<B> {
+impl<B: OwnedBuffer> Deref for OwnedRegion<B> {
     type Target = MemoryRegion;
 
     fn deref(&self) -> &MemoryRegion {
@@ -427,8 +468,8 @@ impl<B: OwnedBuffer> Deref for Registered<B> {
     }
 }
 
-impl<B: OwnedBuffer> fmt::Debug for Registered<B> {
+impl<B: OwnedBuffer> fmt::Debug for OwnedRegion<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Registered").field(&self.region).finish()
+        f.debug_tuple("OwnedRegion").field(&self.region).finish()
     }
 }

@@ -1,6 +1,7 @@
 //! The registration cache of a domain.
 
 use std::{
+    collections::HashMap,
     fmt,
     ops::Deref,
     sync::{Arc, OnceLock, Weak},
@@ -8,16 +9,20 @@ use std::{
 
 use parking_lot::Mutex;
 
-use super::{Domain, DomainInner, MemoryRegion, MrAttr, attr::CacheAttr, region_state::KeepAlive};
+use super::{
+    Domain, DomainInner, MemoryRegion, MrAttr, attr::CacheAttr, buffer::RegionSlice,
+    held::HeldBuffers, many::RegionView,
+};
 use crate::{
     Access, AddressRange, Allocation, AllocationId, DeviceId, Error, ErrorKind, IfaceExt,
     IfaceKind, MrFlags, MrMode, Rejected, Result,
     cache::{
-        Cache, CacheBackend, CacheStatistics, CachedEntryInfo, Key, Lease, LookupHandle, OwnedLease,
+        Cache, CacheBackend, CacheStatistics, CachedEntryInfo, Key, Lease, LookupHandle,
+        OwnedLease, UncachedReason,
     },
     monitor::{DetectionMethod, Invalidator, Monitor, Subscription},
     path::Path,
-    registry::Owner,
+    registry::AddressOwner,
 };
 
 /// The cached registrations of a domain.
@@ -31,14 +36,40 @@ pub struct RegionCache {
 }
 
 /// A lease of a [`MemoryRegion`] of the domain, which stays registered when the lease is dropped.
+///
+/// Derefs to the region, which may be of more memory than was looked up: [`CachedRegion::view`] is
+/// of that memory alone.
+///
+/// Hold it until the transfer that uses the region has completed, or for as long as peers use its
+/// key. Without a lease the cache may deregister the region at any time.
 #[derive(Debug)]
-pub struct CachedRegion<'c>(Lease<'c, Registrations>);
+pub struct CachedRegion<'c> {
+    lease: Lease<'c, Registrations>,
+    range: AddressRange,
+}
 
 impl<'c> CachedRegion<'c> {
     /// Returns the lease. It tells whether the region is cached, and whether it was invalidated.
     #[must_use]
     pub fn lease(&self) -> &Lease<'c, Registrations> {
-        &self.0
+        &self.lease
+    }
+
+    /// Returns the part of the region that was looked up, with its remote key and descriptor.
+    #[must_use]
+    pub fn view(&self) -> RegionView<'_> {
+        RegionView::new(&self.lease, self.range)
+    }
+
+    /// Returns a piece of the memory that was looked up for the safe transfers of an endpoint.
+    ///
+    /// Hold the lease until the transfer has completed. A piece that outlives it keeps nothing
+    /// registered: its descriptor is refused once the region is deregistered.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfBounds`] if it reaches outside.
+    pub fn slice(&self, offset: u64, len: u64) -> Result<RegionSlice> {
+        self.view().slice(offset, len)
     }
 }
 
@@ -46,19 +77,28 @@ impl Deref for CachedRegion<'_> {
     type Target = MemoryRegion;
 
     fn deref(&self) -> &MemoryRegion {
-        &self.0
+        &self.lease
     }
 }
 
 impl RegionCache {
     pub(super) fn new(domain: &Arc<DomainInner>, attr: &CacheAttr) -> Result<Self> {
+        let limits = attr.limits();
+        let grow_to = if limits.max_count == 0 {
+            0
+        } else {
+            domain.growth_limit(attr.growth.unwrap_or_default())
+        };
         let registrations = Registrations {
             domain: Arc::clone(domain),
+            grow_to: grow_to.min(limits.max_bytes),
+            ungrowable: Mutex::default(),
+            held: Arc::default(),
             without: attr.without_monitors.clone().unwrap_or_default(),
             monitors: Mutex::new(Vec::new()),
             cache: OnceLock::new(),
         };
-        let cache = Arc::new(Cache::new(registrations, attr.limits())?);
+        let cache = Arc::new(Cache::new(registrations, limits)?);
         cache.backend().cache.get_or_init(|| Arc::downgrade(&cache));
         Ok(Self { cache })
     }
@@ -78,6 +118,9 @@ impl RegionCache {
     /// Memory that is freed to an allocator without being unmapped stays reachable for peers that
     /// hold its key.
     ///
+    /// With [`CacheAttr::growth`] the same holds for the whole allocation of the range.
+    /// [`RegionCache::own`] needs no `unsafe`.
+    ///
     /// # Errors
     /// - The errors of [`Domain::regattr`].
     /// - [`ErrorKind::BadState`] in a forked child.
@@ -87,9 +130,23 @@ impl RegionCache {
         range: AddressRange,
         access: Access,
     ) -> Result<CachedRegion<'_>> {
-        match self.cache.get_cached(&Key::new(range, access)?.of_any_owner()) {
-            Some(lease) => Ok(CachedRegion(lease)),
-            None => self.register(range, access),
+        match self.cache.get_cached(&lookup_key(range, access)?) {
+            Some(lease) => Ok(CachedRegion { lease, range }),
+            None => self.register(range, access, None),
+        }
+    }
+
+    /// Returns a region of memory that lies in a buffer which this cache holds.
+    #[inline]
+    pub(super) fn get_or_register_held(
+        &self,
+        range: AddressRange,
+        access: Access,
+        buffer: AddressRange,
+    ) -> Result<CachedRegion<'_>> {
+        match self.cache.get_cached(&lookup_key(range, access)?) {
+            Some(lease) => Ok(CachedRegion { lease, range }),
+            None => self.register(range, access, Some(buffer)),
         }
     }
 
@@ -109,13 +166,24 @@ impl RegionCache {
         iface: IfaceKind,
         device: Option<DeviceId>,
     ) -> Result<CachedRegion<'_>> {
+        self.find_or_register_on(range, access, iface, device)
+            .map_err(|error| error.of_call("get_or_register_on"))
+    }
+
+    fn find_or_register_on(
+        &self,
+        range: AddressRange,
+        access: Access,
+        iface: IfaceKind,
+        device: Option<DeviceId>,
+    ) -> Result<CachedRegion<'_>> {
         let registry = &self.cache.backend().domain.registry;
         let owner = self.owner_of(range)?;
         if owner.iface != iface {
-            return Err(registry.refuse_claim("cached registration", range, &owner, iface));
+            return Err(registry.refuse_claim("get_or_register_on", range, &owner, iface));
         }
         if let Some(device) = device.filter(|device| owner.device != Some(*device)) {
-            return Err(Error::new(ErrorKind::InvalidArgument, "cached registration")
+            return Err(Error::new(ErrorKind::InvalidArgument, "get_or_register_on")
                 .iface(iface)
                 .device(device)
                 .context(
@@ -124,21 +192,90 @@ impl RegionCache {
                 )
                 .remedy("the memory is on another device: name that one, or none"));
         }
-        Ok(CachedRegion(self.cache.get_or_register(&key_of(range, access, &owner)?)?))
+        if let Some(lease) = self.cache.get_cached(&key_of(range, access, &owner)?) {
+            return Ok(CachedRegion { lease, range });
+        }
+        let register = |key: &Key| self.cache.register_missing(key);
+        let lease = self.register_grown((range, access), &owner, None, register, |lease| lease)?;
+        Ok(CachedRegion { lease, range })
     }
 
     #[cold]
-    fn register(&self, range: AddressRange, access: Access) -> Result<CachedRegion<'_>> {
-        let owner = self.owner_of(range)?;
-        Ok(CachedRegion(self.cache.register_missing(&key_of(range, access, &owner)?)?))
+    fn register(
+        &self,
+        range: AddressRange,
+        access: Access,
+        buffer: Option<AddressRange>,
+    ) -> Result<CachedRegion<'_>> {
+        let register = |key: &Key| self.cache.register_missing(key);
+        let lease = self
+            .owner_of(range)
+            .and_then(|owner| {
+                self.register_grown((range, access), &owner, buffer, register, |lease| lease)
+            })
+            .map_err(|error| error.of_call("get_or_register"))?;
+        Ok(CachedRegion { lease, range })
+    }
+
+    /// Registers a range that is not cached, grown as far as the cache's attributes permit. `buffer`
+    /// is the buffer of this cache that owns the range.
+    ///
+    /// A grown region that fails, cannot be cached or is staged gives way to one of the range alone,
+    /// so that growth neither makes a lookup fail nor exposes memory in vain.
+    fn register_grown<L>(
+        &self,
+        (range, access): (AddressRange, Access),
+        owner: &AddressOwner,
+        buffer: Option<AddressRange>,
+        register: impl Fn(&Key) -> Result<L>,
+        lease_of: impl for<'l> Fn(&'l L) -> &'l Lease<'l, Registrations>,
+    ) -> Result<L> {
+        let backend = self.cache.backend();
+        if let Some((grown, bound)) = backend.grown(range, owner, buffer) {
+            let may_pass = match register(&key_of(grown, access, owner)?) {
+                Ok(lease) => {
+                    let region = lease_of(&lease);
+                    let cached = region.uncached_reason().is_none();
+                    let may_pass = matches!(
+                        region.uncached_reason(),
+                        Some(UncachedReason::Full | UncachedReason::InvalidationInProgress)
+                    );
+                    if cached && !backend.domain.is_staged_by_growth(region) {
+                        return Ok(lease);
+                    }
+                    drop(lease);
+                    if cached {
+                        self.invalidate(grown);
+                    }
+                    tracing::debug!(%range, %grown, "growth would stage the memory or not cache it");
+                    may_pass
+                }
+                Err(error) => {
+                    tracing::debug!(%error, %range, %grown, "the range is registered alone");
+                    error.kind() == ErrorKind::OutOfResources
+                }
+            };
+            backend.refuse_growth(bound, may_pass);
+        }
+        register(&key_of(range, access, owner)?)
     }
 
     /// Returns the owner of memory that is about to be registered. In a forked child it fails
     /// before it takes any lock, which a thread of the parent may have held at the fork.
-    fn owner_of(&self, range: AddressRange) -> Result<Owner> {
+    fn owner_of(&self, range: AddressRange) -> Result<AddressOwner> {
         let domain = &self.cache.backend().domain;
         domain.process.check("cached registration")?;
         domain.registry.owner_of_range(range)
+    }
+
+    /// Returns the domain of the cache.
+    pub(super) fn domain(&self) -> &Arc<DomainInner> {
+        &self.cache.backend().domain
+    }
+
+    /// Returns the buffers that the cache's regions keep alive.
+    pub(super) fn held(&self) -> &Arc<HeldBuffers> {
+        &self.cache.backend().held
     }
 
     /// Creates a handle for many lookups from one place. It finds the thread's part of the cache
@@ -156,14 +293,15 @@ impl RegionCache {
         access: Access,
         host: bool,
     ) -> Result<Option<OwnedLease<Registrations>>> {
-        if let Some(lease) = self.cache.get_cached_owned(&Key::new(range, access)?.of_any_owner()) {
+        if let Some(lease) = self.cache.get_cached_owned(&lookup_key(range, access)?) {
             return Ok(Some(lease));
         }
         let owner = self.owner_of(range)?;
         if owner.iface == IfaceKind::SYSTEM && !host {
             return Ok(None);
         }
-        self.cache.register_missing_owned(&key_of(range, access, &owner)?).map(Some)
+        let register = |key: &Key| self.cache.register_missing_owned(key);
+        self.register_grown((range, access), &owner, None, register, OwnedLease::lease).map(Some)
     }
 
     /// Returns another handle of this cache.
@@ -249,28 +387,42 @@ impl<'c> RegionLookupHandle<'c> {
         range: AddressRange,
         access: Access,
     ) -> Result<CachedRegion<'c>> {
-        match self.handle.get_cached(&Key::new(range, access)?.of_any_owner()) {
-            Some(lease) => Ok(CachedRegion(lease)),
+        match self.handle.get_cached(&lookup_key(range, access)?) {
+            Some(lease) => Ok(CachedRegion { lease, range }),
             None => self.register(range, access),
         }
     }
 
     #[cold]
     fn register(&self, range: AddressRange, access: Access) -> Result<CachedRegion<'c>> {
-        let owner = self.cache.owner_of(range)?;
-        Ok(CachedRegion(self.handle.register_missing(&key_of(range, access, &owner)?)?))
+        let (of, register) = ((range, access), |key: &Key| self.handle.register_missing(key));
+        let lease = self
+            .cache
+            .owner_of(range)
+            .and_then(|owner| self.cache.register_grown(of, &owner, None, register, |lease| lease))
+            .map_err(|error| error.of_call("get_or_register"))?;
+        Ok(CachedRegion { lease, range })
+    }
+}
+
+/// Returns the key of a lookup, which finds memory of any owner.
+#[inline(always)]
+fn lookup_key(range: AddressRange, access: Access) -> Result<Key> {
+    match Key::new(range, access) {
+        Ok(key) => Ok(key.of_any_owner()),
+        Err(error) => Err(error.of_call("get_or_register")),
     }
 }
 
 /// Returns true if the owner is the allocation `id`, and the allocation contains the range.
-fn is_allocation(owner: &Owner, id: AllocationId, range: AddressRange) -> bool {
+fn is_allocation(owner: &AddressOwner, id: AllocationId, range: AddressRange) -> bool {
     let same =
         |allocation: Allocation| allocation.id == id && allocation.range.contains_range(range);
     owner.allocation.is_some_and(same)
 }
 
 /// Returns the key of memory with this owner.
-fn key_of(range: AddressRange, access: Access, owner: &Owner) -> Result<Key> {
+fn key_of(range: AddressRange, access: Access, owner: &AddressOwner) -> Result<Key> {
     let key = Key::new(range, access)?.owned_by(owner.iface, owner.device);
     Ok(match owner.allocation {
         Some(allocation) => key.in_allocation(allocation.id),
@@ -278,12 +430,28 @@ fn key_of(range: AddressRange, access: Access, owner: &Owner) -> Result<Key> {
     })
 }
 
+/// The number of bounds that a cache remembers as not to grow, before it tries them again.
+const MOST_UNGROWABLE: usize = 4096;
+
+/// The number of misses in a bound between two tries to grow, if another try may succeed.
+const MISSES_UNTIL_RETRY: u32 = 64;
+
+/// Memory that registrations grow to: its iface, its allocation if it is one, and its start.
+type GrowthBound = (IfaceKind, Option<AllocationId>, u64);
+
 /// The monitor of an iface, or the reason why it has none.
 type OfIface = (IfaceKind, Result<Arc<dyn Monitor>>);
 
 /// The registrations of a domain, as the cache's backend.
 pub struct Registrations {
     domain: Arc<DomainInner>,
+    /// The largest number of bytes of a grown region; 0 if none grows.
+    grow_to: u64,
+    /// Bounds whose registrations failed to grow, each with the number of misses until the next
+    /// try. `None` stands for no further try.
+    ungrowable: Mutex<HashMap<GrowthBound, Option<u32>>>,
+    /// Shared with the callbacks that remove buffers.
+    held: Arc<HeldBuffers>,
     without: Vec<IfaceKind>,
     /// Monitors that were started, or the reasons why they were not.
     monitors: Mutex<Vec<OfIface>>,
@@ -333,6 +501,62 @@ impl Registrations {
 }
 
 impl Registrations {
+    /// Returns the range that a miss registers in the place of `range`, if it grows, and its bound.
+    ///
+    /// Memory longer than the limit is cut into blocks of the limit's length, so that the misses of
+    /// one block agree on their range.
+    fn grown(
+        &self,
+        range: AddressRange,
+        owner: &AddressOwner,
+        buffer: Option<AddressRange>,
+    ) -> Option<(AddressRange, GrowthBound)> {
+        if self.grow_to == 0 {
+            return None;
+        }
+        let bound = self.domain.growth_bound(owner, buffer)?;
+        let offset = range.start().0.checked_sub(bound.start().0)?;
+        let start = offset - offset % self.grow_to;
+        let grown = bound.slice(start, self.grow_to.min(bound.len().checked_sub(start)?))?;
+        let grows = grown.contains_range(range) && grown != range;
+        if !grows {
+            return None;
+        }
+        let bound =
+            (owner.iface, owner.allocation.map(|allocation| allocation.id), bound.start().0);
+        // Uncached memory would be exposed in vain.
+        (self.may_grow(&bound) && self.monitor(owner.iface).is_ok()).then_some((grown, bound))
+    }
+
+    /// Returns true unless registrations in this bound failed to grow. Counts the miss.
+    fn may_grow(&self, bound: &GrowthBound) -> bool {
+        let mut ungrowable = self.ungrowable.lock();
+        match ungrowable.get_mut(bound) {
+            None => true,
+            Some(None) => false,
+            Some(Some(0)) => {
+                ungrowable.remove(bound);
+                true
+            }
+            Some(Some(misses)) => {
+                *misses -= 1;
+                false
+            }
+        }
+    }
+
+    /// Remembers that registrations in this bound cannot grow: for some misses if the refusal may
+    /// pass, and for good otherwise.
+    fn refuse_growth(&self, bound: GrowthBound, may_pass: bool) {
+        let mut ungrowable = self.ungrowable.lock();
+        if ungrowable.len() >= MOST_UNGROWABLE {
+            ungrowable.clear();
+        }
+        // Without the identity of an allocation, other memory may come to lie at the address.
+        let passes = may_pass || bound.1.is_none();
+        ungrowable.insert(bound, passes.then_some(MISSES_UNTIL_RETRY));
+    }
+
     /// Subscribes. If the monitor returns OutOfResources, evicts the idle entries and retries once.
     fn subscribe(
         &self,
@@ -407,10 +631,11 @@ impl CacheBackend for Registrations {
         // The key is of the owner that the caller resolved, and `watch` of an owner that was still
         // the same after the subscription.
         let owner = match watch.and_then(|watch| watch.allocation.as_deref()) {
-            Some(allocation) => Some(Owner::of(allocation)),
-            None => (key.iface() == IfaceKind::SYSTEM).then_some(Owner::SYSTEM),
+            Some(allocation) => Some(AddressOwner::of(allocation)),
+            None => (key.iface() == IfaceKind::SYSTEM).then_some(AddressOwner::SYSTEM),
         };
-        self.domain.register_now(&attr, MrFlags::empty(), KeepAlive::Caller, owner)
+        let keep = self.held.keep(key.range());
+        self.domain.register_now(&attr, MrFlags::empty(), keep, owner)
     }
 
     fn deregister(&self, region: MemoryRegion) -> Result<(), Rejected<MemoryRegion>> {

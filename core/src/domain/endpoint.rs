@@ -67,6 +67,10 @@ impl Endpoint {
         &*self.inner
     }
 
+    pub(super) fn shared_provider(&self) -> Arc<dyn ProviderEndpoint> {
+        Arc::clone(&self.inner)
+    }
+
     /// Returns the provider's own endpoint. As a `&dyn Any` it can be cast down to the provider's
     /// type, for abilities that only that provider has.
     #[must_use]
@@ -158,6 +162,37 @@ impl Endpoint {
         self.post_slices(Operation::Write { remote }, local, peer, context)
     }
 
+    /// RMA write of `local` to `remote` that also completes a receive of the peer, with `data`.
+    ///
+    /// The peer posts receives as for messages. The receive that the write takes completes with
+    /// [`RemoteWrite`](crate::transfer::CompletionKind::RemoteWrite) once the bytes are in the peer's memory.
+    ///
+    /// ```
+    /// use hmem_core::{Endpoint, OwnedRegion, RemoteKey, Result};
+    /// use hmem_core::transfer::{PeerId, RemoteSegment};
+    ///
+    /// fn push(endpoint: &Endpoint, block: &OwnedRegion<Vec<u8>>, key: &RemoteKey) -> Result<()> {
+    ///     let there = RemoteSegment { address: key.base(), len: 64, key };
+    ///     // The peer learns which block came.
+    ///     endpoint.write_immediate(&[block.slice(0, 64)?], &[there], 17, PeerId(0), 1)
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Endpoint::post`]. [`ErrorKind::Unsupported`] if the NIC carries no immediate data, and
+    /// [`ErrorKind::InvalidArgument`] for data that is wider than
+    /// [`cq_data_size`](crate::provider::ProviderAttr::cq_data_size).
+    pub fn write_immediate(
+        &self,
+        local: &[RegionSlice],
+        remote: &[RemoteSegment<'_>],
+        data: u64,
+        peer: PeerId,
+        context: u64,
+    ) -> Result<()> {
+        self.post_slices(Operation::WriteImmediate { remote, data }, local, peer, context)
+    }
+
     /// RMA read of `remote` into `local`, each as one run of bytes.
     ///
     /// # Errors
@@ -201,7 +236,24 @@ impl Endpoint {
         self.post_slices(Operation::Send { tag, invalidate: None }, local, peer, context)
     }
 
-    /// Sends a message and has the receiver's NIC invalidate a type 2 window's key.
+    /// Sends a message, tagged if `tag` is given, with immediate data: its receive completes with
+    /// `data`.
+    ///
+    /// # Errors
+    /// As [`Endpoint::write_immediate`].
+    pub fn send_immediate(
+        &self,
+        local: &[RegionSlice],
+        tag: Option<u64>,
+        data: u64,
+        peer: PeerId,
+        context: u64,
+    ) -> Result<()> {
+        self.post_slices(Operation::SendImmediate { tag, data }, local, peer, context)
+    }
+
+    /// Sends a message and has the receiver's NIC invalidate a type 2 window's key. The completion
+    /// of the receive names the key.
     ///
     /// # Errors
     /// As [`Endpoint::post`].

@@ -5,8 +5,9 @@
 //! bytes: a device may need a flush
 //! for that ([`InboundFlush`](crate::iface::InboundFlush), a facet that an iface lacks where it
 //! does not). Whoever reads a completion that may stand for bytes in device memory of the domain
-//! has them flushed before it is theirs. Such are receives, reads and atomics; a receive also
-//! stands for the writes of its sender before it, of which the target has no completion.
+//! has them flushed before it is theirs. Such are receives, remote writes with immediate data, reads
+//! and atomics. A receive also stands for the writes of its sender before it, of which the target
+//! has no completion.
 
 use std::{
     any::Any,
@@ -14,14 +15,15 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
+    time::Duration,
 };
 
 use parking_lot::RwLock;
 
 use crate::{
     Access, DeviceId, IfaceExt, IfaceKind, Registry, Result,
-    provider::CompletionQueue,
-    registry::Owner,
+    provider::{CompletionChannel, CompletionQueue},
+    registry::AddressOwner,
     transfer::{Completion, CompletionKind},
 };
 
@@ -51,7 +53,7 @@ impl Inbound {
     }
 
     /// Memory of this owner is about to be registered for these rights.
-    pub(super) fn note(&self, owner: &Owner, access: Access) {
+    pub(super) fn note(&self, owner: &AddressOwner, access: Access) {
         let Some(device) = owner.device.filter(|_| access.nic_writes()) else { return };
         let device = (owner.iface, device);
         if self.devices.read().contains(&device) {
@@ -90,7 +92,8 @@ impl Inbound {
 }
 
 fn brings_bytes(completion: &Completion) -> bool {
-    let kinds = [CompletionKind::Receive, CompletionKind::Read, CompletionKind::Atomic];
+    use CompletionKind::{Atomic, Read, Receive, RemoteWrite};
+    let kinds = [Receive, RemoteWrite, Read, Atomic];
     completion.result.is_ok() && kinds.contains(&completion.kind)
 }
 
@@ -119,5 +122,16 @@ impl CompletionQueue for FlushingQueue {
         let read = self.queue.read(out, max);
         self.inbound.flush_for(&out[before..]);
         read
+    }
+
+    fn wait(&self, out: &mut Vec<Completion>, max: usize, timeout: Duration) -> Result<usize> {
+        let before = out.len();
+        let read = self.queue.wait(out, max, timeout);
+        self.inbound.flush_for(&out[before..]);
+        read
+    }
+
+    fn channel(&self) -> Option<&dyn CompletionChannel> {
+        self.queue.channel()
     }
 }

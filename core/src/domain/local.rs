@@ -10,7 +10,7 @@
 //! as they are. Closing an endpoint ends the leases of its requests, since the NIC is done with
 //! them then; their completions keep their contexts until they are read.
 
-use std::{any::Any, fmt, sync::Arc};
+use std::{any::Any, fmt, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
 
@@ -21,7 +21,7 @@ use super::{
 use crate::{
     Access, Address, AddressRange, Error, ErrorKind, Result,
     cache::OwnedLease,
-    provider::{CompletionQueue, EndpointAttr, ProviderEndpoint},
+    provider::{CompletionChannel, CompletionQueue, EndpointAttr, ProviderEndpoint},
     transfer::{Completion, LocalSegment, Operation, WorkRequest},
 };
 
@@ -188,6 +188,17 @@ impl CompletionQueue for LeasingQueue {
         // What was read before an error is the application's too.
         self.in_flight.translate(&mut out[before..]);
         read
+    }
+
+    fn wait(&self, out: &mut Vec<Completion>, max: usize, timeout: Duration) -> Result<usize> {
+        let before = out.len();
+        let read = self.queue.wait(out, max, timeout);
+        self.in_flight.translate(&mut out[before..]);
+        read
+    }
+
+    fn channel(&self) -> Option<&dyn CompletionChannel> {
+        self.queue.channel()
     }
 }
 

@@ -7,19 +7,27 @@
 //! one:
 //!
 //! - `region_state`: the state behind a region; `region`: the handle
+//! - `growth`: how far registrations may grow
 //! - `attr`: requests; `validate`: their checks; `owner`: the claims about memory; `prefault`
 //! - `register`: one registration; `asynchronous`: the worker that runs it
 //! - `buffer`, `scope`, `multi`: registrations of owned and borrowed memory, and on several NICs
-//! - `cached`: the registration cache of a domain; `inbound`, `local`: completion queues
-//! - `endpoint`, `window`
+//! - `many`: many views by one call
+//! - `held`: the buffers that cached regions keep alive
+//! - `cached`: the registration cache of a domain; `cached_buffer`: its buffers; `inbound`, `local`: completion queues
+//! - `endpoint`; `window`; `grant`
 
 mod asynchronous;
 mod attr;
 mod buffer;
 mod cached;
+mod cached_buffer;
 mod endpoint;
+mod grant;
+mod growth;
+mod held;
 mod inbound;
 mod local;
+mod many;
 mod multi;
 mod owner;
 mod prefault;
@@ -37,20 +45,25 @@ use std::{
 
 pub use self::{
     attr::{CacheAttr, DmaBufAttr, DomainAttr, MrAttr, Prefault},
-    buffer::{DeviceBuffer, OwnedBuffer, RegionSlice, Registered, VecParts},
+    buffer::{DeviceBuffer, OwnedBuffer, OwnedRegion, RegionSlice, VecParts},
     cached::{CachedRegion, RegionCache, RegionLookupHandle, Registrations, Watch},
+    cached_buffer::CachedBuffer,
     endpoint::{Atomic, Endpoint},
-    multi::{MultiRegion, MultiRegistered, regattr_on, register_on},
+    grant::{Grant, GrantKind},
+    growth::Growth,
+    many::{BufferView, RegionView, RegionViews, RegisteredViews, View},
+    multi::{MultiRegion, OwnedMultiRegion, regattr_on, register_on},
     prefault::prefault,
     region::MemoryRegion,
     region_state::RegionState,
     scope::Scoped,
     validate::os_page_sizes,
-    window::MemoryWindow,
+    window::{Type1Window, Type2Bind, Type2Kind, Type2Window},
 };
 
 use self::{
     asynchronous::Worker,
+    grant::SpareWindows,
     inbound::{FlushingQueue, Inbound},
     local::{Leasing, LeasingQueue},
     region_state::KeepAlive,
@@ -62,7 +75,7 @@ use crate::{
     path::PathSelector,
     provider::{
         CompletionQueue, DomainRequest, EndpointAttr, Features, LiveObjects, Provider,
-        ProviderAttr, ProviderDomain, RawKeys, WindowType,
+        ProviderAttr, ProviderDomain, RawKeys,
     },
 };
 
@@ -94,6 +107,7 @@ pub(crate) struct DomainInner {
     process: ProcessMark,
     worker: OnceLock<Worker>,
     inbound: Arc<Inbound>,
+    spare_windows: SpareWindows,
 }
 
 impl Domain {
@@ -161,6 +175,7 @@ impl Domain {
                 process,
                 worker,
                 inbound,
+                spare_windows: SpareWindows::default(),
             }),
         })
     }
@@ -261,6 +276,7 @@ impl Domain {
     ) -> Result<MemoryRegion> {
         // SAFETY: passed on to the caller.
         unsafe { self.regattr(&MrAttr::new(&[range], access).key(requested_key), flags) }
+            .map_err(|error| error.of_call("reg"))
     }
 
     /// Registers several ranges as one region (`fi_mr_regv`).
@@ -279,6 +295,7 @@ impl Domain {
     ) -> Result<MemoryRegion> {
         // SAFETY: passed on to the caller.
         unsafe { self.regattr(&MrAttr::new(ranges, access).key(requested_key), flags) }
+            .map_err(|error| error.of_call("regv"))
     }
 
     /// Registers memory by its raw addresses or its dma-buf (`fi_mr_regattr`).
@@ -292,7 +309,8 @@ impl Domain {
     /// `attr.access` lets the NIC write) write this memory behind the compiler's back: no Rust
     /// reference may be live that forbids it, and the memory must not be given to another use
     /// while the key works. A dropped region is closed once its sub-regions and windows are gone,
-    /// which safe code can make ([`MemoryRegion::sub`], [`MemoryWindow::bind`]).
+    /// which safe code can make ([`MemoryRegion::sub`], [`Type1Window::bind`],
+    /// [`Type2Window::post_bind`], [`MemoryRegion::grant`]).
     ///
     /// # Errors
     /// Each its own kind, with nothing registered: ZeroLength, TooManyRanges, TooLong, BadFlags,
@@ -346,8 +364,9 @@ impl Domain {
         &self,
         buffer: B,
         access: Access,
-    ) -> Result<Registered<B>, Rejected<B>> {
-        self.register_with(buffer, &MrAttr::new(&[], access), MrFlags::empty())
+    ) -> Result<OwnedRegion<B>, Rejected<B>> {
+        let attr = MrAttr::new(&[], access);
+        OwnedRegion::register(&self.inner, buffer, &attr, MrFlags::empty(), "register")
     }
 
     /// [`Domain::register`] with every attribute; `attr.ranges` is taken from the buffer, a base
@@ -360,8 +379,8 @@ impl Domain {
         buffer: B,
         attr: &MrAttr<'_>,
         flags: MrFlags,
-    ) -> Result<Registered<B>, Rejected<B>> {
-        Registered::register(&self.inner, buffer, attr, flags)
+    ) -> Result<OwnedRegion<B>, Rejected<B>> {
+        OwnedRegion::register(&self.inner, buffer, attr, flags, "register_with")
     }
 
     /// Registers borrowed memory for as long as `body` runs; the region is closed before this
@@ -379,7 +398,7 @@ impl Domain {
         access: Access,
         body: impl FnOnce(&Scoped<'_>) -> R,
     ) -> Result<R> {
-        scope::run(&self.inner, bytes, access, body)
+        scope::run(&self.inner, bytes, access, body).map_err(|error| error.of_call("scope"))
     }
 
     /// [`Domain::scope`] for memory of any iface, by its addresses.
@@ -400,6 +419,7 @@ impl Domain {
         body: impl FnOnce(&Scoped<'_>) -> R,
     ) -> Result<R> {
         scope::run_over(&self.inner, range, false, access, body)
+            .map_err(|error| error.of_call("scope_range"))
     }
 
     /// Makes a peer's raw key usable in transfers of this domain (`fi_mr_map_raw`).
@@ -424,6 +444,11 @@ impl Domain {
     }
 
     /// Opens a completion queue.
+    ///
+    /// A program polls the queue ([`CompletionQueue::read`]), waits for it with a timeout
+    /// ([`CompletionQueue::wait`]), or gives its file descriptor to an event loop
+    /// ([`CompletionQueue::channel`]). The queue does not keep the domain open: once the domain is
+    /// closed, a wait for the empty queue is [`ErrorKind::BadState`].
     ///
     /// If device memory of the domain is registered for the NIC to write, reading a receive, a read
     /// or an atomic first flushes the devices that need it. Work that a device starts afterwards
@@ -484,34 +509,44 @@ impl Domain {
         wanted && self.inner.attr.cache.is_some() && !mode.contains(MrMode::ENDPOINT)
     }
 
-    /// Allocates a memory window, bound to nothing.
+    /// Allocates a type 1 window, bound to nothing.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] for a type that the NIC lacks; [`ErrorKind::OutOfResources`].
-    pub fn alloc_window(&self, window: WindowType) -> Result<MemoryWindow> {
-        MemoryWindow::alloc(&self.inner, window)
+    /// [`ErrorKind::Unsupported`] where the NIC has none, and in RAW mode, since windows have no
+    /// raw keys; [`ErrorKind::OutOfResources`].
+    pub fn alloc_type_1_window(&self) -> Result<Type1Window> {
+        Type1Window::alloc(&self.inner)
+    }
+
+    /// Allocates a type 2 window, bound to nothing.
+    ///
+    /// # Errors
+    /// As [`Domain::alloc_type_1_window`].
+    pub fn alloc_type_2_window(&self, kind: Type2Kind) -> Result<Type2Window> {
+        Type2Window::alloc(&self.inner, kind)
     }
 
     /// Closes the domain.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] with the domain back, as long as regions, endpoints, windows or mapped
-    /// keys are left, or something cached cannot be given back.
+    /// [`ErrorKind::Busy`] with the domain back, as long as regions, endpoints, windows, mapped
+    /// keys or buffers of the cache are left, or something cached cannot be given back.
     pub fn close(mut self) -> Result<(), Rejected<Self>> {
         if let Some(Err(error)) = self.cache.get().map(RegionCache::try_clear) {
             return Err(Rejected::new(self, error));
         }
         let live = self.live();
-        // The cache is one that holds it.
+        // The cache is one that holds it, and each buffer of the cache is one more.
         let held = Arc::strong_count(&self.inner) - 1 - usize::from(self.cache.get().is_some());
         if held > 0 || live.mapped_keys > 0 {
             let error = Error::new(ErrorKind::Busy, "close domain")
                 .provider(self.provider_attr().nic.to_string())
+                .context("held", held)
                 .context("regions", live.regions)
                 .context("endpoints", live.endpoints)
                 .context("windows", live.windows)
                 .context("mapped_keys", live.mapped_keys)
-                .remedy("close regions, endpoints and windows and unmap raw keys first");
+                .remedy("close regions, endpoints, windows and the cache's buffers and unmap raw keys first");
             return Err(Rejected::new(self, error));
         }
         drop(self.cache.take());

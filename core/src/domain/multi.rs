@@ -6,8 +6,8 @@
 //! fn expose(nics: &[&Domain], buffer: DeviceBuffer) -> Result<DeviceBuffer> {
 //!     let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
 //!     let shared = register_on(nics, buffer, access)?;
-//!     for (nic, key) in nics.iter().zip(shared.keys()?) {
-//!         println!("{}: {key:?}", nic.provider_attr().nic);
+//!     for rail in shared.rail_keys()?.rails() {
+//!         println!("{}: {:?}", rail.nic, rail.key);
 //!     }
 //!     Ok(shared.close()?)
 //! }
@@ -21,7 +21,9 @@ use super::{
     region_state::KeepAlive,
     register::{LeakOnPanic, new_region, register_on_nics},
 };
-use crate::{Access, Error, ErrorKind, MrFlags, Rejected, RemoteKey, Result};
+use crate::{
+    Access, AddressRange, Error, ErrorKind, MrFlags, RailKey, RailKeys, Rejected, RemoteKey, Result,
+};
 
 /// Registers one range with several NICs, each through a domain of its own, by raw addresses or a
 /// dma-buf.
@@ -43,27 +45,33 @@ pub unsafe fn regattr_on(
     attr: &MrAttr<'_>,
     flags: MrFlags,
 ) -> Result<MultiRegion, Rejected<MultiRegion>> {
-    register_all(domains, attr, flags, &KeepAlive::Caller)
+    register_all(domains, attr, flags, &KeepAlive::Caller, "regattr_on")
 }
 
 /// [`regattr_on`] for a buffer that the regions then own together: the safe door.
 ///
 /// # Errors
 /// As [`regattr_on`]. The buffer is in the value of the error, whose
-/// [`close`](MultiRegistered::close) gives it back: at once, unless a driver refused to undo what
+/// [`close`](OwnedMultiRegion::close) gives it back: at once, unless a driver refused to undo what
 /// was registered before.
 pub fn register_on<B: OwnedBuffer>(
     domains: &[&Domain],
     buffer: B,
     access: Access,
-) -> Result<MultiRegistered<B>, Rejected<MultiRegistered<B>>> {
+) -> Result<OwnedMultiRegion<B>, Rejected<OwnedMultiRegion<B>>> {
     let parts = Arc::new(buffer.into_parts());
     let range = [B::range(&parts)];
     let keep = keep_alive::<B>(&parts);
-    match register_all(domains, &MrAttr::new(&range, access), MrFlags::empty(), &keep) {
-        Ok(regions) => Ok(MultiRegistered { regions, parts }),
+    match register_all(
+        domains,
+        &MrAttr::new(&range, access),
+        MrFlags::empty(),
+        &keep,
+        "register_on",
+    ) {
+        Ok(regions) => Ok(OwnedMultiRegion { regions, parts }),
         Err(Rejected { value: regions, error }) => {
-            Err(Rejected::new(MultiRegistered { regions, parts }, error))
+            Err(Rejected::new(OwnedMultiRegion { regions, parts }, error))
         }
     }
 }
@@ -73,13 +81,14 @@ fn register_all(
     attr: &MrAttr<'_>,
     flags: MrFlags,
     keep: &KeepAlive,
+    call: &'static str,
 ) -> Result<MultiRegion, Rejected<MultiRegion>> {
     let mut regions = Vec::with_capacity(domains.len());
     match try_register_all(domains, attr, flags, keep, &mut regions) {
         Ok(()) => Ok(MultiRegion { regions }),
         Err(error) => {
             let registered = regions.len();
-            let error = error.context("registered before", registered);
+            let error = error.of_call(call).context("registered before", registered);
             match (MultiRegion { regions }).close() {
                 Ok(()) => Err(Rejected::new(MultiRegion { regions: Vec::new() }, error)),
                 Err(Rejected { value: left, error: why }) => {
@@ -121,9 +130,7 @@ fn try_register_all(
 
 fn check(domains: &[&Domain], attr: &MrAttr<'_>) -> Result<()> {
     let refuse = |what: &'static str, remedy: &'static str| {
-        Err(Error::new(ErrorKind::InvalidArgument, "register on")
-            .context("what", what)
-            .remedy(remedy))
+        Err(Error::new(ErrorKind::InvalidArgument, "regattr").context("what", what).remedy(remedy))
     };
     let Some(first) = domains.first() else {
         return refuse("no domain", "name at least one domain");
@@ -165,6 +172,18 @@ impl MultiRegion {
     /// As [`MemoryRegion::key`].
     pub fn keys(&self) -> Result<Vec<RemoteKey>> {
         self.regions.iter().map(MemoryRegion::key).collect()
+    }
+
+    /// Returns the keys of all NICs as one value, which names the NIC of each and can be sent to a
+    /// peer.
+    ///
+    /// # Errors
+    /// As [`MultiRegion::keys`] and [`RailKeys::new`].
+    pub fn rail_keys(&self) -> Result<RailKeys> {
+        let rail = |region: &MemoryRegion| {
+            Ok(RailKey::new(region.inner().domain().provider_attr.nic.clone(), region.key()?))
+        };
+        RailKeys::new(self.regions.iter().map(rail).collect::<Result<_>>()?)
     }
 
     /// Returns the number of NICs.
@@ -221,13 +240,25 @@ impl MultiRegion {
 /// One buffer registered with several NICs and owned by their regions together.
 ///
 /// Derefs to the regions. The bytes are reached by copies, as those of
-/// [`Registered`](super::Registered).
-pub struct MultiRegistered<B: OwnedBuffer> {
+/// [`OwnedRegion`](super::OwnedRegion).
+pub struct OwnedMultiRegion<B: OwnedBuffer> {
     regions: MultiRegion,
     parts: Arc<B::Parts>,
 }
 
-impl<B: OwnedBuffer> MultiRegistered<B> {
+impl<B: OwnedBuffer> OwnedMultiRegion<B> {
+    /// Returns a buffer that no NIC has: the value of an error when nothing was registered.
+    #[must_use]
+    pub fn unregistered(buffer: B) -> Self {
+        Self { regions: MultiRegion { regions: Vec::new() }, parts: Arc::new(buffer.into_parts()) }
+    }
+
+    /// Returns the memory of the buffer.
+    #[must_use]
+    pub fn range(&self) -> AddressRange {
+        B::range(&self.parts)
+    }
+
     /// A piece for the safe transfers of an endpoint of the NIC at `nic`, in the order of the
     /// domains.
     ///
@@ -274,7 +305,7 @@ impl<B: OwnedBuffer> MultiRegistered<B> {
     }
 }
 
-impl<B: OwnedBuffer> Deref for MultiRegistered<B> {
+impl<B: OwnedBuffer> Deref for OwnedMultiRegion<B> {
     type Target = MultiRegion;
 
     fn deref(&self) -> &MultiRegion {
@@ -282,8 +313,8 @@ impl<B: OwnedBuffer> Deref for MultiRegistered<B> {
     }
 }
 
-impl<B: OwnedBuffer> fmt::Debug for MultiRegistered<B> {
+impl<B: OwnedBuffer> fmt::Debug for OwnedMultiRegion<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("MultiRegistered").field(&self.regions).finish()
+        f.debug_tuple("OwnedMultiRegion").field(&self.regions).finish()
     }
 }

@@ -3,15 +3,17 @@
 use super::{DomainInner, MrAttr};
 use crate::{
     AddressRange, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind, MrFlags, Result,
-    registry::Owner,
+    registry::AddressOwner,
 };
 
 impl DomainInner {
     /// The owner as the caller names it, for dma-bufs, whose addresses mean nothing here.
-    pub(super) fn claimed_owner(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<Owner> {
-        let Some(iface) = attr.iface.filter(|_| self.attr.hmem) else { return Ok(Owner::SYSTEM) };
+    pub(super) fn claimed_owner(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<AddressOwner> {
+        let Some(iface) = attr.iface.filter(|_| self.attr.hmem) else {
+            return Ok(AddressOwner::SYSTEM);
+        };
         let device = self.claimed_device(iface, attr, flags)?;
-        Ok(Owner { iface, device, allocation: None })
+        Ok(AddressOwner { iface, device, allocation: None })
     }
 
     /// The device that the caller names, if it counts and the iface has it.
@@ -44,10 +46,14 @@ impl DomainInner {
         ranges: &[AddressRange],
         attr: &MrAttr<'_>,
         flags: MrFlags,
-    ) -> Result<Owner> {
-        let owner = self.registry.owner_of_range(ranges[0])?;
+    ) -> Result<AddressOwner> {
+        let owner_of = |range: &AddressRange| {
+            let owner = self.registry.owner_of_range(*range);
+            owner.map_err(|error| error.of_call("regattr"))
+        };
+        let owner = owner_of(&ranges[0])?;
         for range in &ranges[1..] {
-            let other = self.registry.owner_of_range(*range)?;
+            let other = owner_of(range)?;
             if (other.iface, other.device) != (owner.iface, owner.device) {
                 return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
                     .context("range", range)
@@ -68,7 +74,7 @@ impl DomainInner {
     fn check_claim(
         &self,
         range: AddressRange,
-        owner: &Owner,
+        owner: &AddressOwner,
         claimed: IfaceKind,
         attr: &MrAttr<'_>,
         flags: MrFlags,
@@ -94,7 +100,7 @@ impl DomainInner {
     }
 
     #[inline]
-    fn check_hmem_flags(&self, owner: &Owner, flags: MrFlags) -> Result<()> {
+    fn check_hmem_flags(&self, owner: &AddressOwner, flags: MrFlags) -> Result<()> {
         if !flags.intersects(MrFlags::HMEM_DEVICE_ONLY | MrFlags::HMEM_HOST_ALLOC) {
             return Ok(());
         }

@@ -5,7 +5,7 @@ use std::{
     mem::ManuallyDrop,
     ops::Deref,
     sync::{
-        Arc, OnceLock,
+        Arc, OnceLock, Weak,
         atomic::{AtomicU8, AtomicU32, Ordering},
     },
 };
@@ -21,6 +21,7 @@ use crate::{
 /// The state of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
+#[non_exhaustive]
 pub enum RegionState {
     /// Waiting for its asynchronous registration.
     Pending = 0,
@@ -58,8 +59,9 @@ pub(super) enum KeepAlive {
     Scope,
     /// The region owns the memory.
     Region {
-        /// The iface of the memory, as the memory's owner reports it.
-        iface: IfaceKind,
+        /// The iface of the memory, as the memory's owner reports it. `None` if the region owns
+        /// only parts of the memory, and the caller promises the rest.
+        iface: Option<IfaceKind>,
         #[expect(dead_code, reason = "held until the region is closed")]
         memory: Arc<dyn Any + Send + Sync>,
     },
@@ -71,7 +73,7 @@ impl KeepAlive {
         match self {
             Self::Caller => None,
             Self::Scope => Some(IfaceKind::SYSTEM),
-            Self::Region { iface, .. } => Some(*iface),
+            Self::Region { iface, .. } => *iface,
         }
     }
 }
@@ -121,8 +123,16 @@ impl Ended {
     }
 }
 
+/// A window whose binding may have ended without a call of its owner.
+pub(super) trait Settle: Send + Sync {
+    /// Lets go of the region if the window is bound to it no more.
+    fn settle(&self);
+}
+
 #[derive(Default)]
 pub(super) struct Bindings {
+    /// Type 2 windows that were bound to the region.
+    windows: Mutex<Vec<Weak<dyn Settle>>>,
     pub(super) counters: Mutex<Vec<Arc<Counter>>>,
     pub(super) endpoint: Mutex<bool>,
 }
@@ -236,6 +246,26 @@ impl RegionInner {
         self.bindings.get_or_init(Box::default)
     }
 
+    /// Notes a window that is about to be bound to the region.
+    pub(super) fn list_window(&self, window: &Arc<dyn Settle>) {
+        let mut windows = self.bindings().windows.lock();
+        if windows.len() == windows.capacity() {
+            windows.retain(|window| window.strong_count() > 0);
+        }
+        windows.push(Arc::downgrade(window));
+    }
+
+    /// Returns the number of sub-regions and windows, as far as providers know about the latter.
+    fn settled_dependents(&self) -> u32 {
+        let dependents = self.dependents.load(Ordering::Acquire);
+        let Some(bindings) = self.bindings.get().filter(|_| dependents > 0) else {
+            return dependents;
+        };
+        let windows: Vec<_> = bindings.windows.lock().iter().filter_map(Weak::upgrade).collect();
+        windows.iter().for_each(|window| window.settle());
+        self.dependents.load(Ordering::Acquire)
+    }
+
     #[inline]
     pub(super) fn registration(&self, operation: &'static str) -> Result<&PathRegistration> {
         self.registered.get().ok_or_else(|| {
@@ -315,7 +345,7 @@ impl RegionInner {
         if self.rare.is_some() && self.give_up_or_wait() {
             return Ok(());
         }
-        let dependents = self.dependents.load(Ordering::Acquire);
+        let dependents = self.settled_dependents();
         if dependents > 0 {
             return Err(Error::new(ErrorKind::Busy, "close region")
                 .context("range", self.range)

@@ -22,7 +22,7 @@ use crate::{
     path::{PathRegistration, Target},
     provider::{Backing, Features, Piece},
     registration::{KeyRequest, Memory, Registration},
-    registry::Owner,
+    registry::AddressOwner,
 };
 
 /// Leaks the memory of a registration that panics: a NIC may have it.
@@ -75,7 +75,7 @@ impl DomainInner {
         attr: &MrAttr<'_>,
         flags: MrFlags,
         keep: KeepAlive,
-        owner: Option<Owner>,
+        owner: Option<AddressOwner>,
     ) -> Result<MemoryRegion> {
         let ranges = self.check(attr, flags)?;
         let owned = keep.iface();
@@ -123,7 +123,7 @@ impl DomainInner {
         attr: &MrAttr<'a>,
         flags: MrFlags,
         owned: Option<IfaceKind>,
-        owner: Option<Owner>,
+        owner: Option<AddressOwner>,
     ) -> Result<Memory<'a>> {
         if let Some(base) = attr.base {
             let (Some(region), Some(offset)) =
@@ -184,6 +184,7 @@ impl DomainInner {
             enabled: self.starts_enabled(flags),
             parallel: attr.parallel.as_ref(),
             policy: self.attr.p2p,
+            ordering: attr.ordering.unwrap_or(self.attr.ordering),
         }
     }
 }
@@ -199,7 +200,7 @@ pub(super) fn register_on_nics(
     attr: &MrAttr<'_>,
     flags: MrFlags,
     owned: Option<IfaceKind>,
-    owner: Option<Owner>,
+    owner: Option<AddressOwner>,
     done: &mut dyn FnMut(PathRegistration),
 ) -> Result<()> {
     let first = domains[0];
@@ -280,7 +281,7 @@ fn check_owner(range: AddressRange, owned: Option<IfaceKind>, found: IfaceKind) 
         // A device's API knows host memory that is nevertheless the allocator's.
         None | Some(IfaceKind::SYSTEM) => Ok(()),
         Some(iface) if iface == found => Ok(()),
-        Some(iface) => Err(Error::new(ErrorKind::InvalidArgument, "register")
+        Some(iface) => Err(Error::new(ErrorKind::InvalidArgument, "regattr")
             .iface(iface)
             .context("range", range)
             .context("found", found)
@@ -335,6 +336,9 @@ impl MemoryRegion {
         let ranges = [range];
         let requested_key = requested_key.into();
         let attr = MrAttr { base: Some(self), requested_key, ..MrAttr::new(&ranges, access) };
-        self.inner().domain.register(&attr, MrFlags::empty(), KeepAlive::Caller)
+        self.inner()
+            .domain
+            .register(&attr, MrFlags::empty(), KeepAlive::Caller)
+            .map_err(|error| error.of_call("sub"))
     }
 }

@@ -1,34 +1,124 @@
 //! Memory windows: remote rights on part of a region, changed without registering again.
 //!
-//! A type 1 window is bound by a call and gets a new key each time; type 2 windows are bound and
+//! [`Type1Window`] is bound by a call and gets a new key each time. [`Type2Window`] is bound and
 //! invalidated by requests posted to an endpoint, with the caller's 8-bit tag (InfiniBand
-//! 10.6.7.2).
+//! 10.6.7.2). The rules are those of [`WindowType::after`].
+//!
+//! A provider knows what became of a posted bind or invalidation, and of an invalidation by a peer.
+//! A type 2 window asks it before each step, so that nothing has to be told to the window.
 
-use std::{fmt, sync::Arc};
+use std::{
+    fmt,
+    sync::{Arc, Weak},
+};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::{
     DomainInner, Endpoint, MemoryRegion,
-    region_state::{Dependent, RegionInner},
+    region_state::{Dependent, RegionInner, Settle},
 };
 use crate::{
-    Access, Addressing, Error, ErrorKind, Iova, RemoteKey, Result,
-    provider::{Features, ProviderWindow, WindowBind, WindowType, Windows},
+    Access, AddressRange, Addressing, Error, ErrorKind, Iova, MrMode, RemoteKey, Result,
+    provider::{
+        Features, ProviderWindow, WindowBind, WindowEvent, WindowRule, WindowState, WindowType,
+        Windows,
+    },
     transfer::{Operation, PeerId, WorkRequest},
 };
 
-/// A memory window. While it is bound it keeps its region registered, and the region cannot be
-/// closed.
-pub struct MemoryWindow {
-    domain: Arc<DomainInner>,
-    kind: WindowType,
-    state: Mutex<State>,
+/// A type 1 window: bound by a call, with a key that turns at each bind.
+///
+/// While it is bound it keeps its region registered, and the region cannot be closed. Its key dies
+/// when it is bound again, unbound or dropped. It has no invalidation:
+///
+/// ```compile_fail,E0599
+/// fn invalidate(window: &hmem_core::Type1Window, endpoint: &hmem_core::Endpoint) {
+///     window.post_invalidate(endpoint, 1).unwrap();
+/// }
+/// ```
+pub struct Type1Window {
+    /// Before the binding, so that the window is freed before its region is let go.
+    window: Allocated,
+    state: Mutex<Type1State>,
 }
 
-struct State {
+struct Type1State {
     window: ProviderWindow,
     bound: Option<Bound>,
+}
+
+/// A type 2 window: bound and invalidated by posted requests, with a tag of the caller's.
+///
+/// While it is bound it keeps its region registered, and the region cannot be closed. It is not
+/// bound by a call, and not without a tag:
+///
+/// ```compile_fail,E0599
+/// # use hmem_core::{Access, MemoryRegion, Type2Window};
+/// fn bind(window: &Type2Window, region: &MemoryRegion) {
+///     window.bind(region, 0, 64, Access::REMOTE_READ).unwrap();
+/// }
+/// ```
+pub struct Type2Window {
+    inner: Arc<Type2Inner>,
+}
+
+struct Type2Inner {
+    /// Before the binding, so that the window is freed before its region is let go.
+    window: Allocated,
+    state: Mutex<Type2State>,
+}
+
+#[derive(Default)]
+struct Type2State {
+    /// The binding of the last bind that was posted, unless an invalidation was posted since.
+    bound: Option<Bound>,
+    /// Bindings whose invalidation was posted and has not completed.
+    ending: Vec<Bound>,
+    /// The region that lists this window.
+    listed: Weak<RegionInner>,
+}
+
+/// The two ways in which a type 2 window is tied to its queue pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Type2Kind {
+    /// By its number: while the window is bound, the queue pair can be neither reset nor destroyed.
+    A,
+    /// By its number and protection domain: the queue pair may go at any time.
+    B,
+}
+
+impl From<Type2Kind> for WindowType {
+    fn from(kind: Type2Kind) -> Self {
+        match kind {
+            Type2Kind::A => Self::TwoA,
+            Type2Kind::B => Self::TwoB,
+        }
+    }
+}
+
+/// The bind of a type 2 window.
+#[derive(Clone, Copy, Debug)]
+pub struct Type2Bind<'a> {
+    /// The region, registered with [`Access::MW_BIND`].
+    pub region: &'a MemoryRegion,
+    /// First byte, counted from the start of the region.
+    pub offset: u64,
+    /// Bytes, at least one.
+    pub len: u64,
+    /// Rights of peers.
+    pub access: Access,
+    /// The addressing for peers.
+    pub addressing: Addressing,
+    /// The low 8 bits of the new key. Another tag than the last one keeps the old key dead.
+    pub tag: u8,
+}
+
+/// An allocated window. Dropping the value frees it.
+struct Allocated {
+    domain: Arc<DomainInner>,
+    kind: WindowType,
+    window: ProviderWindow,
 }
 
 struct Bound {
@@ -36,18 +126,101 @@ struct Bound {
     base: Iova,
     len: u64,
     addressing: Addressing,
+    /// For type 2: the caller's tag, by which the key tells which bind holds.
+    tag: u8,
 }
 
 impl Bound {
-    fn new(region: &Arc<RegionInner>, base: Iova, len: u64, addressing: Addressing) -> Self {
-        Self { region: Dependent::of(region), base, len, addressing }
+    fn new(part: &Part<'_>, addressing: Addressing, tag: u8) -> Self {
+        let region = Dependent::of(part.region.inner());
+        Self { region, base: part.base(addressing), len: part.len, addressing, tag }
     }
+
+    fn key(&self, key: u64) -> RemoteKey {
+        RemoteKey::new(self.addressing, self.base, self.len, key)
+    }
+}
+
+/// The part of a region that a window is to be bound to.
+pub(super) struct Part<'a> {
+    pub(super) region: &'a MemoryRegion,
+    pub(super) offset: u64,
+    pub(super) len: u64,
+    pub(super) access: Access,
 }
 
 const KEY_TAG: u64 = 0xff;
 
+/// The key of a window with another tag.
+pub(super) const fn with_tag(key: u64, tag: u8) -> u64 {
+    (key & !KEY_TAG) | tag as u64
+}
+
+impl Part<'_> {
+    /// Checks what can be known before the provider is asked.
+    pub(super) fn bind(
+        &self,
+        domain: &Arc<DomainInner>,
+        operation: &'static str,
+        addressing: Addressing,
+    ) -> Result<WindowBind> {
+        let Self { region, offset, len, access } = *self;
+        let rule = if !Arc::ptr_eq(region.inner().domain(), domain) {
+            Some(WindowRule::SameDomain)
+        } else if offset > region.len() || len > region.len() - offset {
+            Some(WindowRule::InsideRegion)
+        } else if !Access::ANY_REMOTE.contains(access) {
+            Some(WindowRule::RemoteRightsOnly)
+        } else if access.peers_write() && !region.access().nic_writes() {
+            Some(WindowRule::WritesNeedLocalWrite)
+        } else {
+            None
+        };
+        if let Some(rule) = rule {
+            return Err(rule
+                .refuse(operation)
+                .context("offset", offset)
+                .context("length", len)
+                .context("access", access)
+                .context("region", region.range()));
+        }
+        let region = region.inner().registration(operation)?.region;
+        Ok(WindowBind { region, offset, len, access, addressing })
+    }
+
+    /// Returns the addresses of the part, if it lies in one range of the region.
+    pub(super) fn range(&self) -> Option<AddressRange> {
+        let mut left = self.offset;
+        for range in self.region.ranges() {
+            if left < range.len() {
+                return range.slice(left, self.len);
+            }
+            left -= range.len();
+        }
+        None
+    }
+
+    /// Returns the first address for peers.
+    pub(super) fn base(&self, addressing: Addressing) -> Iova {
+        if addressing == Addressing::ZeroBased {
+            return Iova(0);
+        }
+        let mut left = self.offset;
+        for range in self.region.ranges() {
+            if left < range.len() {
+                return Iova(range.start().0 + left);
+            }
+            left -= range.len();
+        }
+        Iova(self.region.range().start().0)
+    }
+}
+
 impl DomainInner {
-    fn windows(&self) -> Result<&dyn Windows> {
+    pub(super) fn windows(&self) -> Result<&dyn Windows> {
+        if self.effective().contains(MrMode::RAW) {
+            return Err(WindowRule::NoRawKeys.refuse("alloc window"));
+        }
         self.provider.windows().ok_or_else(|| {
             self.missing(
                 Features::WINDOWS,
@@ -59,63 +232,53 @@ impl DomainInner {
     }
 }
 
-impl MemoryWindow {
-    pub(super) fn alloc(domain: &Arc<DomainInner>, kind: WindowType) -> Result<Self> {
+impl Allocated {
+    fn new(domain: &Arc<DomainInner>, kind: WindowType) -> Result<Self> {
         domain.process.check("alloc window")?;
         let window = domain.windows()?.alloc_window(kind)?;
-        Ok(Self {
-            domain: Arc::clone(domain),
-            kind,
-            state: Mutex::new(State { window, bound: None }),
-        })
+        Ok(Self { domain: Arc::clone(domain), kind, window })
     }
 
-    /// Its type.
-    #[must_use]
-    pub fn window_type(&self) -> WindowType {
-        self.kind
+    fn check(&self, state: WindowState, event: WindowEvent, operation: &'static str) -> Result<()> {
+        let after = self.kind.after(state, event);
+        after.map(|_| ()).map_err(|rule| rule.refuse(operation))
     }
 
-    fn check(&self, region: &MemoryRegion, offset: u64, len: u64, access: Access) -> Result<()> {
-        let refuse = |kind, remedy: &'static str| {
-            Err(Error::new(kind, "bind window")
-                .context("offset", offset)
-                .context("length", len)
-                .context("region", region.range())
-                .remedy(remedy))
-        };
-        if !Arc::ptr_eq(region.inner().domain(), &self.domain) {
-            return refuse(
-                ErrorKind::InvalidArgument,
-                "bind to a region of the window's own domain",
-            );
+    fn check_endpoint(&self, endpoint: &Endpoint, operation: &'static str) -> Result<()> {
+        if Arc::ptr_eq(endpoint.domain(), &self.domain) {
+            return Ok(());
         }
-        if offset > region.len() || len > region.len() - offset {
-            return refuse(ErrorKind::OutOfBounds, "a window lies inside its region");
+        Err(WindowRule::SameDomain.refuse(operation))
+    }
+}
+
+impl Drop for Allocated {
+    fn drop(&mut self) {
+        if !self.domain.process.is_current() {
+            // In a forked child, freeing it would free what the parent uses.
+            return;
         }
-        if !Access::ANY_REMOTE.contains(access) {
-            return refuse(
-                ErrorKind::BadAccess,
-                "a window grants remote rights only: REMOTE_READ, REMOTE_WRITE, REMOTE_RMA_WRITE \
-                 and REMOTE_ATOMIC",
-            );
+        let freed = self.domain.windows().and_then(|windows| windows.free_window(self.window));
+        if let Err(error) = freed {
+            tracing::error!(%error, "a memory window could not be freed");
         }
-        if access.peers_write() && !region.access().nic_writes() {
-            return refuse(
-                ErrorKind::AccessDenied,
-                "remote write or atomic through a window needs a region that the NIC may write \
-                 (IBA 10.6.7.2.2)",
-            );
-        }
-        Ok(())
+    }
+}
+
+impl Type1Window {
+    pub(super) fn alloc(domain: &Arc<DomainInner>) -> Result<Self> {
+        let window = Allocated::new(domain, WindowType::One)?;
+        let state = Type1State { window: window.window, bound: None };
+        Ok(Self { state: Mutex::new(state), window })
     }
 
-    /// Binds a type 1 window to `len` bytes from `offset` of `region` and returns its new key; the
-    /// old key is dead. Addresses are virtual.
+    /// Binds the window to `len` bytes from `offset` of `region`, which was registered with
+    /// [`Access::MW_BIND`], and returns its new key. The old key is dead. Addresses are virtual.
     ///
     /// # Errors
-    /// [`ErrorKind::BadState`] for type 2; OutOfBounds, AccessDenied, BadAccess; InvalidArgument
-    /// for another domain's region.
+    /// Each error names its rule. OutOfBounds; ZeroLength (use [`Type1Window::unbind`]); BadAccess;
+    /// AccessDenied for rights that the region rules out and for a region without MW_BIND;
+    /// InvalidArgument for another domain's region. The binding stays as it was.
     pub fn bind(
         &self,
         region: &MemoryRegion,
@@ -123,166 +286,182 @@ impl MemoryWindow {
         len: u64,
         access: Access,
     ) -> Result<RemoteKey> {
-        self.expect_type_1("bind window")?;
-        self.check(region, offset, len, access)?;
-        let target = registered(region)?;
+        let part = Part { region, offset, len, access };
+        let domain = &self.window.domain;
+        let bind = part.bind(domain, "bind window", Addressing::Virtual)?;
         if len == 0 {
             return Err(Error::new(ErrorKind::ZeroLength, "bind window")
                 .remedy("use unbind to bind to nothing"));
         }
         let mut state = self.state.lock();
-        let bind =
-            WindowBind { region: target, offset, len, access, addressing: Addressing::Virtual };
-        state.window = self.domain.windows()?.bind_window(state.window, &bind)?;
-        let base = virtual_address(region, offset);
-        state.bound = Some(Bound::new(region.inner(), base, len, Addressing::Virtual));
-        Ok(RemoteKey::new(Addressing::Virtual, base, len, state.window.key))
+        self.window.check(state.state(), WindowEvent::Bind, "bind window")?;
+        state.window = domain.windows()?.bind_window(state.window, &bind)?;
+        let number = state.window.key;
+        Ok(state.bound.insert(Bound::new(&part, Addressing::Virtual, 0)).key(number))
     }
 
-    /// Unbinds a type 1 window (a bind of length 0): its key is dead, the window stays.
+    /// Unbinds the window (a bind of length 0): its key is dead, the window stays.
     ///
     /// # Errors
-    /// [`ErrorKind::BadState`] for type 2, or if it is not bound.
+    /// [`ErrorKind::BadState`] if it is not bound.
     pub fn unbind(&self) -> Result<()> {
-        self.expect_type_1("unbind window")?;
         let mut state = self.state.lock();
-        let region =
-            state.bound.as_ref().and_then(|bound| bound.region.registered()).ok_or_else(|| {
-                Error::new(ErrorKind::BadState, "unbind window").remedy("the window is not bound")
-            })?;
+        self.window.check(state.state(), WindowEvent::BindNothing, "unbind window")?;
+        let Some(region) = state.bound.as_ref().and_then(|bound| bound.region.registered()) else {
+            return Ok(());
+        };
         let addressing = Addressing::Virtual;
         let bind = WindowBind { region, offset: 0, len: 0, access: Access::empty(), addressing };
-        state.window = self.domain.windows()?.bind_window(state.window, &bind)?;
+        state.window = self.window.domain.windows()?.bind_window(state.window, &bind)?;
         state.bound = None;
         Ok(())
     }
 
-    /// Posts the bind of a type 2 window with the low 8 bits of its key, and returns the key; it
-    /// works once the request has completed. The window counts as bound from now on: after a
-    /// bind that completed in error, post an invalidation, or say
-    /// [`MemoryWindow::bind_failed`].
+    /// Returns the state: [`WindowState::Valid`] while the window is bound, otherwise
+    /// [`WindowState::Free`].
+    #[must_use]
+    pub fn state(&self) -> WindowState {
+        self.state.lock().state()
+    }
+
+    /// Returns the current key, if the window is bound.
+    #[must_use]
+    pub fn key(&self) -> Option<RemoteKey> {
+        let state = self.state.lock();
+        Some(state.bound.as_ref()?.key(state.window.key))
+    }
+}
+
+impl Type1State {
+    fn state(&self) -> WindowState {
+        if self.bound.is_some() { WindowState::Valid } else { WindowState::Free }
+    }
+}
+
+impl Type2Window {
+    pub(super) fn alloc(domain: &Arc<DomainInner>, kind: Type2Kind) -> Result<Self> {
+        let window = Allocated::new(domain, kind.into())?;
+        Ok(Self { inner: Arc::new(Type2Inner { state: Mutex::default(), window }) })
+    }
+
+    /// Returns the type, 2A or 2B.
+    #[must_use]
+    pub fn window_type(&self) -> WindowType {
+        self.inner.window.kind
+    }
+
+    /// Posts the bind of the window, and returns the key. The key works once the request has
+    /// completed, and only through `endpoint`. A message that is posted to the endpoint afterwards
+    /// arrives after the bind.
     ///
     /// # Errors
-    /// [`ErrorKind::BadState`] for type 1, or when bound already (invalidate first);
-    /// [`ErrorKind::ZeroLength`]; OutOfBounds, AccessDenied, BadAccess; InvalidArgument for
-    /// another domain's region.
-    #[allow(clippy::too_many_arguments, reason = "the fields of a bind work request")]
+    /// Each error names its rule. [`ErrorKind::BadState`] when bound already (invalidate first);
+    /// [`ErrorKind::ZeroLength`]; OutOfBounds; BadAccess; AccessDenied for rights that the region
+    /// rules out; InvalidArgument for another domain's region or endpoint; those of
+    /// [`Endpoint::post`]. Some are known only when the request completes: the window is then free.
     pub fn post_bind(
         &self,
         endpoint: &Endpoint,
-        region: &MemoryRegion,
-        (offset, len): (u64, u64),
-        access: Access,
-        addressing: Addressing,
-        tag: u8,
+        bind: &Type2Bind<'_>,
         context: u64,
     ) -> Result<RemoteKey> {
-        self.expect_type_2("post bind window")?;
-        self.check_endpoint(endpoint)?;
-        self.check(region, offset, len, access)?;
-        if len == 0 {
-            return Err(Error::new(ErrorKind::ZeroLength, "post bind window")
-                .remedy("a type 2 window is unbound by invalidating its key"));
-        }
-        let target = registered(region)?;
-        let mut state = self.state.lock();
-        if state.bound.is_some() {
-            return Err(Error::new(ErrorKind::BadState, "post bind window")
-                .remedy("invalidate the window's key before binding it again"));
-        }
-        let operation = Operation::BindWindow {
-            window: state.window,
-            region: target,
+        let operation = "post bind window";
+        let inner = &*self.inner;
+        inner.window.check_endpoint(endpoint, operation)?;
+        let Type2Bind { region, offset, len, access, addressing, tag } = *bind;
+        let part = Part { region, offset, len, access };
+        let checked = part.bind(&inner.window.domain, operation, addressing)?;
+        let (mut state, status) = inner.settled()?;
+        let now = if state.bound.is_some() { WindowState::Valid } else { WindowState::Free };
+        let event = if len == 0 { WindowEvent::BindNothing } else { WindowEvent::Bind };
+        inner.window.check(now, event, operation)?;
+        let request = Operation::BindWindow {
+            window: inner.window.window,
+            region: checked.region,
             offset,
             len,
             access,
             addressing,
             tag,
         };
-        post(endpoint, operation, context)?;
-        state.window.key = (state.window.key & !KEY_TAG) | u64::from(tag);
-        let base = match addressing {
-            Addressing::Virtual => virtual_address(region, offset),
-            Addressing::ZeroBased => Iova(0),
-        };
-        state.bound = Some(Bound::new(region.inner(), base, len, addressing));
-        Ok(RemoteKey::new(addressing, base, len, state.window.key))
+        let bound = Bound::new(&part, addressing, tag);
+        if state.listed.as_ptr() != Arc::as_ptr(region.inner()) {
+            let settle: Arc<dyn Settle> = Arc::<Type2Inner>::clone(&self.inner);
+            region.inner().list_window(&settle);
+            state.listed = Arc::downgrade(region.inner());
+        }
+        post(endpoint, request, context)?;
+        let key = bound.key(with_tag(status.key, tag));
+        state.bound = Some(bound);
+        Ok(key)
     }
 
-    /// Posts the invalidation of a type 2 window's key; the window can be bound again after the
-    /// request completed.
+    /// Posts the invalidation of the window's key. The window may be bound again at once: requests
+    /// of one endpoint execute in their order.
     ///
     /// # Errors
-    /// [`ErrorKind::BadState`] for type 1, whose keys die by binding again.
+    /// AccessDenied for an endpoint other than that of the bind; InvalidArgument for another
+    /// domain's; those of [`Endpoint::post`]. An invalidation that fails later leaves the window as
+    /// it was.
     pub fn post_invalidate(&self, endpoint: &Endpoint, context: u64) -> Result<()> {
-        self.expect_type_2("post invalidate window")?;
-        self.check_endpoint(endpoint)?;
-        let mut state = self.state.lock();
-        post(endpoint, Operation::InvalidateWindow { window: state.window }, context)?;
-        state.bound = None;
+        let operation = "post invalidate window";
+        let inner = &*self.inner;
+        inner.window.check_endpoint(endpoint, operation)?;
+        let (mut state, status) = inner.settled()?;
+        inner.window.check(status.state, WindowEvent::Invalidate, operation)?;
+        post(endpoint, Operation::InvalidateWindow { window: inner.window.window }, context)?;
+        let bound = state.bound.take();
+        state.ending.extend(bound);
         Ok(())
     }
 
-    /// Notes that a posted bind completed in error: the window is unbound, and its region free of
-    /// it.
-    pub fn bind_failed(&self) {
-        self.state.lock().bound = None;
+    /// Returns the state, as far as the completions that were read tell. A bind that failed and an
+    /// invalidation, by this side or by a peer, leave [`WindowState::Free`].
+    #[must_use]
+    pub fn state(&self) -> WindowState {
+        self.inner.settled().map_or(WindowState::Invalid, |(_, status)| status.state)
     }
 
-    /// Notes that a peer's send-with-invalidate killed the key, as the receive's completion said.
-    pub fn invalidated_by_peer(&self) {
-        self.state.lock().bound = None;
-    }
-
-    /// The current key, if the window is bound.
+    /// Returns the key of the last bind, unless it is known to be dead.
     #[must_use]
     pub fn key(&self) -> Option<RemoteKey> {
-        let state = self.state.lock();
+        let (state, status) = self.inner.settled().ok()?;
         let bound = state.bound.as_ref()?;
-        Some(RemoteKey::new(bound.addressing, bound.base, bound.len, state.window.key))
-    }
-
-    fn check_endpoint(&self, endpoint: &Endpoint) -> Result<()> {
-        if Arc::ptr_eq(endpoint.domain(), &self.domain) {
-            return Ok(());
-        }
-        Err(Error::new(ErrorKind::InvalidArgument, "window request")
-            .remedy("post it to an endpoint of the window's own domain"))
-    }
-
-    fn expect_type_1(&self, operation: &'static str) -> Result<()> {
-        if self.kind == WindowType::One {
-            return Ok(());
-        }
-        Err(Error::new(ErrorKind::BadState, operation)
-            .remedy("type 2 windows are bound by a posted request"))
-    }
-
-    fn expect_type_2(&self, operation: &'static str) -> Result<()> {
-        if self.kind != WindowType::One {
-            return Ok(());
-        }
-        Err(Error::new(ErrorKind::BadState, operation).remedy(
-            "type 1 windows are bound by a call, and their keys die when they are bound again",
-        ))
+        Some(bound.key(status.key))
     }
 }
 
-fn registered(region: &MemoryRegion) -> Result<crate::provider::ProviderRegion> {
-    region.inner().registered().ok_or_else(|| {
-        Error::new(ErrorKind::BadState, "bind window").remedy("wait until the region is registered")
-    })
+impl Type2Inner {
+    /// Locks the state, with what the provider knows by now.
+    fn settled(&self) -> Result<(MutexGuard<'_, Type2State>, crate::provider::WindowStatus)> {
+        let mut state = self.state.lock();
+        let status = self.window.domain.windows()?.window_status(self.window.window)?;
+        if !status.pending {
+            if status.state != WindowState::Valid {
+                state.bound = None;
+            } else {
+                // Invalidations and binds behind them may have failed.
+                let holds = |bound: &Bound| u64::from(bound.tag) == status.key & KEY_TAG;
+                if !state.bound.as_ref().is_some_and(holds) {
+                    if let Some(at) = state.ending.iter().rposition(holds) {
+                        state.bound = Some(state.ending.swap_remove(at));
+                    } else if state.bound.is_none() {
+                        state.bound = state.ending.pop();
+                    }
+                }
+            }
+            state.ending.clear();
+        }
+        Ok((state, status))
+    }
 }
 
-fn virtual_address(region: &MemoryRegion, offset: u64) -> Iova {
-    let mut left = offset;
-    for range in region.ranges() {
-        if left < range.len() {
-            return Iova(range.start().0 + left);
+impl Settle for Type2Inner {
+    fn settle(&self) {
+        if let Err(error) = self.settled() {
+            tracing::debug!(%error, "the state of a memory window is not known");
         }
-        left -= range.len();
     }
-    Iova(region.range().start().0)
 }
 
 fn post(endpoint: &Endpoint, operation: Operation<'_>, context: u64) -> Result<()> {
@@ -291,23 +470,17 @@ fn post(endpoint: &Endpoint, operation: Operation<'_>, context: u64) -> Result<(
     unsafe { endpoint.post(&request) }
 }
 
-impl Drop for MemoryWindow {
-    fn drop(&mut self) {
-        if !self.domain.process.is_current() {
-            // In a forked child, freeing it would free what the parent uses.
-            return;
-        }
-        let window = self.state.get_mut().window;
-        if let Err(error) = self.domain.windows().and_then(|windows| windows.free_window(window)) {
-            tracing::error!(%error, "a memory window could not be freed");
-        }
+impl fmt::Debug for Type1Window {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Type1Window").field("key", &self.key()).finish_non_exhaustive()
     }
 }
 
-impl fmt::Debug for MemoryWindow {
+impl fmt::Debug for Type2Window {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MemoryWindow")
-            .field("type", &self.kind)
+        f.debug_struct("Type2Window")
+            .field("type", &self.window_type())
+            .field("state", &self.state())
             .field("key", &self.key())
             .finish_non_exhaustive()
     }

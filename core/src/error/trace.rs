@@ -9,6 +9,7 @@ use super::Error;
 /// The ways from memory to a NIC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Path {
     /// Host pages, registered as they are.
     PlainHost,

@@ -224,7 +224,7 @@ pub unsafe trait Iface: fmt::Debug + Send + Sync {
 /// An address does not keep its memory allocated, so copies are `unsafe`. The types that own memory
 /// have safe copies:
 /// [`DeviceBuffer::read`](crate::DeviceBuffer::read),
-/// [`Registered::read`](crate::Registered::read).
+/// [`OwnedRegion::read`](crate::OwnedRegion::read).
 ///
 /// ```compile_fail,E0133
 /// # use hmem_core::{Address, Iface, IfaceExt, Result};

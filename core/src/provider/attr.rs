@@ -49,6 +49,36 @@ pub struct ProviderAttr {
     pub progress: ProgressModel,
     /// The order that the requests of one endpoint to one peer keep.
     pub order: MsgOrder,
+    /// The bytes of immediate data that a message or write carries (`cq_data_size` of libfabric's
+    /// `fi_domain(3)`): 0 to 8. 0 if the NIC has none.
+    pub cq_data_size: usize,
+}
+
+impl ProviderAttr {
+    /// Checks immediate data, for a provider that posts a request with it.
+    ///
+    /// # Errors
+    /// Unsupported if the NIC carries none; InvalidArgument for data that is wider than it carries.
+    pub fn check_data(&self, data: u64) -> Result<()> {
+        let refuse = |kind, why: &'static str| {
+            Err(Error::new(kind, "post")
+                .provider(self.nic.to_string())
+                .context("data", format_args!("{data:#x}"))
+                .context("cq_data_size", self.cq_data_size)
+                .remedy(why))
+        };
+        match self.cq_data_size {
+            0 => {
+                refuse(ErrorKind::Unsupported, "this NIC carries no immediate data: send a message")
+            }
+            8.. => Ok(()),
+            bytes if data >> (8 * bytes) == 0 => Ok(()),
+            _ => refuse(
+                ErrorKind::InvalidArgument,
+                "immediate data has the NIC's width at most: send the rest in a message",
+            ),
+        }
+    }
 }
 
 /// The agent that executes the requests of a domain, after the call that posted them returned.
@@ -75,8 +105,10 @@ bitflags::bitflags! {
     /// for writes and atomics, `S` for messages. A pair without its bit has no order: the second
     /// request may overtake the first. Its poster then waits for the first completion.
     ///
-    /// A region may be registered so that its bytes keep less order (relaxed ordering of PCI
-    /// Express).
+    /// It is the order in which the NIC executes the requests. In the target's memory their bytes
+    /// become visible in that order to the NIC, and to software that polls only if the region was
+    /// registered so ([`WriteOrdering::Strict`](crate::WriteOrdering::Strict), which is not the
+    /// default).
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct MsgOrder: u64 {
         /// Reads after reads.

@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use super::{ProviderDomain, ProviderEndpoint};
 use crate::{
-    Access, AddressRange, Addressing, Iova, RawKey, RemoteKey, Result,
+    Access, AddressRange, Addressing, Error, ErrorKind, Iova, RawKey, RemoteKey, Result,
     counter::Counter,
     handle::{ProviderRegion, ProviderWindow},
     registration::Registration,
+    window::{WindowStatus, WindowType},
 };
 
 bitflags::bitflags! {
@@ -78,8 +79,9 @@ pub trait SubRegions {
     ) -> Result<ProviderRegion>;
 }
 
-/// Regions that are registered disabled ([`Registration::enabled`]). Without this facet
-/// every region is usable once it is registered.
+/// Regions that are registered disabled ([`Registration::enabled`]). A provider without this facet
+/// does not refuse such a registration: the region is usable at once, and only the domain waits
+/// until it is enabled.
 pub trait Enabling {
     /// Makes a region usable that was registered disabled.
     ///
@@ -130,22 +132,12 @@ pub trait RawKeys {
 /// Regions whose pages may change while they are registered.
 pub trait Refresh {
     /// Looks at the pages again: of `ranges` (addresses inside the region), or of all of it if
-    /// there are none. Peers' accesses fail while it runs.
+    /// there are none. Waits for the transfers that use the pages, through sub-regions too. Peers'
+    /// accesses fail while it runs.
     ///
     /// # Errors
     /// BadAddress if pages are missing; what was promised before for other pages stays.
     fn refresh_pages(&self, region: ProviderRegion, ranges: &[AddressRange]) -> Result<()>;
-}
-
-/// The types of memory windows (InfiniBand 10.6.7.2).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum WindowType {
-    /// Bound by a call; the provider turns the key.
-    One,
-    /// Bound by a posted request, tied to a queue pair.
-    TwoA,
-    /// Bound by a posted request, tied to queue pair and protection domain.
-    TwoB,
 }
 
 /// A part of a region to which a window is bound.
@@ -163,7 +155,7 @@ pub struct WindowBind {
     pub addressing: Addressing,
 }
 
-/// Memory windows.
+/// Memory windows. Their states and the rules between them are those of [`WindowType::after`].
 pub trait Windows {
     /// Returns the types that the NIC has, at least one.
     fn window_types(&self) -> &[WindowType];
@@ -177,8 +169,7 @@ pub trait Windows {
     /// Binds a type 1 window, or unbinds it with length 0; the handle comes back with its new key.
     ///
     /// # Errors
-    /// BadState for a type 2 window, which is bound by [`crate::transfer::Operation::BindWindow`];
-    /// OutOfBounds.
+    /// That of the rule that was broken; the driver's own.
     fn bind_window(&self, window: ProviderWindow, bind: &WindowBind) -> Result<ProviderWindow>;
 
     /// Frees a window; its key is dead.
@@ -186,6 +177,47 @@ pub trait Windows {
     /// # Errors
     /// The error that the driver reported.
     fn free_window(&self, window: ProviderWindow) -> Result<()>;
+
+    /// Returns what the provider knows about a window.
+    ///
+    /// # Errors
+    /// InvalidArgument for a window that is not allocated here.
+    fn window_status(&self, window: ProviderWindow) -> Result<WindowStatus>;
+
+    /// Binds a type 2 window through an endpoint, without a completion: when it returns, the key
+    /// works. The bind comes after the requests that were posted to the endpoint before, where the
+    /// NIC executes them in order.
+    ///
+    /// # Errors
+    /// Unsupported where a bind always has a completion; that of the rule that was broken; the
+    /// driver's own.
+    fn bind_window_now(
+        &self,
+        endpoint: &dyn ProviderEndpoint,
+        window: ProviderWindow,
+        bind: &WindowBind,
+        tag: u8,
+    ) -> Result<()> {
+        let _unused = (endpoint, window, bind, tag);
+        Err(Error::new(ErrorKind::Unsupported, "bind window")
+            .remedy("this provider binds type 2 windows by posted requests only"))
+    }
+
+    /// Invalidates the key of a type 2 window through the endpoint that bound it, without a
+    /// completion: when it returns, the key is dead and the window free.
+    ///
+    /// # Errors
+    /// Unsupported where an invalidation always has a completion, or where the driver cannot do it
+    /// safely; that of the rule that was broken; the driver's own.
+    fn invalidate_window_now(
+        &self,
+        endpoint: &dyn ProviderEndpoint,
+        window: ProviderWindow,
+    ) -> Result<()> {
+        let _unused = (endpoint, window);
+        Err(Error::new(ErrorKind::Unsupported, "invalidate window")
+            .remedy("this provider invalidates windows by posted requests only"))
+    }
 }
 
 /// Counters of the accesses to a region.

@@ -11,13 +11,20 @@
 mod attr;
 mod facets;
 
-use std::{any::Any, fmt, os::fd::BorrowedFd, sync::Arc};
+use std::{
+    any::Any,
+    fmt,
+    os::fd::BorrowedFd,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
 
 pub use self::{
     attr::{Imports, MsgOrder, Nic, ProgressModel, ProviderAttr, StagingAttr},
     facets::{
         CompositeKeys, Enabling, EndpointBinding, Features, ManualProgress, RawKeys, Refresh,
-        RegionCounters, StagingAccess, SubRegions, WindowBind, WindowType, Windows,
+        RegionCounters, StagingAccess, SubRegions, WindowBind, Windows,
     },
 };
 
@@ -31,6 +38,7 @@ use crate::{
 pub use crate::{
     handle::{ProviderRegion, ProviderWindow},
     registration::{KeyRequest, Registration},
+    window::{WindowEvent, WindowRule, WindowState, WindowStatus, WindowType},
 };
 
 /// A request to open a domain; core has negotiated the mode.
@@ -129,6 +137,7 @@ pub struct Piece<'a> {
 
 /// The objects that a provider domain holds, as a leak test reads them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LiveObjects {
     /// Registered regions, sub-regions included.
     pub regions: u64,
@@ -337,6 +346,93 @@ pub trait CompletionQueue: Any + fmt::Debug + Send + Sync {
     /// # Errors
     /// A dead device, or an overrun queue.
     fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize>;
+
+    /// Reads completions as [`read`](Self::read) does, and waits up to `timeout` for the first one.
+    /// Returns 0 once the time is over, or at once if `max` is 0.
+    ///
+    /// A timeout of zero does not wait. [`Duration::MAX`] waits without end. Several threads may
+    /// wait for one queue: each completion goes to one of them, and a thread sleeps only while the
+    /// queue is empty.
+    ///
+    /// A wait also makes the progress that needs calls ([`ManualProgress`]). It then sleeps for a
+    /// millisecond at a time, so that it also executes what other threads post meanwhile. The
+    /// default implementation does so for every queue; it does not notice that the domain is
+    /// closed.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use hmem_core::{Result, provider::CompletionQueue};
+    ///
+    /// fn next_batch(queue: &dyn CompletionQueue) -> Result<()> {
+    ///     let mut done = Vec::new();
+    ///     match queue.wait(&mut done, 16, Duration::from_secs(1))? {
+    ///         0 => println!("nothing completed within a second"),
+    ///         count => println!("{count} requests ended, the first is {}", done[0].context),
+    ///     }
+    ///     Ok(())
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`read`](Self::read). BadState once the queue is empty and its domain is closed, for
+    /// waits under way too: nothing completes to the queue any more.
+    fn wait(&self, out: &mut Vec<Completion>, max: usize, timeout: Duration) -> Result<usize> {
+        let deadline = Instant::now().checked_add(timeout);
+        let mut pause = Duration::from_micros(10);
+        loop {
+            let count = self.read(out, max)?;
+            let left = deadline.map_or(Duration::MAX, |deadline| {
+                deadline.saturating_duration_since(Instant::now())
+            });
+            if count > 0 || max == 0 || left.is_zero() {
+                return Ok(count);
+            }
+            thread::sleep(pause.min(left));
+            pause = (pause * 2).min(MANUAL_WAIT);
+        }
+    }
+
+    /// Returns the file descriptor by which an event loop waits for the queue, if it has one.
+    fn channel(&self) -> Option<&dyn CompletionChannel> {
+        None
+    }
+}
+
+/// The longest sleep of a wait that makes the progress itself.
+pub const MANUAL_WAIT: Duration = Duration::from_millis(1);
+
+/// The file descriptor of a completion queue, for `poll`, `epoll` and asynchronous runtimes.
+///
+/// The order of the steps is what keeps a wakeup from being lost:
+///
+/// 1. [`read`](CompletionQueue::read) the queue until it returns 0.
+/// 2. [`arm`](Self::arm) the channel. If it returns false, go to step 1.
+/// 3. Sleep until the fd is readable, and go to step 1.
+///
+/// A completion that comes between step 1 and step 2 makes `arm` return false. One that comes after
+/// step 2 makes the fd readable. An edge-triggered event loop forgets the readiness of the fd
+/// before step 1, not after it. The example `async_completions` does this with tokio.
+///
+/// Only `arm` makes the fd unreadable again. Do not read the fd. One task at a time goes through
+/// these steps. Other threads may read the queue meanwhile, and do not [`wait`] for it.
+///
+/// [`wait`]: CompletionQueue::wait
+pub trait CompletionChannel {
+    /// Returns the file descriptor. It stays the same, and is open for as long as the queue.
+    ///
+    /// # Errors
+    /// OutOfResources if the process has no room for another file descriptor.
+    fn fd(&self) -> Result<BorrowedFd<'_>>;
+
+    /// Prepares for a sleep: makes the fd unreadable until the next completion, and returns true.
+    ///
+    /// Returns false if the caller must not sleep: the queue has completions, or transfers are
+    /// under way that only calls move on (staged ones, on a NIC).
+    ///
+    /// # Errors
+    /// A dead device, or an overrun queue. BadState once the queue is empty and its domain is
+    /// closed, which makes the fd readable too.
+    fn arm(&self) -> Result<bool>;
 }
 
 /// An endpoint of a provider domain.

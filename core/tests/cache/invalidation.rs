@@ -11,7 +11,7 @@ use std::{
 
 use hmem_core::{
     cache::{Limits, UncachedReason},
-    monitor::{Cause, Change},
+    monitor::{InvalidationCause, InvalidationToken},
 };
 
 use crate::support::*;
@@ -90,13 +90,17 @@ fn explicit_invalidation_is_by_byte_and_a_monitors_by_page() {
     assert_eq!(left(), [0, 1, 2, 4, 6, 7]);
     cache.invalidate_with_callback(range(base + 6 * PAGE + 300, 10), || {});
     assert_eq!(left(), [0, 1, 2, 4, 6, 7]);
-    cache.invalidator().invalidate(range(base + 3 * PAGE + 4000, 200), Cause::Unmap);
+    cache.invalidator().invalidate(range(base + 3 * PAGE + 4000, 200), InvalidationCause::Unmap);
     assert_eq!(left(), [0, 1, 2, 6, 7]);
     assert!(cache.get_cached(&huge).is_some());
     cache.invalidate(range(0, u64::MAX));
     assert!(keys.iter().chain([&huge]).all(|key| cache.get_cached(key).is_none()));
     let now = cache.statistics();
-    assert_eq!(now.invalidations(Cause::Application) + now.invalidations(Cause::Unmap), 9);
+    assert_eq!(
+        now.invalidations(InvalidationCause::Application)
+            + now.invalidations(InvalidationCause::Unmap),
+        9
+    );
 }
 
 #[test]
@@ -121,7 +125,7 @@ fn invalidation_during_registration_gives_an_invalidated_lease() {
     let (cache, books) = cache(Limits::default());
     let invalidator = Arc::clone(cache.invalidator());
     *books.registering.meanwhile.lock() =
-        Some(Box::new(move || invalidator.invalidate(range(0, 1), Cause::Unmap)));
+        Some(Box::new(move || invalidator.invalidate(range(0, 1), InvalidationCause::Unmap)));
     let invalidated = cache.get_or_register(&key(0, PAGE)).unwrap();
     assert!(invalidated.is_invalidated());
     assert!(cache.get_cached(&key(0, PAGE)).is_none());
@@ -130,7 +134,7 @@ fn invalidation_during_registration_gives_an_invalidated_lease() {
     drop((invalidated, live));
     cache.reclaim();
     assert_eq!(books.live(), 1);
-    assert_eq!(cache.statistics().invalidations(Cause::Unmap), 1);
+    assert_eq!(cache.statistics().invalidations(InvalidationCause::Unmap), 1);
 }
 
 /// CACHE-09
@@ -138,18 +142,18 @@ fn invalidation_during_registration_gives_an_invalidated_lease() {
 fn registration_during_an_invalidation_is_invalidated() {
     let (cache, books) = cache(Limits::default());
     let invalidator = Arc::clone(cache.invalidator());
-    let change = invalidator.begin(range(0, 4 * PAGE), Cause::Remap);
-    let beside = invalidator.begin(range(1 << 30, PAGE), Cause::Unmap);
+    let change = invalidator.invalidate_start(range(0, 4 * PAGE), InvalidationCause::Remap);
+    let beside = invalidator.invalidate_start(range(1 << 30, PAGE), InvalidationCause::Unmap);
     for _ in 0..3 {
         assert!(cache.get_or_register(&key(3 * PAGE, PAGE)).unwrap().is_invalidated());
     }
     assert!(!cache.get_or_register(&key(4 * PAGE, PAGE)).unwrap().is_invalidated());
-    invalidator.end(change);
-    invalidator.end(beside);
+    invalidator.invalidate_end(change);
+    invalidator.invalidate_end(beside);
     assert!(!cache.get_or_register(&key(3 * PAGE, PAGE)).unwrap().is_invalidated());
     cache.reclaim();
     assert_eq!(books.live(), 2);
-    assert_eq!(cache.statistics().invalidations(Cause::Remap), 3);
+    assert_eq!(cache.statistics().invalidations(InvalidationCause::Remap), 3);
 }
 
 /// CACHE-09
@@ -157,11 +161,14 @@ fn registration_during_an_invalidation_is_invalidated() {
 fn invalidations_beyond_the_slots_cover_all_memory() {
     let (cache, _books) = cache(Limits::default());
     let invalidator = cache.invalidator();
-    let changes: Vec<Change> = (0..100)
-        .map(|i| invalidator.begin(range((1 << 40) + i * PAGE, PAGE), Cause::Unmap))
+    let changes: Vec<InvalidationToken> = (0..100)
+        .map(|i| {
+            invalidator
+                .invalidate_start(range((1 << 40) + i * PAGE, PAGE), InvalidationCause::Unmap)
+        })
         .collect();
     assert!(cache.get_or_register(&key(0, PAGE)).unwrap().is_invalidated());
-    changes.into_iter().for_each(|change| invalidator.end(change));
+    changes.into_iter().for_each(|change| invalidator.invalidate_end(change));
     assert!(!cache.get_or_register(&key(0, PAGE)).unwrap().is_invalidated());
     assert!(!cache.get_or_register(&key(1 << 40, PAGE)).unwrap().is_invalidated());
 }
@@ -193,12 +200,12 @@ fn no_invalidation_is_lost_however_many_there_are() {
         (0..COUNT).map(|i| cache.get_or_register(&key(i * PAGE, PAGE)).unwrap()).collect();
     let invalidator = cache.invalidator();
     for i in 0..COUNT {
-        invalidator.invalidate(range(i * PAGE, PAGE), Cause::Unmap);
+        invalidator.invalidate(range(i * PAGE, PAGE), InvalidationCause::Unmap);
     }
     assert!(leases.iter().all(|lease| lease.is_invalidated()));
     drop(leases);
     cache.reclaim();
     assert_eq!(books.live(), 0);
-    assert_eq!(cache.statistics().invalidations(Cause::Unmap), COUNT);
+    assert_eq!(cache.statistics().invalidations(InvalidationCause::Unmap), COUNT);
     assert_empty(&books);
 }

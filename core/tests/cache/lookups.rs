@@ -103,15 +103,48 @@ fn key_with_no_bytes_or_an_undefined_right_is_refused() {
 
 /// CACHE-03
 #[test]
-fn address_beyond_the_table_is_uncached_with_the_reason() {
+fn range_across_the_end_of_the_index_is_uncached_with_the_reason() {
     let (cache, books) = cache(Limits::default());
-    for start in [1 << 48, u64::MAX - 2 * PAGE, (1 << 48) - 1] {
+    for start in [(1 << 48) - 1, (0xffff << 48) - PAGE / 2] {
         let at = AddressRange::new(Address(start), PAGE).unwrap();
         let lease = cache.get_or_register(&Key::new(at, Access::SEND).unwrap()).unwrap();
-        assert!(matches!(lease.uncached_reason(), Some(UncachedReason::AddressTooHigh)));
+        assert!(matches!(lease.uncached_reason(), Some(UncachedReason::CrossesIndexEnd)));
     }
     assert_eq!(books.live(), 0);
-    assert_eq!(cache.statistics().uncached, 3);
+    assert_eq!(cache.statistics().uncached, 2);
+}
+
+/// CACHE-01 CACHE-02
+///
+/// Intel's device memory lies in the upper half of the address space. Addresses with the same lower
+/// bits are apart, also when one of them is invalidated.
+#[test]
+fn ranges_of_the_upper_half_are_cached_and_told_apart() {
+    let (cache, books) = cache(Limits::default());
+    let halves = [0, 1 << 48, 0xff00 << 48, 0xffff << 48];
+    let starts = halves.map(|half: u64| half | 0xc001_ffc3_0000);
+    let keys = starts.map(|start| {
+        Key::new(AddressRange::new(Address(start), 3 * PAGE).unwrap(), Access::SEND).unwrap()
+    });
+    for round in 1..=2 {
+        for key in &keys {
+            let lease = cache.get_or_register(key).unwrap();
+            assert!(lease.uncached_reason().is_none());
+        }
+        assert_eq!((books.live(), cache.statistics().hits), (4, 4 * (round - 1)));
+    }
+    cache.invalidate(AddressRange::new(Address(starts[2] + PAGE), 1).unwrap());
+    cache.reclaim();
+    assert_eq!(books.live(), 3, "the others stay");
+    let hits = cache.statistics().hits;
+    for (at, key) in keys.iter().enumerate() {
+        drop(cache.get_or_register(key).unwrap());
+        let expected = hits + if at < 2 { at as u64 + 1 } else { at as u64 };
+        assert_eq!(cache.statistics().hits, expected, "range {at}");
+    }
+    cache.invalidate(AddressRange::new(Address(0), u64::MAX).unwrap());
+    cache.reclaim();
+    assert_eq!(books.live(), 0, "an invalidation of all addresses");
 }
 
 #[test]

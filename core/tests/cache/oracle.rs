@@ -12,7 +12,7 @@ use std::{
 use hmem_core::{
     Access, Address, AddressRange, Error, ErrorKind, Rejected, Result,
     cache::{Cache, CacheBackend, Key, Limits},
-    monitor::{Cause, Invalidator},
+    monitor::{InvalidationCause, Invalidator},
 };
 use parking_lot::Mutex;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
@@ -64,13 +64,13 @@ impl Place {
         let _one_at_a_time = self.changing.lock();
         let range =
             AddressRange::new(Address(self.address(page) as u64), PAGE as u64).expect("no wrap");
-        let change = invalidator.begin(range, Cause::Replace);
+        let change = invalidator.invalidate_start(range, InvalidationCause::Replace);
         let from = self.next.fetch_add(1, Ordering::Relaxed) * PAGE as u64;
         let at = ptr::with_exposed_provenance_mut(self.address(page));
         let flags = MapFlags::SHARED | MapFlags::FIXED;
         // SAFETY: replaces a page of this mapping, which is only read through atomics.
         unsafe { mmap(at, PAGE, ProtFlags::READ, flags, &self.file, from) }.expect("a mapping");
-        invalidator.end(change);
+        invalidator.invalidate_end(change);
     }
 }
 

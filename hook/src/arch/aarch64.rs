@@ -13,7 +13,7 @@ use std::{
     sync::atomic::{AtomicU32, Ordering},
 };
 
-use super::entry::{Fit, LOOKED_AT, Misfit, Relative};
+use super::entry::{LOOKED_AT, PatchObstacle, PatchPoint, Relative};
 
 /// How far a jump reaches.
 pub(super) const REACH: u64 = (1 << 27) - (1 << 20);
@@ -63,16 +63,20 @@ fn is_jump(instruction: u32) -> bool {
 }
 
 /// Looks for the instruction to replace in `code`, which makes system call `nr`, if any.
-pub(super) fn decode(_: u64, code: &[u8; LOOKED_AT], nr: Option<i64>) -> Result<Fit, Misfit> {
+pub(super) fn decode(
+    _: u64,
+    code: &[u8; LOOKED_AT],
+    nr: Option<i64>,
+) -> Result<PatchPoint, PatchObstacle> {
     let mut skipped = Vec::new();
     for at in (0..LOOKED_AT).step_by(4) {
         let instruction = word(code, at);
         if is_jump(instruction) {
-            return Err(Misfit::Jump);
+            return Err(PatchObstacle::Jump);
         }
         // stp x29, x30, [sp, #-n]!
         if at == 0 && instruction & 0xffe0_7fff == 0xa9a0_7bfd {
-            return Ok(Fit {
+            return Ok(PatchPoint {
                 at,
                 undo: Vec::new(),
                 skipped: code[..4].to_vec(),
@@ -83,17 +87,23 @@ pub(super) fn decode(_: u64, code: &[u8; LOOKED_AT], nr: Option<i64>) -> Result<
         let copied = &code[at..at + 4];
         if instruction == SVC_0 {
             skipped.extend_from_slice(copied);
-            return Ok(Fit { at, undo: Vec::new(), skipped, relative: Vec::new(), resume: at + 4 });
+            return Ok(PatchPoint {
+                at,
+                undo: Vec::new(),
+                skipped,
+                relative: Vec::new(),
+                resume: at + 4,
+            });
         }
-        match known(instruction).ok_or(Misfit::Unknown(at))? {
+        match known(instruction).ok_or(PatchObstacle::Unknown(at))? {
             Known::MovX8(called) if nr.is_some_and(|nr| called != nr) => {
-                return Err(Misfit::OtherCall(called));
+                return Err(PatchObstacle::OtherCall(called));
             }
             Known::MovX8(_) | Known::Copied => skipped.extend_from_slice(copied),
             Known::Branch => {}
         }
     }
-    Err(Misfit::NoRoom)
+    Err(PatchObstacle::NoRoom)
 }
 
 /// One instruction, and what it is replaced by.
@@ -255,14 +265,17 @@ mod tests {
     fn what_does_not_fit_is_refused_by_name() {
         assert_eq!(
             decode(0, &entry(&[0xd280_1ae8, SVC_0]), Some(216)),
-            Err(Misfit::OtherCall(215))
+            Err(PatchObstacle::OtherCall(215))
         );
         assert_eq!(
             decode(0, &entry(&[0xd503_233f, 0xa9bb_7bfd]), Some(216)),
-            Err(Misfit::Unknown(0))
+            Err(PatchObstacle::Unknown(0))
         );
-        assert_eq!(decode(0, &entry(&[0x1400_0010]), Some(215)), Err(Misfit::Jump));
-        assert_eq!(decode(0, &entry(&[0x5800_0050, 0xd61f_0200]), Some(215)), Err(Misfit::Jump));
+        assert_eq!(decode(0, &entry(&[0x1400_0010]), Some(215)), Err(PatchObstacle::Jump));
+        assert_eq!(
+            decode(0, &entry(&[0x5800_0050, 0xd61f_0200]), Some(215)),
+            Err(PatchObstacle::Jump)
+        );
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use super::entry::{Fit, LOOKED_AT, Misfit, Relative};
+use super::entry::{LOOKED_AT, PatchObstacle, PatchPoint, Relative};
 
 /// How far a jump reaches.
 pub(super) const REACH: u64 = (1 << 31) - (1 << 20);
@@ -62,18 +62,22 @@ fn is_jump(code: &[u8]) -> bool {
 
 /// Looks for the instruction to replace in `code`, which lies at `address` and makes system call
 /// `nr`, if any.
-pub(super) fn decode(address: u64, code: &[u8; LOOKED_AT], nr: Option<i64>) -> Result<Fit, Misfit> {
+pub(super) fn decode(
+    address: u64,
+    code: &[u8; LOOKED_AT],
+    nr: Option<i64>,
+) -> Result<PatchPoint, PatchObstacle> {
     let mut at = 0;
     let (mut undo, mut relative) = (Vec::new(), Vec::new());
     while at + 16 <= LOOKED_AT {
         if is_jump(&code[at..]) {
-            return Err(Misfit::Jump);
+            return Err(PatchObstacle::Jump);
         }
-        let instruction = known(&code[at..]).ok_or(Misfit::Unknown(at))?;
+        let instruction = known(&code[at..]).ok_or(PatchObstacle::Unknown(at))?;
         if let [0xb8, a, b, c, d, ..] = code[at..] {
             let called = i64::from(i32::from_le_bytes([a, b, c, d]));
             if nr.is_some_and(|nr| called != nr) {
-                return Err(Misfit::OtherCall(called));
+                return Err(PatchObstacle::OtherCall(called));
             }
         }
         if let [0x81, 0x3d, a, b, c, d, ..] = code[at..] {
@@ -84,11 +88,11 @@ pub(super) fn decode(address: u64, code: &[u8; LOOKED_AT], nr: Option<i64>) -> R
         }
         if instruction.len >= JUMP_LEN && window(address + at as u64).is_some() {
             let resume = at + instruction.len;
-            return Ok(Fit { at, undo, skipped: code[..resume].to_vec(), relative, resume });
+            return Ok(PatchPoint { at, undo, skipped: code[..resume].to_vec(), relative, resume });
         }
         // The system call is the next instruction: behind it is too late.
         if code[at] == 0xb8 {
-            return Err(Misfit::NoRoom);
+            return Err(PatchObstacle::NoRoom);
         }
         if let Some(mut undoes) = instruction.undo {
             undoes.append(&mut undo);
@@ -96,7 +100,7 @@ pub(super) fn decode(address: u64, code: &[u8; LOOKED_AT], nr: Option<i64>) -> R
         }
         at += instruction.len;
     }
-    Err(Misfit::NoRoom)
+    Err(PatchObstacle::NoRoom)
 }
 
 /// The aligned store that holds a jump at `address`: where, and of how many bytes.
@@ -283,7 +287,7 @@ mod tests {
             decode(0x1000, &entry("b8 0b 00 00 00 0f 05 48 3d 01 f0 ff ff"), Some(11)).unwrap();
         assert_eq!(
             fit,
-            Fit {
+            PatchPoint {
                 at: 0,
                 undo: vec![],
                 skipped: vec![0xb8, 11, 0, 0, 0],
@@ -325,17 +329,23 @@ mod tests {
     #[test]
     fn what_does_not_fit_is_refused_by_name() {
         let unlike = decode(0x1000, &entry("b8 0b 00 00 00 0f 05"), Some(12));
-        assert_eq!(unlike, Err(Misfit::OtherCall(11)));
-        assert_eq!(decode(0x100c, &entry("b8 0b 00 00 00 0f 05"), Some(11)), Err(Misfit::NoRoom));
-        assert_eq!(decode(0x1000, &entry("55 48 89 e5"), Some(11)), Err(Misfit::Unknown(0)));
-        assert_eq!(decode(0x1000, &entry("48 83 ec 08 55"), Some(11)), Err(Misfit::Unknown(4)));
+        assert_eq!(unlike, Err(PatchObstacle::OtherCall(11)));
+        assert_eq!(
+            decode(0x100c, &entry("b8 0b 00 00 00 0f 05"), Some(11)),
+            Err(PatchObstacle::NoRoom)
+        );
+        assert_eq!(decode(0x1000, &entry("55 48 89 e5"), Some(11)), Err(PatchObstacle::Unknown(0)));
+        assert_eq!(
+            decode(0x1000, &entry("48 83 ec 08 55"), Some(11)),
+            Err(PatchObstacle::Unknown(4))
+        );
         for jump in [
             "e9 00 00 00 00",
             "49 bb 0 0 0 0 0 0 0 0 41 ff e3",
             "ff 25 0 0 0 0",
             "f3 0f 1e fa e9 0 0 0 0",
         ] {
-            assert_eq!(decode(0x1000, &entry(jump), Some(11)), Err(Misfit::Jump));
+            assert_eq!(decode(0x1000, &entry(jump), Some(11)), Err(PatchObstacle::Jump));
         }
     }
 

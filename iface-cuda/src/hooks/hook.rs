@@ -12,9 +12,11 @@ use std::{
 
 use hmem_core::{
     Address, AddressRange,
-    monitor::{Cause, Change},
+    monitor::{InvalidationCause, InvalidationToken},
 };
-use hmem_hook::{HasTable, Pass, Place, SLOTS, Subscribers, Table, Wipeable, clamped};
+use hmem_hook::{
+    HasTable, HookRegistry, SLOTS, SubscriberTable, Subscribers, TableReadGuard, Wipeable, clamped,
+};
 
 use super::{
     function::{Args, Function},
@@ -26,7 +28,7 @@ use crate::sys::{self, CuDevicePtr, CuPointerAttribute, CuResult};
 #[repr(C)]
 #[derive(Debug)]
 pub(super) struct CudaHookState {
-    pub(super) table: Table,
+    pub(super) table: SubscriberTable,
     /// Calls of a test that arrived.
     probes: AtomicU64,
 }
@@ -36,7 +38,7 @@ unsafe impl Wipeable for CudaHookState {}
 
 impl HasTable for CudaHookState {
     #[inline]
-    fn table(&self) -> &Table {
+    fn table(&self) -> &SubscriberTable {
         &self.table
     }
 }
@@ -48,7 +50,7 @@ type Ask =
     unsafe extern "C" fn(u32, *mut CuPointerAttribute, *mut *mut c_void, CuDevicePtr) -> CuResult;
 
 /// Subscribers of the hooks.
-pub(super) static PLACE: Place<CudaHookState> = Place::new();
+pub(super) static REGISTRY: HookRegistry<CudaHookState> = HookRegistry::new();
 
 /// Address at which each function goes on behind the replaced instruction, by [`Function`].
 static ORIGINALS: [AtomicUsize; Function::ALL.len()] =
@@ -119,7 +121,7 @@ pub(super) unsafe fn probe(subscribers: &Subscribers<CudaHookState>, entry: usiz
 /// As for the function with these arguments.
 #[inline(always)]
 unsafe fn hooked(function: Function, args: Args) -> usize {
-    let Some(subscribers) = PLACE.subscribers() else {
+    let Some(subscribers) = REGISTRY.subscribers() else {
         // SAFETY: the caller called the function with these arguments.
         return unsafe { original(function, args) };
     };
@@ -141,18 +143,20 @@ unsafe fn hooked(function: Function, args: Args) -> usize {
 /// # Safety
 /// As for the function with these arguments.
 #[inline(never)]
-unsafe fn notified(pass: &Pass<'_>, function: Function, args: Args) -> usize {
+unsafe fn notified(pass: &TableReadGuard<'_>, function: Function, args: Args) -> usize {
     let Some(range) = freed_by(function, &args) else {
         // SAFETY: the caller called the function with these arguments.
         return unsafe { original(function, args) };
     };
-    let mut changes = [const { MaybeUninit::<Change>::uninit() }; SLOTS];
-    pass.each(|slot, invalidator| _ = changes[slot].write(invalidator.begin(range, Cause::Free)));
+    let mut changes = [const { MaybeUninit::<InvalidationToken>::uninit() }; SLOTS];
+    pass.each(|slot, invalidator| {
+        _ = changes[slot].write(invalidator.invalidate_start(range, InvalidationCause::Free))
+    });
     // SAFETY: the caller called the function with these arguments.
     let result = unsafe { original(function, args) };
     pass.each(|slot, invalidator| {
-        // SAFETY: this pass has the same slots each time, and `begin` wrote this one.
-        invalidator.end(unsafe { changes[slot].assume_init_read() });
+        // SAFETY: this pass has the same slots each time, and `invalidate_start` wrote this one.
+        invalidator.invalidate_end(unsafe { changes[slot].assume_init_read() });
     });
     result
 }

@@ -53,19 +53,19 @@ use hmem_core::{
     ErrorKind, IfaceKind, Result,
     monitor::{Invalidator, Subscription},
 };
-use hmem_hook::{Hooks, MonitorName, Patches, Target};
+use hmem_hook::{Hooks, MonitorName, PatchTarget, Patches};
 
 pub(crate) use self::own::without_notifying;
 use self::{
     function::Function,
-    hook::{CudaHookState, PLACE},
+    hook::{CudaHookState, REGISTRY},
 };
 use crate::sys::Functions;
 
 const NAME: MonitorName = MonitorName {
     name: "cuda-hooks",
     iface: IfaceKind::CUDA,
-    otherwise: "watch CUDA memory by identity (HMEM_CUDA_MONITOR=identity)",
+    fallback_hint: "watch CUDA memory by identity (HMEM_CUDA_MONITOR=identity)",
 };
 
 /// Hooks of the driver's frees.
@@ -92,7 +92,7 @@ impl FreeHooks {
     /// - Busy if a call did not arrive.
     pub fn start(functions: &Functions) -> Result<Arc<Self>> {
         claim(functions)?;
-        let this = Arc::new(Self { hooks: Hooks::start(&PLACE, NAME, || plan(functions))? });
+        let this = Arc::new(Self { hooks: Hooks::start(&REGISTRY, NAME, || plan(functions))? });
         this.check()?;
         Ok(this)
     }
@@ -103,7 +103,7 @@ impl FreeHooks {
     /// Busy with the function and the library that overwrote its patch. Unsupported in a forked
     /// child.
     pub fn check(&self) -> Result<()> {
-        self.hooks.in_place("check")?;
+        self.hooks.check_patches("check")?;
         for (function, entry) in self.hooks.entries() {
             // SAFETY: the patch of this entry was in place just now, and its hook does not pass
             // the call on.
@@ -112,7 +112,7 @@ impl FreeHooks {
                 let error = NAME.error(ErrorKind::Busy).context("function", function);
                 return Err(error
                     .context("why", "a call of it did not arrive")
-                    .remedy(NAME.otherwise));
+                    .remedy(NAME.fallback_hint));
             }
         }
         Ok(())
@@ -144,7 +144,7 @@ impl FreeHooks {
 fn claim(functions: &Functions) -> Result<()> {
     let refused = |why: &'static str| {
         let error = NAME.error(ErrorKind::Unsupported).context("library", functions.library());
-        error.context("why", why).remedy(NAME.otherwise)
+        error.context("why", why).remedy(NAME.fallback_hint)
     };
     let Some((_, first)) = entries(functions).next() else {
         return Err(refused("it has none of the functions"));
@@ -163,7 +163,7 @@ fn entries(functions: &Functions) -> impl Iterator<Item = (Function, usize)> {
 
 /// Decodes the entries of these functions.
 fn plan(functions: &Functions) -> Result<Patches> {
-    let target = |(function, entry): (Function, usize)| Target {
+    let target = |(function, entry): (Function, usize)| PatchTarget {
         name: function.symbol(),
         entry,
         hook: hook::hook_of(function),

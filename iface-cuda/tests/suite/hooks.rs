@@ -7,7 +7,7 @@ use std::sync::Arc;
 use hmem_core::{
     Address, AddressRange, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt,
     iface::AllocRequest,
-    monitor::{Cause, Change, DetectionMethod, Invalidator, Monitor},
+    monitor::{DetectionMethod, InvalidationCause, InvalidationToken, Invalidator, Monitor},
 };
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::{
@@ -58,18 +58,18 @@ impl Witness {
 }
 
 impl Invalidator for Witness {
-    fn invalidate(&self, range: AddressRange, cause: Cause) {
-        let change = self.begin(range, cause);
-        self.end(change);
+    fn invalidate(&self, range: AddressRange, cause: InvalidationCause) {
+        let change = self.invalidate_start(range, cause);
+        self.invalidate_end(change);
     }
 
-    fn begin(&self, range: AddressRange, cause: Cause) -> Change {
-        assert_eq!(cause, Cause::Free);
+    fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
+        assert_eq!(cause, InvalidationCause::Free);
         self.seen.lock().push((range, self.there()));
-        Change(0)
+        InvalidationToken(0)
     }
 
-    fn end(&self, _: Change) {
+    fn invalidate_end(&self, _: InvalidationToken) {
         self.ended.lock().push(self.there());
     }
 
@@ -156,7 +156,10 @@ fn hooked_frees_of_the_application_are_told_before_the_memory_goes() {
             (monitor.name(), monitor.detection()),
             ("cuda-hooks", DetectionMethod::Identity)
         );
-        assert!(monitor.detects(Cause::Free) && monitor.rationale().contains("as was asked for"));
+        assert!(
+            monitor.detects(InvalidationCause::Free)
+                && monitor.rationale().contains("as was asked for")
+        );
         for kind in world.kinds(&KINDS) {
             let (at, free) = allocated(world, kind);
             let found = world.cuda.query(Address(at)).expect("query").expect("known");

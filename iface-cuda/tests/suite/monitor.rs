@@ -7,7 +7,7 @@ use std::sync::{
 
 use hmem_core::{
     Address, AddressRange, AllocationId, AllocationKind, Iface, IfaceExt,
-    monitor::{Cause, Change, DetectionMethod, Invalidator},
+    monitor::{DetectionMethod, InvalidationCause, InvalidationToken, Invalidator},
 };
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::sys::CuDevicePtr;
@@ -18,22 +18,22 @@ use crate::world::{Expandable, check, each, not_over_a_gpu, over};
 /// Notes what it is told.
 #[derive(Debug, Default)]
 struct Told {
-    ranges: Mutex<Vec<(AddressRange, Cause)>>,
+    ranges: Mutex<Vec<(AddressRange, InvalidationCause)>>,
     open: AtomicUsize,
 }
 
 impl Invalidator for Told {
-    fn invalidate(&self, range: AddressRange, cause: Cause) {
+    fn invalidate(&self, range: AddressRange, cause: InvalidationCause) {
         self.ranges.lock().push((range, cause));
     }
 
-    fn begin(&self, range: AddressRange, cause: Cause) -> Change {
+    fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         self.open.fetch_add(1, Ordering::AcqRel);
         self.ranges.lock().push((range, cause));
-        Change(0)
+        InvalidationToken(0)
     }
 
-    fn end(&self, _change: Change) {
+    fn invalidate_end(&self, _change: InvalidationToken) {
         self.open.fetch_sub(1, Ordering::AcqRel);
     }
 
@@ -48,7 +48,10 @@ fn a_freed_and_reused_address_is_never_valid_again() {
     each(|world| {
         let monitor = world.cuda.start_monitor().expect("monitor");
         assert_eq!(monitor.detection(), DetectionMethod::Identity);
-        assert!(monitor.detects(Cause::Identity) && !monitor.detects(Cause::Free));
+        assert!(
+            monitor.detects(InvalidationCause::Identity)
+                && !monitor.detects(InvalidationCause::Free)
+        );
         for kind in world.kinds(&[
             AllocationKind::Device,
             AllocationKind::Host,
@@ -131,7 +134,7 @@ fn frees_through_the_iface_are_told_before_the_memory_goes() {
         world.free(&other);
         assert!(told.ranges.lock().is_empty(), "{}: another allocation went", world.name);
         world.free(&memory);
-        assert_eq!(*told.ranges.lock(), [(memory.range, Cause::Free)]);
+        assert_eq!(*told.ranges.lock(), [(memory.range, InvalidationCause::Free)]);
         assert_eq!(told.open.load(Ordering::Acquire), 0, "every change that began has ended");
         monitor.unsubscribe(subscription);
         let again = world.allocate(10_000, AllocationKind::Device);
@@ -182,7 +185,7 @@ fn an_address_may_be_given_out_and_freed_again_before_its_free_has_ended() {
             world.free(&memory);
             assert_eq!(told.open.load(Ordering::Acquire), 1, "the outer change goes on");
         });
-        assert_eq!(*told.ranges.lock(), [(memory.range, Cause::Free); 2]);
+        assert_eq!(*told.ranges.lock(), [(memory.range, InvalidationCause::Free); 2]);
         assert_eq!(told.open.load(Ordering::Acquire), 0, "every change that began has ended");
         monitor.unsubscribe(subscription);
     });

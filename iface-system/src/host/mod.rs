@@ -48,14 +48,14 @@ use crate::{monitor::SystemMonitor, sys::Udmabuf};
 /// # Ok::<(), hmem_core::Error>(())
 /// ```
 pub struct System {
-    book: RwLock<Book>,
+    book: RwLock<HostAllocationTable>,
     /// Why there are none, where there are none.
     udmabuf: Result<Udmabuf>,
     monitor: OnceLock<SystemMonitor>,
 }
 
 #[derive(Debug)]
-struct Book {
+struct HostAllocationTable {
     next_id: u64,
     by_start: BTreeMap<u64, Arc<Record>>,
 }
@@ -65,7 +65,7 @@ impl System {
     #[must_use]
     pub fn new() -> Self {
         Self {
-            book: RwLock::new(Book { next_id: 1, by_start: BTreeMap::new() }),
+            book: RwLock::new(HostAllocationTable { next_id: 1, by_start: BTreeMap::new() }),
             udmabuf: Udmabuf::open(),
             monitor: OnceLock::new(),
         }

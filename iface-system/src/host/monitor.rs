@@ -14,7 +14,7 @@ use crate::monitor::SystemMonitor;
 
 impl System {
     /// Uses this monitor instead of the one that
-    /// [`MonitorKind::Auto`](crate::monitor::MonitorKind::Auto) picks.
+    /// [`HostMonitorKind::Auto`](crate::monitor::HostMonitorKind::Auto) picks.
     #[must_use]
     pub fn with_monitor(mut self, monitor: SystemMonitor) -> Self {
         self.monitor = monitor.into();

@@ -10,16 +10,17 @@ use super::{Layered, MemHooks, UserFaultFd};
 /// A system monitor by its name, as `FI_MR_CACHE_MONITOR` of libfabric has them.
 ///
 /// ```
-/// use hmem_iface_system::monitor::MonitorKind;
+/// use hmem_iface_system::monitor::HostMonitorKind;
 ///
-/// assert_eq!("uffd".parse::<MonitorKind>()?, MonitorKind::UserFaultFd);
-/// assert_eq!("default".parse::<MonitorKind>()?, MonitorKind::Auto);
-/// assert!("memhook".parse::<MonitorKind>().unwrap_err().to_string().contains("memhooks"));
+/// assert_eq!("uffd".parse::<HostMonitorKind>()?, HostMonitorKind::UserFaultFd);
+/// assert_eq!("default".parse::<HostMonitorKind>()?, HostMonitorKind::Auto);
+/// assert!("memhook".parse::<HostMonitorKind>().unwrap_err().to_string().contains("memhooks"));
 /// # Ok::<(), hmem_core::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[serde(into = "&'static str")]
-pub enum MonitorKind {
+#[non_exhaustive]
+pub enum HostMonitorKind {
     /// The best one that passes its own test here.
     #[default]
     Auto,
@@ -27,13 +28,13 @@ pub enum MonitorKind {
     MemHooks,
     /// [`UserFaultFd`]
     UserFaultFd,
-    /// [`super::Import`], which the application makes itself.
+    /// [`super::ImportMonitor`], which the application makes itself.
     Import,
     /// None: host memory is not cached.
     Disabled,
 }
 
-impl MonitorKind {
+impl HostMonitorKind {
     /// Every kind, with the names that it is known by; the first is the one that is printed.
     const NAMES: [(Self, &'static [&'static str]); 5] = [
         (Self::Auto, &["auto", "default"]),
@@ -56,19 +57,19 @@ impl MonitorKind {
     }
 }
 
-impl From<MonitorKind> for &'static str {
-    fn from(kind: MonitorKind) -> Self {
+impl From<HostMonitorKind> for &'static str {
+    fn from(kind: HostMonitorKind) -> Self {
         kind.name()
     }
 }
 
-impl fmt::Display for MonitorKind {
+impl fmt::Display for HostMonitorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-impl FromStr for MonitorKind {
+impl FromStr for HostMonitorKind {
     type Err = Error;
 
     /// # Errors
@@ -89,7 +90,8 @@ impl FromStr for MonitorKind {
 
 /// One monitor that was tried.
 #[derive(Debug, Serialize)]
-pub struct Tried {
+#[non_exhaustive]
+pub struct MonitorCandidate {
     /// Its name.
     pub name: &'static str,
     /// Why it was not taken; `None` if it passed its test.
@@ -100,11 +102,12 @@ pub struct Tried {
 /// Which monitor was chosen for host memory, and why.
 ///
 /// `Display` is one line; it serialises as
-/// `{"requested","name","why","limits","tried":[{"name","refused"}]}`.
+/// `{"requested","name","why","limits","candidates":[{"name","refused"}]}`.
 #[derive(Debug, Serialize)]
+#[non_exhaustive]
 pub struct MonitorChoice {
     /// What was asked for.
-    pub requested: MonitorKind,
+    pub requested: HostMonitorKind,
     /// What is used: a monitor's name, `disabled` if that was asked for, `none` if no monitor
     /// works here.
     pub name: &'static str,
@@ -113,13 +116,13 @@ pub struct MonitorChoice {
     /// Returns the changes that the monitor misses, and the number of ranges that it watches.
     pub limits: String,
     /// What was tried, in order.
-    pub tried: Vec<Tried>,
+    pub candidates: Vec<MonitorCandidate>,
 }
 
 impl fmt::Display for MonitorChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.name, self.why)?;
-        for Tried { name, refused } in &self.tried {
+        for MonitorCandidate { name, refused } in &self.candidates {
             if let Some(refused) = refused {
                 write!(f, "; {name} refused: {refused}")?;
             }
@@ -162,27 +165,27 @@ impl SystemMonitor {
     /// # Errors
     /// Why the monitor that was asked for by name does not work here; InvalidArgument for `Import`,
     /// which is the application's to make ([`SystemMonitor::imported`]).
-    pub fn start(kind: MonitorKind) -> Result<Self> {
+    pub fn start(kind: HostMonitorKind) -> Result<Self> {
         match kind {
-            MonitorKind::Auto => Ok(Self::auto()),
-            MonitorKind::MemHooks => Ok(Self::named(kind, MemHooks::start()?, HOOKS_ALONE.into())),
-            MonitorKind::UserFaultFd => {
+            HostMonitorKind::Auto => Ok(Self::auto()),
+            HostMonitorKind::MemHooks => Ok(Self::named(kind, MemHooks::start()?, HOOKS_ALONE.into())),
+            HostMonitorKind::UserFaultFd => {
                 let net = UserFaultFd::start()?;
                 let limits = net_alone(&net);
                 Ok(Self::named(kind, net, limits))
             }
-            MonitorKind::Import => Err(Error::new(ErrorKind::InvalidArgument, "cache monitor")
+            HostMonitorKind::Import => Err(Error::new(ErrorKind::InvalidArgument, "cache monitor")
                 .iface(IfaceKind::SYSTEM)
                 .context("name", kind)
-                .remedy("an imported monitor is the application's: make it with Import::new and pass it")),
-            MonitorKind::Disabled => Ok(Self {
+                .remedy("an imported monitor is the application's: make it with ImportMonitor::new and pass it")),
+            HostMonitorKind::Disabled => Ok(Self {
                 monitor: None,
                 choice: MonitorChoice {
                     requested: kind,
                     name: kind.name(),
                     why: "it was asked for".into(),
                     limits: NOTHING.into(),
-                    tried: Vec::new(),
+                    candidates: Vec::new(),
                 },
             }),
         }
@@ -192,19 +195,19 @@ impl SystemMonitor {
     #[must_use]
     pub fn imported(monitor: Arc<dyn Monitor>) -> Self {
         Self::named(
-            MonitorKind::Import,
+            HostMonitorKind::Import,
             monitor,
             "what the application does not tell is not noticed".into(),
         )
     }
 
-    fn named(kind: MonitorKind, monitor: Arc<dyn Monitor>, limits: String) -> Self {
+    fn named(kind: HostMonitorKind, monitor: Arc<dyn Monitor>, limits: String) -> Self {
         let choice = MonitorChoice {
             requested: kind,
             name: kind.name(),
             why: "it was asked for".into(),
             limits,
-            tried: vec![Tried { name: kind.name(), refused: None }],
+            candidates: vec![MonitorCandidate { name: kind.name(), refused: None }],
         };
         Self { monitor: Some(monitor), choice }
     }
@@ -216,16 +219,16 @@ impl SystemMonitor {
     /// What is best of what works.
     fn best(hooks: Result<Arc<MemHooks>>, net: Result<Arc<UserFaultFd>>) -> Self {
         let (memhooks, userfaultfd) =
-            (MonitorKind::MemHooks.name(), MonitorKind::UserFaultFd.name());
+            (HostMonitorKind::MemHooks.name(), HostMonitorKind::UserFaultFd.name());
         let choice = |name, why: &str, limits: String, tried| MonitorChoice {
-            requested: MonitorKind::Auto,
+            requested: HostMonitorKind::Auto,
             name,
             why: why.into(),
             limits,
-            tried,
+            candidates: tried,
         };
-        let passed = |name| Tried { name, refused: None };
-        let refused = |name, error| Tried { name, refused: Some(error) };
+        let passed = |name| MonitorCandidate { name, refused: None };
+        let refused = |name, error| MonitorCandidate { name, refused: Some(error) };
         match (hooks, net) {
             (Ok(hooks), Ok(net)) => {
                 let budget = net.budget();
@@ -337,13 +340,13 @@ mod tests {
 
     #[test]
     fn names_are_those_of_libfabric_and_unknown_ones_are_refused_naming_the_known() {
-        for (kind, names) in MonitorKind::NAMES {
+        for (kind, names) in HostMonitorKind::NAMES {
             assert_eq!(names[0], kind.name());
             for name in names {
-                assert_eq!(name.to_uppercase().parse::<MonitorKind>().unwrap(), kind);
+                assert_eq!(name.to_uppercase().parse::<HostMonitorKind>().unwrap(), kind);
             }
         }
-        let error = "kdreg2".parse::<MonitorKind>().unwrap_err();
+        let error = "kdreg2".parse::<HostMonitorKind>().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         for known in
             ["auto", "default", "memhooks", "userfaultfd", "uffd", "import", "disabled", "kdreg2"]
@@ -354,13 +357,13 @@ mod tests {
 
     #[test]
     fn disabled_is_a_choice_and_import_is_the_applications_to_make() {
-        let disabled = SystemMonitor::start(MonitorKind::Disabled).unwrap();
+        let disabled = SystemMonitor::start(HostMonitorKind::Disabled).unwrap();
         assert_eq!(
             (disabled.choice().name, disabled.choice().why.as_str()),
             ("disabled", "it was asked for")
         );
         assert!(disabled.monitor().unwrap_err().is_unsupported());
-        let import = SystemMonitor::start(MonitorKind::Import).unwrap_err();
+        let import = SystemMonitor::start(HostMonitorKind::Import).unwrap_err();
         assert_eq!(import.kind(), ErrorKind::InvalidArgument);
     }
 }

@@ -1,30 +1,35 @@
 //! Changes that the application tells: for memory whose comings and goings it knows better than any
 //! hook.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{collections::HashMap, fmt, sync::Arc};
 
 use hmem_core::{
     AddressRange, Allocation, IfaceKind, Result,
-    monitor::{Cause, Change, DetectionMethod, Invalidator, Monitor, Subscription},
+    monitor::{
+        DetectionMethod, InvalidationCause, InvalidationToken, Invalidator, Monitor, Subscription,
+    },
 };
-use hmem_hook::{MonitorName, SLOTS, Subscribers, Table};
+use hmem_hook::{MonitorName, SLOTS, SubscriberTable, Subscribers};
 use parking_lot::Mutex;
 
-const NAME: MonitorName =
-    MonitorName { name: "import", iface: IfaceKind::SYSTEM, otherwise: "use the memhooks monitor" };
+const NAME: MonitorName = MonitorName {
+    name: "import",
+    iface: IfaceKind::SYSTEM,
+    fallback_hint: "use the memhooks monitor",
+};
 
 /// What an application's own monitor does, as `fi_ops_mem_monitor` of libfabric.
-pub trait Watcher: std::fmt::Debug + Send + Sync {
-    /// A range is about to be cached: from now on the application calls [`Import::invalidate`], or
-    /// [`Import::while_changing`], before its memory goes. Ranges may overlap, and come more than
-    /// once.
+pub trait ImportCallbacks: std::fmt::Debug + Send + Sync {
+    /// A range is about to be cached: from now on the application calls
+    /// [`ImportMonitor::invalidate`], or [`ImportMonitor::while_changing`], before its memory goes.
+    /// Ranges may overlap, and come more than once.
     ///
     /// # Errors
     /// Unsupported if the application cannot watch it: it is then not cached.
     fn subscribe(&self, range: AddressRange) -> Result<()>;
 
-    /// The range is not cached any more. Called once for each successful [`Watcher::subscribe`],
-    /// with the same range.
+    /// The range is not cached any more. Called once for each successful
+    /// [`ImportCallbacks::subscribe`], with the same range.
     fn unsubscribe(&self, range: AddressRange);
 }
 
@@ -35,13 +40,13 @@ pub trait Watcher: std::fmt::Debug + Send + Sync {
 /// use std::sync::Arc;
 ///
 /// use hmem_core::{AddressRange, Result};
-/// use hmem_iface_system::monitor::{Import, Watcher};
+/// use hmem_iface_system::monitor::{ImportMonitor, ImportCallbacks};
 ///
 /// /// Memory that is never freed before the pool is told.
 /// #[derive(Debug)]
 /// struct Pool;
 ///
-/// impl Watcher for Pool {
+/// impl ImportCallbacks for Pool {
 ///     fn subscribe(&self, _: AddressRange) -> Result<()> {
 ///         Ok(())
 ///     }
@@ -49,32 +54,31 @@ pub trait Watcher: std::fmt::Debug + Send + Sync {
 ///     fn unsubscribe(&self, _: AddressRange) {}
 /// }
 ///
-/// let monitor = Import::new(Arc::new(Pool))?;
+/// let monitor = ImportMonitor::new(Arc::new(Pool))?;
 /// let block = vec![0_u8; 4096];
 /// monitor.invalidate(AddressRange::of(&block));
 /// drop(block);
 /// # Ok::<(), hmem_core::Error>(())
 /// ```
-#[derive(Debug)]
-pub struct Import {
-    watcher: Arc<dyn Watcher>,
-    subscribers: Subscribers<Table>,
-    book: Mutex<Book>,
+pub struct ImportMonitor {
+    watcher: Arc<dyn ImportCallbacks>,
+    subscribers: Subscribers<SubscriberTable>,
+    book: Mutex<ImportSubscriptions>,
 }
 
 #[derive(Debug, Default)]
-struct Book {
+struct ImportSubscriptions {
     next: u64,
     subscriptions: HashMap<u64, (AddressRange, u8)>,
 }
 
-impl Import {
+impl ImportMonitor {
     /// The monitor of an application that watches by `watcher`.
     ///
     /// # Errors
     /// OutOfResources without memory, Unsupported where the kernel cannot tell forked children
     /// apart.
-    pub fn new(watcher: Arc<dyn Watcher>) -> Result<Arc<Self>> {
+    pub fn new(watcher: Arc<dyn ImportCallbacks>) -> Result<Arc<Self>> {
         let subscribers = Subscribers::new(NAME)?;
         Ok(Arc::new(Self { watcher, subscribers, book: Mutex::default() }))
     }
@@ -85,7 +89,7 @@ impl Import {
         self.subscribers
             .table()
             .pass()
-            .each(|_, invalidator| invalidator.invalidate(range, Cause::Application));
+            .each(|_, invalidator| invalidator.invalidate(range, InvalidationCause::Application));
     }
 
     /// The memory behind `range` goes while `change` runs: what is cached over it is dead before,
@@ -94,21 +98,31 @@ impl Import {
     /// this monitor: the first one of a cache waits for it.
     pub fn while_changing<R>(&self, range: AddressRange, change: impl FnOnce() -> R) -> R {
         let pass = self.subscribers.table().pass();
-        let mut changes = [const { None::<Change> }; SLOTS];
+        let mut changes = [const { None::<InvalidationToken> }; SLOTS];
         pass.each(|slot, invalidator| {
-            changes[slot] = Some(invalidator.begin(range, Cause::Application));
+            changes[slot] =
+                Some(invalidator.invalidate_start(range, InvalidationCause::Application));
         });
         let result = change();
         pass.each(|slot, invalidator| {
             if let Some(change) = changes[slot].take() {
-                invalidator.end(change);
+                invalidator.invalidate_end(change);
             }
         });
         result
     }
 }
 
-impl Monitor for Import {
+impl fmt::Debug for ImportMonitor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ImportMonitor")
+            .field("name", &self.name())
+            .field("detection", &self.detection())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Monitor for ImportMonitor {
     fn name(&self) -> &str {
         NAME.name
     }
@@ -121,8 +135,8 @@ impl Monitor for Import {
         DetectionMethod::Callback
     }
 
-    fn detects(&self, cause: Cause) -> bool {
-        cause == Cause::Application
+    fn detects(&self, cause: InvalidationCause) -> bool {
+        cause == InvalidationCause::Application
     }
 
     fn subscribe(
@@ -130,7 +144,7 @@ impl Monitor for Import {
         range: AddressRange,
         invalidator: Arc<dyn Invalidator>,
     ) -> Result<Subscription> {
-        if !self.subscribers.shared().is_ours() {
+        if !self.subscribers.shared().is_own_process() {
             return Err(NAME.forked("subscribe"));
         }
         let slot = self.subscribers.add(&invalidator)?;
@@ -146,7 +160,7 @@ impl Monitor for Import {
     }
 
     fn unsubscribe(&self, subscription: Subscription) {
-        if !self.subscribers.shared().is_ours() {
+        if !self.subscribers.shared().is_own_process() {
             return;
         }
         let Some((range, slot)) = self.book.lock().subscriptions.remove(&subscription.0) else {
@@ -161,9 +175,9 @@ impl Monitor for Import {
     }
 }
 
-impl Drop for Import {
+impl Drop for ImportMonitor {
     fn drop(&mut self) {
-        if !self.subscribers.shared().is_ours() {
+        if !self.subscribers.shared().is_own_process() {
             return;
         }
         for (_, (range, slot)) in self.book.get_mut().subscriptions.drain() {

@@ -3,6 +3,7 @@
 
 use std::{
     collections::HashMap,
+    fmt,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -11,7 +12,7 @@ use std::{
 
 use hmem_core::{
     AddressRange, Allocation, Error, ErrorKind, Result,
-    monitor::{Cause, DetectionMethod, Invalidator, Monitor, Subscription},
+    monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
 };
 use parking_lot::Mutex;
 
@@ -19,18 +20,17 @@ use super::{MemHooks, UserFaultFd};
 
 /// [`MemHooks`] with [`UserFaultFd`] as its net.
 ///
-/// The hooks alone watch two kinds of ranges, which [`Layered::without_net`] counts:
+/// The hooks alone watch two kinds of ranges, which [`Layered::uffd_refusals`] counts:
 ///
 /// - ranges that the kernel does not watch (System V segments);
 /// - ranges beyond the budget of mappings ([`UserFaultFd::most_ranges`]).
-#[derive(Debug)]
 pub struct Layered {
     hooks: Arc<MemHooks>,
     net: Arc<UserFaultFd>,
     /// The subscriptions of the hooks and, where it holds the range, the net.
     subscriptions: Mutex<HashMap<u64, (Subscription, Option<Subscription>)>>,
     next: AtomicU64,
-    without_net: AtomicU64,
+    uffd_refusals: AtomicU64,
     why_without: Mutex<Option<Error>>,
     /// The kinds of refusals that were logged.
     logged: Mutex<Vec<ErrorKind>>,
@@ -47,7 +47,7 @@ impl Layered {
             net,
             subscriptions: Mutex::default(),
             next: AtomicU64::new(0),
-            without_net: AtomicU64::new(0),
+            uffd_refusals: AtomicU64::new(0),
             why_without: Mutex::default(),
             logged: Mutex::default(),
         })
@@ -55,13 +55,13 @@ impl Layered {
 
     /// How many subscriptions the net refused, ever.
     #[must_use]
-    pub fn without_net(&self) -> u64 {
-        self.without_net.load(Ordering::Relaxed)
+    pub fn uffd_refusals(&self) -> u64 {
+        self.uffd_refusals.load(Ordering::Relaxed)
     }
 
     /// Why the net refused the last one that it refused.
     #[must_use]
-    pub fn why_without_net(&self) -> Option<String> {
+    pub fn why_uffd_refusals(&self) -> Option<String> {
         self.why_without.lock().as_ref().map(ToString::to_string)
     }
 
@@ -74,6 +74,15 @@ impl Layered {
     }
 }
 
+impl fmt::Debug for Layered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Layered")
+            .field("name", &self.name())
+            .field("detection", &self.detection())
+            .finish_non_exhaustive()
+    }
+}
+
 impl Monitor for Layered {
     fn name(&self) -> &str {
         "memhooks+userfaultfd"
@@ -81,7 +90,7 @@ impl Monitor for Layered {
 
     fn rationale(&self) -> String {
         let hooks = self.hooks.rationale();
-        let without = match self.without_net() {
+        let without = match self.uffd_refusals() {
             0 => String::new(),
             count => format!("; {count} so far were watched by the hooks alone"),
         };
@@ -95,7 +104,7 @@ impl Monitor for Layered {
         DetectionMethod::Callback
     }
 
-    fn detects(&self, cause: Cause) -> bool {
+    fn detects(&self, cause: InvalidationCause) -> bool {
         self.hooks.detects(cause) || self.net.detects(cause)
     }
 
@@ -108,7 +117,7 @@ impl Monitor for Layered {
         let caught = match self.net.watch(range, invalidator, None) {
             Ok(caught) => Some(caught),
             Err(error) => {
-                self.without_net.fetch_add(1, Ordering::Relaxed);
+                self.uffd_refusals.fetch_add(1, Ordering::Relaxed);
                 let mut logged = self.logged.lock();
                 if !logged.contains(&error.kind()) {
                     logged.push(error.kind());
@@ -131,7 +140,7 @@ impl Monitor for Layered {
     }
 
     fn unsubscribe(&self, subscription: Subscription) {
-        if !self.hooks.is_ours() {
+        if !self.hooks.is_own_process() {
             return;
         }
         let Some((hooked, caught)) = self.subscriptions.lock().remove(&subscription.0) else {

@@ -5,9 +5,9 @@
 //!
 //! # Examples
 //! ```
-//! use hmem_iface_system::monitor::{MonitorKind, SystemMonitor};
+//! use hmem_iface_system::monitor::{HostMonitorKind, SystemMonitor};
 //!
-//! let chosen = SystemMonitor::start(MonitorKind::Auto)?;
+//! let chosen = SystemMonitor::start(HostMonitorKind::Auto)?;
 //! println!("{}", chosen.choice());
 //! # Ok::<(), hmem_core::Error>(())
 //! ```
@@ -28,8 +28,8 @@ mod memhooks;
 mod userfaultfd;
 
 pub use self::{
-    choice::{MonitorChoice, MonitorKind, SystemMonitor, Tried},
-    import::{Import, Watcher},
+    choice::{HostMonitorKind, MonitorCandidate, MonitorChoice, SystemMonitor},
+    import::{ImportCallbacks, ImportMonitor},
     layered::Layered,
     memhooks::MemHooks,
     userfaultfd::UserFaultFd,

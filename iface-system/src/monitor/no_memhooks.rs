@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use hmem_core::{
     AddressRange, Allocation, Error, ErrorKind, IfaceKind, Result,
-    monitor::{Cause, DetectionMethod, Invalidator, Monitor, Subscription},
+    monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
 };
 
 /// No call is hooked.
@@ -48,7 +48,7 @@ impl MemHooks {
         match *self {}
     }
 
-    pub(super) fn is_ours(&self) -> bool {
+    pub(super) fn is_own_process(&self) -> bool {
         match *self {}
     }
 }
@@ -66,7 +66,7 @@ impl Monitor for MemHooks {
         match *self {}
     }
 
-    fn detects(&self, _: Cause) -> bool {
+    fn detects(&self, _: InvalidationCause) -> bool {
         match *self {}
     }
 

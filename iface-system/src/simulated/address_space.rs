@@ -6,6 +6,7 @@ use super::ranges::FreeRanges;
 
 /// Whether a freed address comes back at once: the trap that stale registrations fall into.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum AddressReuse {
     /// An address comes back only when the whole window has been used.
     #[default]

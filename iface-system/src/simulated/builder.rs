@@ -6,14 +6,14 @@ use hmem_core::{AddressRange, Errno, Error, ErrorKind, IfaceKind, Result};
 use parking_lot::Mutex;
 
 use super::{
-    AddressReuse, Call, DmaBufKind, Faults, Inner, P2pMatrix, SIMULATED, Simulated, Stepping,
-    Style,
+    AddressReuse, Call, DmaBufKind, Faults, FreeDetection, Inner, P2pMatrix, SIMULATED, Simulated,
+    Stepping,
     address_space::AddressSpace,
     arena::Arenas,
     engine::{Engine, Pace},
-    memory::Book,
+    memory::SimulatedState,
     monitor::Subscriptions,
-    table::Table,
+    table::PageTable,
 };
 use crate::sys::{self, Mapping};
 
@@ -26,7 +26,7 @@ pub(crate) struct Config {
     pub(crate) devices: u32,
     pub(crate) pci_bus_ids: Vec<String>,
     pub(crate) memory_per_device: u64,
-    pub(crate) style: Style,
+    pub(crate) free_detection: FreeDetection,
     pub(crate) p2p: P2pMatrix,
     pub(crate) pcie_mapping: bool,
     pub(crate) peer_memory: bool,
@@ -40,13 +40,13 @@ pub(crate) struct Config {
 /// use std::time::Duration;
 ///
 /// use hmem_core::{DeviceId, IfaceKind};
-/// use hmem_iface_system::{AddressReuse, P2pMatrix, Simulated, Style};
+/// use hmem_iface_system::{AddressReuse, P2pMatrix, Simulated, FreeDetection};
 ///
 /// let simulated = Simulated::builder()
 ///     .kind(IfaceKind(0x101))
 ///     .name("sim-callback")
 ///     .devices(4)
-///     .style(Style::Callback)
+///     .free_detection(FreeDetection::Callback)
 ///     .address_reuse(AddressReuse::JustFreed)
 ///     .p2p(P2pMatrix::all_reachable().block(DeviceId(3), "loop0"))
 ///     .copy_latency(Duration::from_micros(5))
@@ -73,7 +73,7 @@ impl Default for SimulatedBuilder {
                 devices: 1,
                 pci_bus_ids: Vec::new(),
                 memory_per_device: 16 << 30,
-                style: Style::default(),
+                free_detection: FreeDetection::default(),
                 p2p: P2pMatrix::default(),
                 pcie_mapping: true,
                 peer_memory: false,
@@ -128,10 +128,10 @@ impl SimulatedBuilder {
         self
     }
 
-    /// How frees are noticed; [`Style::Identity`] unless set.
+    /// Sets how frees are noticed. Default: [`FreeDetection::Identity`].
     #[must_use]
-    pub fn style(mut self, style: Style) -> Self {
-        self.config.style = style;
+    pub fn free_detection(mut self, free_detection: FreeDetection) -> Self {
+        self.config.free_detection = free_detection;
         self
     }
 
@@ -242,7 +242,7 @@ impl SimulatedBuilder {
         config.segment_len = config.segment_len.next_multiple_of(page);
         let window = reserve_window(self.window, page)?;
         let range = AddressRange::new(window.address(), window.len() as u64)?;
-        let (table, writer) = Table::new(config.kind, range, page).map_err(|errno| {
+        let (table, writer) = PageTable::new(config.kind, range, page).map_err(|errno| {
             Error::os(errno, "mmap").context("table of a window of", range.len())
         })?;
         let faults = Faults::new();
@@ -254,7 +254,7 @@ impl SimulatedBuilder {
         let inner = Inner {
             udmabuf: config.dma_buf.open()?,
             engine: Engine::new(self.stepping, self.pace),
-            book: Mutex::new(Book::new(arenas, addresses, writer, config.devices)),
+            book: Mutex::new(SimulatedState::new(arenas, addresses, writer, config.devices)),
             config,
             page,
             table,

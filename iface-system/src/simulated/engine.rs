@@ -16,6 +16,7 @@ use parking_lot::{Condvar, Mutex};
 
 /// Who runs asynchronous copies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Stepping {
     /// A thread, started at the first asynchronous copy.
     #[default]
@@ -76,7 +77,7 @@ struct Queue {
 }
 
 #[derive(Default)]
-struct Shared {
+struct EngineState {
     queue: Mutex<Queue>,
     changed: Condvar,
     /// Held by hand around a step, so that copies keep their order when several threads step.
@@ -85,7 +86,7 @@ struct Shared {
 
 /// The engine of one simulated iface.
 pub(crate) struct Engine {
-    shared: Arc<Shared>,
+    shared: Arc<EngineState>,
     thread: Mutex<Option<JoinHandle<()>>>,
     stepping: Stepping,
     pace: Pace,
@@ -181,7 +182,7 @@ impl fmt::Debug for Engine {
     }
 }
 
-impl Shared {
+impl EngineState {
     fn run(&self) {
         loop {
             let mut queue = self.queue.lock();
@@ -229,7 +230,7 @@ impl Shared {
 struct Event {
     done: Arc<Done>,
     /// Set where waiting must run the queue itself, since nobody else does.
-    engine: Option<Arc<Shared>>,
+    engine: Option<Arc<EngineState>>,
 }
 
 impl CopyEvent for Event {

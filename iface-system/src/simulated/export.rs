@@ -11,6 +11,7 @@ use crate::sys::{self, Udmabuf};
 
 /// What the fds of a simulated device are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum DmaBufKind {
     /// Genuine dma-bufs where `/dev/udmabuf` can be opened, memory files otherwise.
     #[default]

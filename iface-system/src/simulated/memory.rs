@@ -51,7 +51,7 @@ pub(crate) struct Record {
 
 /// All that changes when memory comes and goes; behind one lock.
 #[derive(Debug)]
-pub(crate) struct Book {
+pub(crate) struct SimulatedState {
     pub(crate) arenas: Arenas,
     addresses: AddressSpace,
     writer: TableWriter,
@@ -68,7 +68,7 @@ pub(crate) struct Book {
     pub(crate) host_registered: BTreeMap<u64, u64>,
 }
 
-impl Book {
+impl SimulatedState {
     pub(crate) fn new(
         arenas: Arenas,
         addresses: AddressSpace,
@@ -177,7 +177,7 @@ impl Inner {
     /// nothing.
     fn back_memory(
         &self,
-        book: &mut Book,
+        book: &mut SimulatedState,
         kind: AllocationKind,
         at: u64,
         len: u64,
@@ -221,7 +221,13 @@ impl Inner {
     }
 
     /// Undoes [`Inner::back_memory`] for an allocation that nobody has seen.
-    fn take_memory_back(&self, book: &mut Book, kind: AllocationKind, at: u64, parts: Vec<Part>) {
+    fn take_memory_back(
+        &self,
+        book: &mut SimulatedState,
+        kind: AllocationKind,
+        at: u64,
+        parts: Vec<Part>,
+    ) {
         if kind.cpu_accessible() {
             let len: u64 = parts.iter().map(|part| part.extent.len).sum();
             if let Err(errno) = self.window.place_nothing(at, len as usize) {
@@ -236,7 +242,7 @@ impl Inner {
     /// Gives an allocation its identity and makes it visible.
     pub(crate) fn enter(
         &self,
-        book: &mut Book,
+        book: &mut SimulatedState,
         (range, kind, device): (AddressRange, AllocationKind, Option<DeviceId>),
         origin: Origin,
         parts: Vec<Part>,
@@ -264,11 +270,11 @@ impl Inner {
     }
 
     /// Addresses for an allocation that is opened, in bytes from the window's start.
-    pub(crate) fn take_addresses(&self, book: &mut Book, len: u64) -> Option<u64> {
+    pub(crate) fn take_addresses(&self, book: &mut SimulatedState, len: u64) -> Option<u64> {
         Some(book.addresses.take(len / self.page)? * self.page)
     }
 
-    pub(crate) fn give_addresses(&self, book: &mut Book, at: u64, len: u64) {
+    pub(crate) fn give_addresses(&self, book: &mut SimulatedState, at: u64, len: u64) {
         book.addresses.give(at / self.page, len / self.page);
     }
 
@@ -286,11 +292,11 @@ impl Inner {
         }
         drop(book);
 
-        if self.config.style == super::Style::Callback {
+        if self.config.free_detection == super::FreeDetection::Callback {
             self.subscriptions.tell(allocation.range);
         }
         let removed = self.remove(number, allocation);
-        if self.config.style == super::Style::Callback {
+        if self.config.free_detection == super::FreeDetection::Callback {
             self.subscriptions.told(allocation.range);
         }
         let record = removed?;
@@ -354,7 +360,7 @@ impl Inner {
     /// The number of a live allocation that nobody is freeing.
     pub(crate) fn live_number(
         &self,
-        book: &Book,
+        book: &SimulatedState,
         allocation: &Allocation,
         origin: Origin,
         operation: &'static str,
@@ -381,14 +387,18 @@ impl Inner {
             )
     }
 
-    pub(crate) fn record_mut<'a>(&self, book: &'a mut Book, number: u32) -> Option<&'a mut Record> {
+    pub(crate) fn record_mut<'a>(
+        &self,
+        book: &'a mut SimulatedState,
+        number: u32,
+    ) -> Option<&'a mut Record> {
         book.records[number as usize].as_mut()
     }
 
     /// The record of the allocation that holds all of `range`.
     pub(crate) fn record_of<'a>(
         &self,
-        book: &'a mut Book,
+        book: &'a mut SimulatedState,
         range: AddressRange,
     ) -> Result<&'a mut Record> {
         let number = self.table.entry_of(range.start());

@@ -37,11 +37,14 @@ pub use self::{
     engine::Stepping,
     export::DmaBufKind,
     faults::{Call, Faults},
-    monitor::Style,
+    monitor::FreeDetection,
     p2p_matrix::P2pMatrix,
     stats::SimulatedStats,
 };
-use self::{builder::Config, engine::Engine, memory::Book, monitor::Subscriptions, table::Table};
+use self::{
+    builder::Config, engine::Engine, memory::SimulatedState, monitor::Subscriptions,
+    table::PageTable,
+};
 use crate::sys::{Mapping, Udmabuf};
 
 /// The kind that a simulated device has unless it is built with another: the first of the
@@ -78,13 +81,13 @@ pub struct Simulated {
 struct Inner {
     config: Config,
     page: u64,
-    table: Table,
+    table: PageTable,
     faults: Faults,
     copies: AtomicU64,
     subscriptions: Subscriptions,
     engine: Engine,
     udmabuf: Option<Udmabuf>,
-    book: Mutex<Book>,
+    book: Mutex<SimulatedState>,
     window: Mapping,
 }
 

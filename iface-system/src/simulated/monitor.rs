@@ -3,13 +3,14 @@
 use std::{
     cell::Cell,
     collections::{BTreeMap, HashMap},
+    fmt,
     sync::Arc,
 };
 
 use hmem_core::{
     AddressRange, Allocation, Error, ErrorKind, Result,
     iface::MonitorSource,
-    monitor::{Cause, DetectionMethod, Invalidator, Monitor, Subscription},
+    monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
 };
 use parking_lot::{Mutex, ReentrantMutex};
 
@@ -17,7 +18,7 @@ use super::{Inner, Simulated, faults::Call};
 
 /// How a simulated device lets its frees be noticed: the two ways that drivers have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Style {
+pub enum FreeDetection {
     /// No callback: only identities tell, as with CUDA's buffer ids.
     #[default]
     Identity,
@@ -25,7 +26,7 @@ pub enum Style {
     Callback,
 }
 
-impl Style {
+impl FreeDetection {
     fn detection(self) -> DetectionMethod {
         match self {
             Self::Identity => DetectionMethod::Identity,
@@ -47,7 +48,7 @@ impl Watch {
     fn tell(&self, range: AddressRange) {
         let active = self.active.lock();
         if active.get() {
-            self.invalidator.invalidate(range, Cause::Free);
+            self.invalidator.invalidate(range, InvalidationCause::Free);
         }
     }
 }
@@ -147,7 +148,7 @@ impl Subscriptions {
 
 impl MonitorSource for Simulated {
     fn detection(&self) -> DetectionMethod {
-        self.inner.config.style.detection()
+        self.inner.config.free_detection.detection()
     }
 
     fn start(&self) -> Result<Arc<dyn Monitor>> {
@@ -156,35 +157,43 @@ impl MonitorSource for Simulated {
 }
 
 /// The monitor of a simulated device.
-#[derive(Debug)]
 struct SimulatedMonitor(Arc<Inner>);
+
+impl fmt::Debug for SimulatedMonitor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SimulatedMonitor")
+            .field("name", &self.name())
+            .field("detection", &self.detection())
+            .finish_non_exhaustive()
+    }
+}
 
 impl Monitor for SimulatedMonitor {
     fn name(&self) -> &str {
-        match self.0.config.style {
-            Style::Identity => "identity",
-            Style::Callback => "callback",
+        match self.0.config.free_detection {
+            FreeDetection::Identity => "identity",
+            FreeDetection::Callback => "callback",
         }
     }
 
-    fn detects(&self, cause: Cause) -> bool {
-        match self.0.config.style {
-            Style::Identity => cause == Cause::Identity,
-            Style::Callback => cause == Cause::Free,
+    fn detects(&self, cause: InvalidationCause) -> bool {
+        match self.0.config.free_detection {
+            FreeDetection::Identity => cause == InvalidationCause::Identity,
+            FreeDetection::Callback => cause == InvalidationCause::Free,
         }
     }
 
     fn rationale(&self) -> String {
-        match self.0.config.style {
-            Style::Identity => {
+        match self.0.config.free_detection {
+            FreeDetection::Identity => {
                 "asked at each hit: the simulated device tells nobody of frees".into()
             }
-            Style::Callback => "told by the simulated device before the memory goes".into(),
+            FreeDetection::Callback => "told by the simulated device before the memory goes".into(),
         }
     }
 
     fn detection(&self) -> DetectionMethod {
-        self.0.config.style.detection()
+        self.0.config.free_detection.detection()
     }
 
     fn subscribe(

@@ -44,7 +44,7 @@ unsafe impl ZeroValid for Entry {}
 
 /// Readers' side and writers' side; writers hold the iface's lock.
 #[derive(Debug)]
-pub(crate) struct Table {
+pub(crate) struct PageTable {
     iface: IfaceKind,
     start: u64,
     len: u64,
@@ -61,7 +61,7 @@ pub(crate) struct TableWriter {
     emptied: Option<usize>,
 }
 
-impl Table {
+impl PageTable {
     /// A table over a window of whole pages.
     pub(crate) fn new(
         iface: IfaceKind,
@@ -208,7 +208,7 @@ impl Table {
 impl TableWriter {
     /// Keeps the count of a block, and gives the slots of an emptied block back once another one
     /// has emptied: a block that fills and empties in turn costs no system call.
-    fn count(&mut self, table: &Table, block: usize, pages: u16, used: bool) {
+    fn count(&mut self, table: &PageTable, block: usize, pages: u16, used: bool) {
         if used {
             self.used_pages[block] += pages;
             return;
@@ -276,7 +276,7 @@ mod tests {
     #[test]
     fn a_reader_overtaken_by_a_free_or_by_the_next_use_of_the_entry_finds_nothing() {
         let window = AddressRange::new(Address(1 << 30), 64 << 20).unwrap();
-        let (table, mut writer) = Table::new(IfaceKind::FIRST_PLUG_IN, window, 4096).unwrap();
+        let (table, mut writer) = PageTable::new(IfaceKind::FIRST_PLUG_IN, window, 4096).unwrap();
         let (first, second) = (allocation(1 << 30, 1), allocation((1 << 30) + 8192, 2));
         table.publish(&mut writer, 0, &first);
         assert_eq!(table.read(1, first.base(), || ()), Some(first));
@@ -297,7 +297,7 @@ mod tests {
     #[test]
     fn a_block_that_fills_and_empties_gives_its_slots_back_and_works_again() {
         let window = AddressRange::new(Address(1 << 30), 64 << 20).unwrap();
-        let (table, mut writer) = Table::new(IfaceKind::FIRST_PLUG_IN, window, 4096).unwrap();
+        let (table, mut writer) = PageTable::new(IfaceKind::FIRST_PLUG_IN, window, 4096).unwrap();
         let block = 4 << 20;
         for round in 1..5 {
             for number in 0..8_u32 {

@@ -5,11 +5,11 @@ use std::{ptr, sync::Arc};
 use hmem_core::{
     AddressRange, AllocationKind, DeviceId, IfaceExt,
     iface::AllocRequest,
-    monitor::{Cause, Monitor},
+    monitor::{InvalidationCause, Monitor},
 };
 use hmem_iface_system::{
     System,
-    monitor::{MemHooks, MonitorKind, SystemMonitor},
+    monitor::{HostMonitorKind, MemHooks, SystemMonitor},
 };
 
 use crate::{ANONYMOUS, RW, counting, monitors::*, observed};
@@ -23,7 +23,7 @@ pub(crate) fn each_function_tells_before_and_after() {
     let at = |index: usize| block.wrapping_byte_add(index * page);
     let subscription = monitor.subscribe(whole, Arc::<Recorder>::clone(&recorder)).unwrap();
 
-    let expect = |ranges: &[(AddressRange, Cause)]| {
+    let expect = |ranges: &[(AddressRange, InvalidationCause)]| {
         let mut events = recorder.events();
         events.retain(|(told, ..)| ranges.iter().any(|(range, _)| range == told));
         let begun = ranges.iter().map(|(range, cause)| (*range, *cause, How::Begun));
@@ -35,20 +35,23 @@ pub(crate) fn each_function_tells_before_and_after() {
     // SAFETY: all calls are on pages of this function's own.
     unsafe {
         assert_eq!(libc::madvise(at(0), page, libc::MADV_DONTNEED), 0);
-        expect(&[(range(at(0), page), Cause::Discard)]);
+        expect(&[(range(at(0), page), InvalidationCause::Discard)]);
         assert_eq!(libc::madvise(at(0), page, libc::MADV_FREE), 0);
-        expect(&[(range(at(0), page), Cause::Discard)]);
+        expect(&[(range(at(0), page), InvalidationCause::Discard)]);
         assert_eq!(libc::madvise(at(0), page, libc::MADV_WILLNEED), 0);
         assert!(recorder.about(whole).is_empty());
         assert_eq!(libc::mmap(at(1), page, RW, ANONYMOUS | libc::MAP_FIXED, -1, 0), at(1));
-        expect(&[(range(at(1), page), Cause::Replace)]);
+        expect(&[(range(at(1), page), InvalidationCause::Replace)]);
         assert_eq!(libc::mremap(at(6), 2 * page, page, 0), at(6));
-        expect(&[(range(at(7), page), Cause::Remap)]);
+        expect(&[(range(at(7), page), InvalidationCause::Remap)]);
         let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
         assert_eq!(libc::mremap(at(6), page, page, fixed, at(2)), at(2));
-        expect(&[(range(at(6), page), Cause::Remap), (range(at(2), page), Cause::Replace)]);
+        expect(&[
+            (range(at(6), page), InvalidationCause::Remap),
+            (range(at(2), page), InvalidationCause::Replace),
+        ]);
         assert_eq!(libc::munmap(at(3), 3 * page), 0);
-        expect(&[(range(at(3), 3 * page), Cause::Unmap)]);
+        expect(&[(range(at(3), 3 * page), InvalidationCause::Unmap)]);
 
         let id = libc::shmget(libc::IPC_PRIVATE, 3 * page, libc::IPC_CREAT | 0o600);
         let segment = libc::shmat(id, ptr::null(), 0);
@@ -57,7 +60,7 @@ pub(crate) fn each_function_tells_before_and_after() {
         let attached =
             monitor.subscribe(range(segment, 3 * page), Arc::<Recorder>::clone(&recorder)).unwrap();
         assert_eq!(libc::shmdt(segment), 0);
-        expect(&[(range(segment, 3 * page), Cause::Detach)]);
+        expect(&[(range(segment, 3 * page), InvalidationCause::Detach)]);
         monitor.unsubscribe(attached);
 
         // No other thread runs here: the break is this thread's to move.
@@ -66,8 +69,8 @@ pub(crate) fn each_function_tells_before_and_after() {
         recorder.clear();
         assert_ne!(libc::sbrk(-((4 * page) as isize)).addr(), usize::MAX);
         let shrunk = recorder.events();
-        assert_eq!(shrunk[0], (range(up, 4 * page), Cause::Shrink, How::Begun));
-        assert_eq!(shrunk[1], (range(up, 4 * page), Cause::Shrink, How::Ended));
+        assert_eq!(shrunk[0], (range(up, 4 * page), InvalidationCause::Shrink, How::Begun));
+        assert_eq!(shrunk[1], (range(up, 4 * page), InvalidationCause::Shrink, How::Ended));
     }
     monitor.unsubscribe(subscription);
     unmap(at(0), 3 * page);
@@ -132,7 +135,7 @@ pub(crate) fn glibcs_own_calls_are_seen() {
     unsafe { libc::free(block) };
     assert_eq!(
         recorder.about(range(block, len)),
-        [(Cause::Unmap, How::Begun), (Cause::Unmap, How::Ended)]
+        [(InvalidationCause::Unmap, How::Begun), (InvalidationCause::Unmap, How::Ended)]
     );
     monitor.unsubscribe(subscription);
     drop(monitor);
@@ -181,7 +184,8 @@ pub(crate) fn unmaps_of_uncached_memory_cost_bounded_memory() {
 /// rustix, which the iface uses otherwise, makes raw system calls.
 pub(crate) fn the_system_ifaces_own_frees_are_told() {
     let monitor = MemHooks::start().unwrap();
-    let system = System::new().with_monitor(SystemMonitor::start(MonitorKind::MemHooks).unwrap());
+    let system =
+        System::new().with_monitor(SystemMonitor::start(HostMonitorKind::MemHooks).unwrap());
     assert_eq!(system.start_monitor().unwrap().name(), "memhooks");
     let request = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::System };
     let memory = system.allocate(&request).unwrap();
@@ -191,7 +195,7 @@ pub(crate) fn the_system_ifaces_own_frees_are_told() {
     unsafe { system.free(&memory) }.unwrap();
     assert_eq!(
         recorder.about(memory.range),
-        [(Cause::Unmap, How::Begun), (Cause::Unmap, How::Ended)]
+        [(InvalidationCause::Unmap, How::Begun), (InvalidationCause::Unmap, How::Ended)]
     );
     monitor.unsubscribe(subscription);
 }

@@ -11,7 +11,7 @@ use std::{
 
 use hmem_core::{
     AddressRange,
-    monitor::{Cause, Change, Invalidator, Monitor, Subscription},
+    monitor::{InvalidationCause, InvalidationToken, Invalidator, Monitor, Subscription},
 };
 use hmem_iface_system::monitor::MemHooks;
 
@@ -60,13 +60,13 @@ pub(crate) fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
     #[derive(Debug)]
     struct Shared(usize);
     impl Invalidator for Shared {
-        fn invalidate(&self, _: AddressRange, _: Cause) {}
-        fn begin(&self, _: AddressRange, _: Cause) -> Change {
+        fn invalidate(&self, _: AddressRange, _: InvalidationCause) {}
+        fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
             // SAFETY: a shared mapping of this process and its children that is never unmapped.
             unsafe { &*ptr::with_exposed_provenance::<AtomicU64>(self.0) }.fetch_add(1, SeqCst);
-            Change(0)
+            InvalidationToken(0)
         }
-        fn end(&self, _: Change) {}
+        fn invalidate_end(&self, _: InvalidationToken) {}
         fn close_gate(&self) {}
         fn open_gate(&self) {}
     }

@@ -12,7 +12,7 @@ use std::{
 
 use hmem_core::{
     Error, ErrorKind,
-    monitor::{Cause, Monitor},
+    monitor::{InvalidationCause, Monitor},
 };
 use hmem_iface_system::monitor::MemHooks;
 
@@ -153,7 +153,7 @@ pub(crate) fn patches_are_installed_once_and_removed_with_the_last_monitor() {
     unmap(block, page);
     assert_eq!(
         recorder.about(here),
-        [(Cause::Unmap, How::Begun), (Cause::Unmap, How::Ended)],
+        [(InvalidationCause::Unmap, How::Begun), (InvalidationCause::Unmap, How::Ended)],
         "told once"
     );
     second.unsubscribe(kept);
@@ -244,7 +244,7 @@ pub(crate) fn a_later_patch_of_another_library_is_noticed() {
         let text = error.to_string();
         assert!(error.is_busy() && text.contains("munmap") && text.contains(&own), "{text}");
         // What was cached before may have gone unnoticed since. Nothing is watched after that.
-        let told: &[_] = if number == 0 { &[(Cause::Unmap, How::Told)] } else { &[] };
+        let told: &[_] = if number == 0 { &[(InvalidationCause::Unmap, How::Told)] } else { &[] };
         assert_eq!(recorder.about(range(block, page)), told);
     }
     drop(monitor);

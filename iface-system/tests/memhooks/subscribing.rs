@@ -11,7 +11,7 @@ use std::{
 
 use hmem_core::{
     AddressRange, ErrorKind,
-    monitor::{Cause, Change, Invalidator, Monitor},
+    monitor::{InvalidationCause, InvalidationToken, Invalidator, Monitor},
 };
 use hmem_iface_system::monitor::MemHooks;
 
@@ -58,15 +58,15 @@ pub(crate) struct Mortal {
 pub(crate) const ALIVE: u64 = 0x600d_600d_600d_600d;
 
 impl Invalidator for Mortal {
-    fn invalidate(&self, _: AddressRange, _: Cause) {}
+    fn invalidate(&self, _: AddressRange, _: InvalidationCause) {}
 
-    fn begin(&self, _: AddressRange, _: Cause) -> Change {
+    fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
         assert_eq!(self.alive.load(SeqCst), ALIVE);
-        Change(5)
+        InvalidationToken(5)
     }
 
-    fn end(&self, change: Change) {
-        assert_eq!((self.alive.load(SeqCst), change), (ALIVE, Change(5)));
+    fn invalidate_end(&self, change: InvalidationToken) {
+        assert_eq!((self.alive.load(SeqCst), change), (ALIVE, InvalidationToken(5)));
         self.told.fetch_add(1, SeqCst);
     }
 

@@ -14,7 +14,7 @@ use std::{
 
 use hmem_core::{
     Address, AddressRange,
-    monitor::{Cause, Change, Invalidator, Monitor},
+    monitor::{InvalidationCause, InvalidationToken, Invalidator, Monitor},
 };
 use libtest_mimic::{Arguments, Failed, Trial};
 
@@ -128,7 +128,7 @@ impl Recorder {
         })
     }
 
-    fn push(&self, range: AddressRange, cause: Cause, how: How) -> usize {
+    fn push(&self, range: AddressRange, cause: InvalidationCause, how: How) -> usize {
         let at = self.count.fetch_add(1, SeqCst) % EVENTS;
         let [start, len, kind] = &self.events[at];
         start.store(range.start().0, SeqCst);
@@ -141,7 +141,7 @@ impl Recorder {
         self.count.load(SeqCst)
     }
 
-    pub fn events(&self) -> Vec<(AddressRange, Cause, How)> {
+    pub fn events(&self) -> Vec<(AddressRange, InvalidationCause, How)> {
         self.events
             .iter()
             .take(self.count().min(EVENTS))
@@ -149,11 +149,14 @@ impl Recorder {
             .collect()
     }
 
-    fn event(&self, [start, len, kind]: &[AtomicU64; 3]) -> Option<(AddressRange, Cause, How)> {
+    fn event(
+        &self,
+        [start, len, kind]: &[AtomicU64; 3],
+    ) -> Option<(AddressRange, InvalidationCause, How)> {
         let kind = kind.load(SeqCst).checked_sub(1)?;
         let range = AddressRange::new(Address(start.load(SeqCst)), len.load(SeqCst)).unwrap();
         let how = [How::Told, How::Begun, How::Ended][kind as usize % 3];
-        Some((range, Cause::ALL[kind as usize / 3], how))
+        Some((range, InvalidationCause::ALL[kind as usize / 3], how))
     }
 
     pub fn clear(&self) {
@@ -161,7 +164,7 @@ impl Recorder {
     }
 
     /// What was told about memory that shares a byte with `range`.
-    pub fn about(&self, range: AddressRange) -> Vec<(Cause, How)> {
+    pub fn about(&self, range: AddressRange) -> Vec<(InvalidationCause, How)> {
         let mut about = self.events();
         about.retain(|(told, ..)| told.overlaps(range));
         about.into_iter().map(|(_, cause, how)| (cause, how)).collect()
@@ -169,15 +172,15 @@ impl Recorder {
 }
 
 impl Invalidator for Recorder {
-    fn invalidate(&self, range: AddressRange, cause: Cause) {
+    fn invalidate(&self, range: AddressRange, cause: InvalidationCause) {
         self.push(range, cause, How::Told);
     }
 
-    fn begin(&self, range: AddressRange, cause: Cause) -> Change {
-        Change(self.push(range, cause, How::Begun) as u32)
+    fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
+        InvalidationToken(self.push(range, cause, How::Begun) as u32)
     }
 
-    fn end(&self, Change(at): Change) {
+    fn invalidate_end(&self, InvalidationToken(at): InvalidationToken) {
         if let Some((range, cause, how)) = self.event(&self.events[at as usize]) {
             assert_eq!(how, How::Begun, "a change ends once");
             self.push(range, cause, How::Ended);

@@ -1,5 +1,6 @@
 //! The causes that hold for the memory of any iface. Those of one driver are its iface's
-//! ([`Iface::causes`](hmem_core::Iface::causes)).
+//! ([`Iface::causes`](hmem_core::Iface::causes)), as are the words of its vendor: an iface's row
+//! with the name and rank of a general one is preferred to it.
 //!
 //! `docs/causes.md` is all of them as a page; a test compares the two.
 
@@ -8,6 +9,8 @@ use hmem_core::{
     cause::{Answer, Facts, Needs, RefusalCause, Step},
     iface::DmaBufMapping,
 };
+
+use crate::topology::PEER_MEMORY;
 
 const DMA_BUF: &[Path] = &[Path::DmaBuf];
 const PEER: &[Path] = &[Path::PeerMemory];
@@ -38,8 +41,7 @@ fn old_kernel(facts: &Facts) -> bool {
 }
 
 fn no_client(facts: &Facts) -> bool {
-    const CLIENTS: [&str; 3] = ["nvidia_peermem", "nv_peer_mem", "amdkfd"];
-    facts.modules.is_some() && CLIENTS.iter().all(|name| facts.has_module(name) == Some(false))
+    PEER_MEMORY.iter().all(|name| facts.has_module(name) == Some(false))
 }
 
 /// Every general cause, in the order of the ranks: special cases stand before the general.
@@ -82,7 +84,7 @@ pub const CAUSES: &[RefusalCause] = &[
         steps: EXPORT,
         mapping: Some(DmaBufMapping::Pcie),
         answers: &[Answer::UNSUPPORTED, Answer::Kind(&[ErrorKind::InvalidArgument])],
-        cause: "the driver or the device has no PCIe mapping for exports (CUDA from 12.8, ROCr from 7.2)",
+        cause: "the driver or the device has no PCIe mapping for exports",
         remedy: "nothing where the default mapping works, which is tried next; update the driver where it does not",
         ..ANY
     },
@@ -97,10 +99,9 @@ pub const CAUSES: &[RefusalCause] = &[
             ErrorKind::InvalidArgument,
             ErrorKind::OutOfBounds,
         ])],
-        cause: "the range was mapped by hand (VMM, expandable segments) from physical memory that was not created for RDMA, or \
-                spans a hole between two mappings",
-        remedy: "create the physical memory as RDMA capable (gpuDirectRDMACapable = 1 in CUmemAllocationProp); in PyTorch, turn \
-                 expandable_segments off",
+        cause: "the range was mapped by hand from physical memory that was not created for RDMA, or spans a hole between two \
+                mappings",
+        remedy: "create the physical memory as RDMA capable, and register inside mapped ranges",
         ..ANY
     },
     RefusalCause {
@@ -113,9 +114,8 @@ pub const CAUSES: &[RefusalCause] = &[
             Answer::Errno(&[14, 22]),
             Answer::Kind(&[ErrorKind::Unsupported, ErrorKind::InvalidArgument]),
         ],
-        cause: "the driver hands out no memory of this stream-ordered pool, as it was not made for RDMA or pools cannot be",
-        remedy: "allocate what is registered with the plain allocator; where the driver has RDMA for pools (gpuDirectRDMACapable in \
-                 CUmemPoolProps, CUDA 13), from one made with it, which only dma-bufs reach",
+        cause: "the driver exports no memory of this stream-ordered pool, as it was not made for RDMA or pools cannot be",
+        remedy: "allocate what is registered with the plain allocator, or from a pool made for RDMA where the driver has such pools",
         ..ANY
     },
     RefusalCause {
@@ -180,7 +180,7 @@ pub const CAUSES: &[RefusalCause] = &[
         steps: EXPORT,
         answers: &[Answer::Errno(&[38, 95]), Answer::UNSUPPORTED],
         cause: "the device, its driver or this kind of memory has no dma-buf export",
-        remedy: "use a driver that exports (CUDA 11.7, ROCr 5.6, or newer) and device memory; or load a peer-memory client",
+        remedy: "use a driver that exports, and device memory; or load a peer-memory client",
         ..ANY
     },
     RefusalCause {
@@ -349,8 +349,8 @@ pub const CAUSES: &[RefusalCause] = &[
             Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied]),
         ],
         cause: "the process may not use the device's files, or the buffer was opened for reading only",
-        remedy: "give the user (or container) /dev/infiniband/uverbs* and the device's own files (/dev/nvidia*, /dev/kfd, \
-                 /dev/dri/renderD*), and export for writing",
+        remedy: "give the user (or container) /dev/infiniband/uverbs* and the files of the device's driver in /dev, and export \
+                 for writing",
         ..ANY
     },
     RefusalCause {

@@ -5,7 +5,7 @@
 //! that path fails. The refusal of a single buffer is never recorded for others: see
 //! [`super::probe`].
 
-use std::{collections::HashMap, sync::Arc};
+use std::{collections::HashMap, fmt, sync::Arc};
 
 use hmem_core::{
     AllocationKind, Decision, DeviceId, IfaceKind,
@@ -63,8 +63,15 @@ struct Entry {
 }
 
 /// The decisions. A class has few NICs, so its entries are a list.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) struct DecisionTable(RwLock<HashMap<Class, Vec<Entry>>>);
+
+impl fmt::Debug for DecisionTable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let classes = self.0.read().len();
+        f.debug_struct("DecisionTable").field("classes", &classes).finish_non_exhaustive()
+    }
+}
 
 impl DecisionTable {
     /// Returns the decision of a key.
@@ -131,7 +138,7 @@ mod tests {
             nic: String::new(),
             policy: P2pPolicy::Enabled,
             mapping: DmaBufMapping::Default,
-            remembered: true,
+            from_cache: true,
             attempts: Vec::new().into(),
         });
         Decided { variant: PathVariant::Staged, decision }

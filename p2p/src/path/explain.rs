@@ -16,6 +16,7 @@ use super::{DefaultPathSelector, cause::CAUSES};
 
 /// A decision to explain.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct ExplainRequest {
     /// Whose memory.
     pub iface: IfaceKind,
@@ -39,10 +40,41 @@ impl ExplainRequest {
         let size = rustix::param::page_size() as u64;
         Self { iface, device: None, kind: None, nic: None, size, policy: P2pPolicy::default() }
     }
+
+    /// Sets the device.
+    #[must_use]
+    pub fn device(self, device: impl Into<Option<DeviceId>>) -> Self {
+        Self { device: device.into(), ..self }
+    }
+
+    /// Sets the kind of memory.
+    #[must_use]
+    pub fn kind(self, kind: impl Into<Option<AllocationKind>>) -> Self {
+        Self { kind: kind.into(), ..self }
+    }
+
+    /// Sets the name of the provider's NIC.
+    #[must_use]
+    pub fn nic(self, nic: impl Into<Option<String>>) -> Self {
+        Self { nic: nic.into(), ..self }
+    }
+
+    /// Sets the number of bytes.
+    #[must_use]
+    pub fn size(self, size: u64) -> Self {
+        Self { size, ..self }
+    }
+
+    /// Sets the policy of the domain.
+    #[must_use]
+    pub fn policy(self, policy: P2pPolicy) -> Self {
+        Self { policy, ..self }
+    }
 }
 
 /// A decision with its reasons, as a registration would come to it now.
 #[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
 pub struct Explanation {
     /// Whose memory.
     #[serde(serialize_with = "display")]

@@ -39,7 +39,7 @@ use hmem_core::{
     path::{Attempt, P2pPolicy, PathRegistration, PathSelector, Target},
     provider::{Backing, Nic, Piece, ProviderAttr, ProviderDomain, ProviderRegion},
     registration::Memory,
-    registry::Owner,
+    registry::AddressOwner,
 };
 
 use self::{
@@ -107,7 +107,7 @@ impl DefaultPathSelector {
     #[must_use]
     pub fn remembered(
         &self,
-        owner: &Owner,
+        owner: &AddressOwner,
         nic: &ProviderAttr,
         policy: P2pPolicy,
     ) -> Option<Arc<Decision>> {
@@ -234,7 +234,7 @@ impl DefaultPathSelector {
     }
 
     fn remember(&self, key: &Key<'_>, variant: PathVariant, decision: Decision) {
-        let decision = Arc::new(Decision { remembered: true, ..decision });
+        let decision = Arc::new(Decision { from_cache: true, ..decision });
         self.decisions.insert(key, Decided { variant, decision });
     }
 
@@ -284,7 +284,7 @@ impl Drop for DeregisterOnPanic<'_> {
 }
 
 fn key_of<'a>(search: &PathSearch<'a>) -> Key<'a> {
-    let Owner { iface, device, .. } = *search.owner;
+    let AddressOwner { iface, device, .. } = *search.owner;
     Key::new(iface, device, search.kind, search.registration.policy, search.attr())
 }
 
@@ -325,10 +325,10 @@ fn added_to(
     layout: Option<DmaBufLayout>,
 ) -> Arc<Decision> {
     let mapping = variant.mapping();
-    let remembered = decision.mapping == mapping;
-    let earlier = decision.attempts.iter().filter(|attempt| remembered && attempt.error.is_some());
+    let from_cache = decision.mapping == mapping;
+    let earlier = decision.attempts.iter().filter(|attempt| from_cache && attempt.error.is_some());
     let attempts: Vec<_> = earlier.cloned().chain(now).chain([variant.success(layout)]).collect();
-    Arc::new(Decision { mapping, remembered, attempts: attempts.into(), ..decision.clone() })
+    Arc::new(Decision { mapping, from_cache, attempts: attempts.into(), ..decision.clone() })
 }
 
 /// Why no path is left, and what to do about it.
@@ -447,7 +447,7 @@ unsafe impl PathSelector for DefaultPathSelector {
             nic: nic.to_string(),
             policy: P2pPolicy::Enabled,
             mapping: DmaBufMapping::Default,
-            remembered: false,
+            from_cache: false,
             attempts: vec![PathVariant::HostPages.success(None)].into(),
         }
     }

@@ -12,7 +12,7 @@ use hmem_core::{
     iface::AllocRequest,
     path::Attempt,
     registration::{KeyRequest, Memory, Registration},
-    registry::Owner,
+    registry::AddressOwner,
 };
 
 use super::{exports::ExportSet, search::PathSearch, variant::PathVariant};
@@ -100,7 +100,7 @@ impl<'a> Page<'a> {
 
     fn try_out(mut self) -> ProbeResult {
         let ranges = [self.allocation.range];
-        let owner = Owner {
+        let owner = AddressOwner {
             iface: self.search.owner.iface,
             device: self.allocation.device,
             allocation: Some(self.allocation),

@@ -10,7 +10,7 @@ use hmem_core::{
     path::{Attempt, P2pPolicy, Target, Trace},
     provider::{Backing, Nic, Piece, ProviderAttr, ProviderDomain, ProviderRegion},
     registration::{Memory, Registration},
-    registry::Owner,
+    registry::AddressOwner,
 };
 
 use super::{
@@ -37,7 +37,7 @@ pub(super) struct Taken {
 pub(super) struct PathSearch<'a> {
     pub(super) registration: &'a Registration<'a>,
     pub(super) provider: &'a dyn ProviderDomain,
-    pub(super) owner: &'a Owner,
+    pub(super) owner: &'a AddressOwner,
     /// The iface of the memory; `None` for a dma-buf of the application.
     pub(super) iface: Option<&'a Arc<dyn Iface>>,
     pub(super) kind: AllocationKind,
@@ -66,7 +66,7 @@ impl<'a> PathSearch<'a> {
     pub(super) fn new(
         selector: &'a DefaultPathSelector,
         target: Target<'a>,
-        owner: &'a Owner,
+        owner: &'a AddressOwner,
         iface: Option<&'a Arc<dyn Iface>>,
     ) -> Self {
         let Target { registration, provider } = target;
@@ -93,7 +93,7 @@ impl<'a> PathSearch<'a> {
     pub(super) fn restart<'b>(
         &self,
         registration: &'b Registration<'b>,
-        owner: &'b Owner,
+        owner: &'b AddressOwner,
     ) -> PathSearch<'b>
     where
         'a: 'b,
@@ -387,7 +387,7 @@ impl<'a> PathSearch<'a> {
             nic: self.nic().to_string(),
             policy: self.policy,
             mapping: variant.mapping(),
-            remembered: false,
+            from_cache: false,
             attempts: self.attempts.into(),
         };
         tracing::debug!(%decision, "path decided");
@@ -415,7 +415,7 @@ impl<'a> PathSearch<'a> {
 }
 
 /// Returns the kind of an owner's memory, as far as it is known.
-pub(super) fn kind_of(owner: &Owner) -> AllocationKind {
+pub(super) fn kind_of(owner: &AddressOwner) -> AllocationKind {
     match owner.allocation {
         Some(allocation) => allocation.kind,
         None if owner.iface == IfaceKind::SYSTEM => AllocationKind::System,

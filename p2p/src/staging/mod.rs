@@ -32,13 +32,13 @@
 //! # Ok::<(), hmem_core::Error>(())
 //! ```
 
-mod cut;
+mod chunk_plan;
 mod memory;
 mod pipeline;
 mod pool;
 mod range;
 
-pub use cut::Cut;
+pub use chunk_plan::ChunkPlan;
 pub use pipeline::{Part, Pipeline, Posted, Run, View};
 pub use pool::{Claim, Pool, Slots, Use};
 pub use range::StagedRange;

@@ -15,7 +15,7 @@ use hmem_core::{
 };
 
 use super::{
-    cut::Cut,
+    chunk_plan::ChunkPlan,
     pool::{Claim, Slots, Use},
 };
 
@@ -110,7 +110,7 @@ struct Chunk {
 pub struct Pipeline<M> {
     sources: Vec<Run<M>>,
     targets: Vec<Run<M>>,
-    cut: Cut,
+    plan: ChunkPlan,
     purpose: Use,
     begun: u64,
     next: u64,
@@ -125,21 +125,21 @@ pub struct Pipeline<M> {
 }
 
 impl<M> Pipeline<M> {
-    /// Creates the transfer of a message of at least one byte, in the chunks of `cut`.
+    /// Creates the transfer of a message of at least one byte, in the chunks of `plan`.
     ///
     /// `sources` and `targets` name the bytes that come from and go to staged memory, in the order
     /// of the message.
     pub fn new(
         claim: Claim,
         purpose: Use,
-        cut: Cut,
+        plan: ChunkPlan,
         sources: Vec<Run<M>>,
         targets: Vec<Run<M>>,
     ) -> Self {
         Self {
             sources,
             targets,
-            cut,
+            plan,
             purpose,
             begun: 0,
             next: 0,
@@ -154,7 +154,7 @@ impl<M> Pipeline<M> {
 
     /// Returns true once no chunk is in flight and none will follow.
     pub fn is_over(&self) -> bool {
-        self.chunks.is_empty() && (self.failure.is_some() || self.begun == self.cut.len)
+        self.chunks.is_empty() && (self.failure.is_some() || self.begun == self.plan.len)
     }
 
     /// Takes the outcome: the bytes moved, or the first failure.
@@ -180,7 +180,7 @@ impl<M> Pipeline<M> {
 
     /// Returns true once the transfer takes no further buffer.
     pub fn has_begun(&self) -> bool {
-        self.failure.is_some() || self.begun == self.cut.len
+        self.failure.is_some() || self.begun == self.plan.len
     }
 
     /// Sets the use under which the pool counts further buffers.
@@ -195,7 +195,7 @@ impl<M> Pipeline<M> {
     /// Returns true once the wire has every chunk, or the transfer failed.
     pub fn is_posted(&self) -> bool {
         let waits = |chunk: &Chunk| matches!(chunk.stage, Stage::Filling | Stage::Ready);
-        self.failure.is_some() || (self.begun == self.cut.len && !self.chunks.iter().any(waits))
+        self.failure.is_some() || (self.begun == self.plan.len && !self.chunks.iter().any(waits))
     }
 
     /// Returns the memories that the transfer copies from and to.
@@ -376,7 +376,7 @@ where
         canceled: impl Fn() -> Option<Error>,
         mut wire: impl FnMut(View<'_>) -> Result<Posted>,
     ) -> Result<u64, (Part, Error)> {
-        self.waits = self.cut.next(0) == self.cut.len;
+        self.waits = self.plan.next(0) == self.plan.len;
         // A copy engine may have given it up on this very thread.
         let mut wire = |view: View<'_>| canceled().map_or_else(|| wire(view), Err);
         while !self.is_over() {
@@ -401,15 +401,15 @@ where
                 self.fail(part, error);
             }
         } else if self.granted.is_none() {
-            let len = self.cut.next(self.begun);
+            let len = self.plan.next(self.begun);
             self.granted = Some(self.claim.wait(self.wanted(len), self.purpose));
         }
     }
 
     fn begin(&mut self) -> bool {
         let mut progressed = false;
-        while self.failure.is_none() && self.begun < self.cut.len && self.chunks.len() < MOST {
-            let (at, len) = (self.begun, self.cut.next(self.begun));
+        while self.failure.is_none() && self.begun < self.plan.len && self.chunks.len() < MOST {
+            let (at, len) = (self.begun, self.plan.next(self.begun));
             let staged = overlaps(&self.sources, at, len)
                 .chain(overlaps(&self.targets, at, len))
                 .next()

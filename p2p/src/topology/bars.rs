@@ -6,6 +6,7 @@ const LARGEST_BAR: u64 = 1 << 52;
 
 /// A base address register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Bar {
     /// Its number, 0 to 5; 6 is the expansion ROM.
     pub index: u8,

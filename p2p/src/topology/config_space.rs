@@ -9,6 +9,7 @@ use std::fmt;
 
 /// What a PCI function is in the tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Port {
     /// A device at the end of the tree.
     Endpoint,

@@ -48,6 +48,7 @@ pub struct PciDevice {
 
 /// A PCIe link, as it runs and as the device could run.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Link {
     /// Gigatransfers per second; nothing while the link is down.
     pub speed: Option<f32>,
@@ -73,6 +74,7 @@ impl Link {
 
 /// What a device is to this library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Role {
     /// A GPU or accelerator, whose memory a NIC may want to reach.
     Accelerator,
@@ -100,15 +102,22 @@ impl Role {
 const NVIDIA: u16 = 0x10de;
 const AMD: u16 = 0x1002;
 const INTEL: u16 = 0x8086;
+const AMAZON: u16 = 0x1d0f;
+
+/// Returns true for Inferentia and Trainium devices, by the numbers in the Neuron kernel driver.
+const fn is_neuron(device: u16) -> bool {
+    matches!(device, 0x7064..=0x7067 | 0x7164 | 0x7264 | 0x7364)
+}
 
 impl PciDevice {
     /// What it is to this library: GPUs are display controllers (03xx) of NVIDIA, AMD and Intel, so
     /// that a management controller's VGA is none; processing accelerators are 12xx of any
-    /// vendor.
+    /// vendor, and Neuron devices of any class.
     #[must_use]
     pub const fn role(&self) -> Role {
         match (self.class >> 16, self.vendor) {
             (0x03, NVIDIA | AMD | INTEL) | (0x12, _) => Role::Accelerator,
+            (_, AMAZON) if is_neuron(self.device) => Role::Accelerator,
             (0x02, _) => Role::Network,
             (0x06, _) => Role::Bridge,
             _ => Role::Other,
@@ -144,7 +153,7 @@ impl PciDevice {
             0x14e4 | 0x1000 => "Broadcom",
             0x10b5 => "PLX",
             0x11f8 => "Microchip",
-            0x1d0f => "Amazon",
+            AMAZON => "Amazon",
             0x1414 => "Microsoft",
             0x1af4 | 0x1b36 => "Red Hat",
             0x1da3 => "Habana",
@@ -158,7 +167,7 @@ impl PciDevice {
 }
 
 /// Where a folder of `/sys/devices` is in the tree.
-pub(super) struct Place {
+pub(super) struct PciLocation {
     pub(super) root: RootBus,
     /// The functions on the way, the device itself last.
     pub(super) functions: Vec<BusId>,
@@ -170,13 +179,13 @@ pub(super) struct Place {
 ///
 /// What is ahead of the host bridge does not count: a platform device, a hypervisor's bus, or the
 /// function that a volume management device (Intel VMD) puts a PCI domain of its own behind.
-pub(super) fn place(path: &str) -> Option<Place> {
+pub(super) fn place(path: &str) -> Option<PciLocation> {
     let parts: Vec<_> = path.split('/').collect();
     let at = parts.iter().rposition(|part| RootBus::read(part).is_some())?;
     let root = RootBus::read(parts[at])?;
     let functions: Vec<_> = parts[at + 1..].iter().map_while(|part| BusId::read(part)).collect();
     let path = parts[..=at + functions.len()].join("/");
-    (!functions.is_empty()).then_some(Place { root, functions, path })
+    (!functions.is_empty()).then_some(PciLocation { root, functions, path })
 }
 
 /// The links to every PCI function.
@@ -217,7 +226,7 @@ pub(super) fn read_with_bridges(
 }
 
 /// Where the link to a function leads.
-fn place_of(source: &Source, id: BusId) -> Result<Place> {
+fn place_of(source: &Source, id: BusId) -> Result<PciLocation> {
     let path = format!("{FOLDER}/{id}");
     let target =
         source.link(&path)?.ok_or_else(|| source.malformed(&path, "not a link to a device"))?;
@@ -281,7 +290,7 @@ fn infer_ports(devices: &mut BTreeMap<BusId, PciDevice>) {
     }
 }
 
-fn read(source: &Source, bus_id: BusId, mut place: Place) -> Result<PciDevice> {
+fn read(source: &Source, bus_id: BusId, mut place: PciLocation) -> Result<PciDevice> {
     let at = |name: &str| format!("{}/{name}", place.path);
     let class = hex(source, &at("class"))?;
     let [vendor, device] = ["vendor", "device"].map(|name| {

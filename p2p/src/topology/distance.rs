@@ -65,6 +65,7 @@ impl fmt::Display for Distance {
 
 /// A step of the way between two functions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Hop {
     /// One of the two ends.
     Function(BusId),

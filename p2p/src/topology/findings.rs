@@ -107,16 +107,13 @@ impl Topology {
             );
         }
         // A driver that exports dma-bufs needs no such module.
-        let nvidia = gpu.vendor == 0x10de;
-        let closed = self.kernel.nvidia.as_ref().filter(|driver| !driver.open);
-        if let Some(driver) =
-            closed.filter(|_| nvidia && self.kernel.peer_memory().next().is_none())
-        {
-            let what = format!(
-                "NVIDIA's driver {} has closed kernel modules, which export no dma-buf, and no peer-memory module is loaded",
-                driver.version
+        let closed = gpu.driver.as_deref().and_then(|driver| self.kernel.without_dma_buf(driver));
+        if let Some(closed) = closed.filter(|_| self.kernel.peer_memory().next().is_none()) {
+            add(
+                "peer-memory",
+                format!("{closed}, and no peer-memory module is loaded"),
+                PEER_MEMORY,
             );
-            add("peer-memory", what, PEER_MEMORY);
         }
         found
     }

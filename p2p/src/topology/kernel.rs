@@ -62,7 +62,7 @@ pub const MODULES: [(&str, &str); 25] = [
 ];
 
 /// The modules of [`MODULES`] that let a NIC resolve device addresses by itself.
-pub const PEER_MEMORY: [&str; 3] = ["nvidia_peermem", "nv_peer_mem", "ib_peer_mem"];
+pub const PEER_MEMORY: [&str; 4] = ["nvidia_peermem", "nv_peer_mem", "ib_peer_mem", "amdkfd"];
 
 /// Words of the command line that change how devices reach one another.
 const WORDS: [&str; 14] = [
@@ -95,12 +95,13 @@ pub struct Kernel {
     pub command_line: Vec<String>,
     /// The modules of [`MODULES`] that are there, loaded or built in.
     pub modules: Vec<String>,
-    /// NVIDIA's kernel driver.
+    /// The module `nvidia`, if it is loaded.
     pub nvidia: Option<NvidiaDriver>,
 }
 
 /// How an option of the kernel is set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Setting {
     /// Built in.
     Yes,
@@ -122,14 +123,19 @@ impl Setting {
     }
 }
 
-/// NVIDIA's kernel driver: dma-buf export needs the open one.
+/// The kernel module `nvidia`: dma-buf export needs its open variant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NvidiaDriver {
-    /// Its version, as in `535.161.08`.
+    /// The version, as in `535.161.08`.
     pub version: String,
-    /// Whether it is the variant with open kernel modules.
+    /// Set if it is the open variant.
     pub open: bool,
+}
+
+impl NvidiaDriver {
+    /// The name that sysfs has for the driver of a device.
+    const NAME: &str = "nvidia";
 }
 
 impl Kernel {
@@ -144,6 +150,19 @@ impl Kernel {
         self.modules.iter().map(String::as_str).filter(|module| PEER_MEMORY.contains(module))
     }
 
+    /// Returns a sentence about the module that drives a device, if that module is known to export
+    /// no dma-bufs.
+    pub(super) fn without_dma_buf(&self, driver: &str) -> Option<String> {
+        let module = self.nvidia.as_ref().filter(|_| driver == NvidiaDriver::NAME)?;
+        let closed = !module.open;
+        closed.then(|| {
+            format!(
+                "the driver {driver} {} has closed kernel modules, which export no dma-buf",
+                module.version
+            )
+        })
+    }
+
     /// How an option of [`OPTIONS`] is set; nothing where no configuration can be read.
     #[must_use]
     pub fn option(&self, name: &str) -> Option<Setting> {
@@ -153,6 +172,7 @@ impl Kernel {
 
 /// Whether device addresses are translated on their way to memory and to other devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum IommuMode {
     /// There is none, or it is off.
     Off,

@@ -40,6 +40,7 @@ mod device;
 mod distance;
 mod findings;
 mod kernel;
+mod nearest;
 mod numa;
 mod rdma;
 mod record;
@@ -62,6 +63,7 @@ pub use self::{
     distance::{Distance, Hop, PciPath, Redirection},
     findings::Finding,
     kernel::{IommuMode, Kernel, MODULES, NvidiaDriver, OPTIONS, PEER_MEMORY, Setting},
+    nearest::{Locality, NearestNics, RankedNic},
     numa::NumaNode,
     rdma::{RdmaDevice, RdmaPort},
 };

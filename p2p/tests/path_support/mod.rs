@@ -16,7 +16,7 @@ use std::{
 
 use hmem_core::{
     Access, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Error, Iface,
-    MemoryRegion, MrAttr, MrFlags, MrMode, Registered, Registry, Rejected, Result,
+    MemoryRegion, MrAttr, MrFlags, MrMode, OwnedRegion, Registry, Rejected, Result,
     iface::AllocRequest,
     path::P2pPolicy,
     provider::{Imports, Nic},
@@ -199,7 +199,7 @@ fn threads() -> usize {
 pub(crate) fn register(
     domain: &Domain,
     buffer: DeviceBuffer,
-) -> Result<Registered<DeviceBuffer>, Rejected<DeviceBuffer>> {
+) -> Result<OwnedRegion<DeviceBuffer>, Rejected<DeviceBuffer>> {
     domain.register(buffer, REMOTE)
 }
 
@@ -209,6 +209,6 @@ pub(crate) fn register_range(domain: &Domain, range: AddressRange) -> Result<Mem
     unsafe { domain.regattr(&MrAttr::new(&[range], REMOTE), MrFlags::empty()) }
 }
 
-pub(crate) fn close<B: hmem_core::OwnedBuffer>(registered: Registered<B>) -> B {
+pub(crate) fn close<B: hmem_core::OwnedBuffer>(registered: OwnedRegion<B>) -> B {
     registered.close().map_err(Error::from).expect("close")
 }

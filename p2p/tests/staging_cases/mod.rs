@@ -8,7 +8,7 @@ use std::{
 
 use hmem_core::{
     Access, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Endpoint, Errno, ErrorKind,
-    Iface, Iova, Path, RegionSlice, Registered, Registry, Result,
+    Iface, Iova, OwnedRegion, Path, RegionSlice, Registry, Result,
     iface::AllocRequest,
     path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr, Provider, StagingAttr},
@@ -26,8 +26,8 @@ pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE
 
 /// Memory under test, registered.
 pub(crate) enum Mem {
-    Host(Registered<Vec<u8>>),
-    Device(Registered<DeviceBuffer>),
+    Host(OwnedRegion<Vec<u8>>),
+    Device(OwnedRegion<DeviceBuffer>),
 }
 
 impl Mem {

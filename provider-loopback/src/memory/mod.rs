@@ -16,7 +16,7 @@ use std::sync::Arc;
 pub(super) use file::{Mapping, import as import_fd};
 use hmem_core::{Error, Result, provider::StagedMemory};
 use hmem_p2p::staging::{
-    Claim, Cut, Part, Pipeline, Pool, Posted, Run as StagedRun, Use as PoolUse, View,
+    ChunkPlan, Claim, Part, Pipeline, Pool, Posted, Run as StagedRun, Use as PoolUse, View,
 };
 pub(super) use host::{Promises, direct_pointer, populate};
 use host::{Written, load_host, store_host};
@@ -322,9 +322,9 @@ pub(super) fn pipe(
     if len == 0 {
         return Ok(0);
     }
-    let cut = Cut::chunks(len, pool.slot_len());
+    let plan = ChunkPlan::chunks(len, pool.slot_len());
     let (sources, targets) = (staged_runs(from), staged_runs(to));
-    let pipeline = Pipeline::new(Claim::new(pool), PoolUse::Rma, cut, sources, targets);
+    let pipeline = Pipeline::new(Claim::new(pool), PoolUse::Rma, plan, sources, targets);
     let carry = |view: View<'_>| {
         enter()?;
         let (near, far) = (near(from, &view), near(to, &view));

@@ -8,8 +8,8 @@ use std::{
 };
 
 use hmem_provider_verbs::sys::{
-    Context, Cq, Device, Functions, LinkLayer, Mr, Pd, PortAttr, PortState, Qp, QpAttr, QpInitAttr,
-    QpState, SendWr, Wc, WcStatus,
+    CompChannel, Context, Cq, Device, Functions, LinkLayer, Mr, Pd, PortAttr, PortState, Qp,
+    QpAttr, QpInitAttr, QpState, SendWr, Wc, WcStatus,
 };
 
 use crate::fake;
@@ -109,7 +109,7 @@ extern "C" fn create_cq(
     _: *mut Context,
     _: c_int,
     _: *mut c_void,
-    _: *mut c_void,
+    _: *mut CompChannel,
     _: c_int,
 ) -> *mut Cq {
     // SAFETY: all zeros is a value of this plain structure.

@@ -260,6 +260,34 @@ fn over_device(device: &str) {
         report(what, &pairs, &Goal::Adds(1000.0, 0.02));
     }
 
+    // SAFETY: the pages stay as long as the region.
+    let store = unsafe {
+        near.domain.reg(from.range(1 << 20), RIGHTS | Access::MW_BIND, 0, MrFlags::empty())
+    };
+    let store = store.expect("register");
+    let pairs = in_turns(
+        31,
+        40,
+        || raw.register_and_release(from.start, 1 << 20, FLAGS),
+        || {
+            let grant = store.grant(&near.endpoint, 0..1 << 20, Access::REMOTE_READ);
+            let revoked = grant.expect("grant").revoke();
+            revoked.map_err(|rejected| rejected.error).expect("revoke");
+        },
+    );
+    report("grant and revoke (raw: ibv_reg_mr, ibv_dereg_mr), 1 MiB", &pairs, &Goal::None);
+    let window = near.domain.alloc_type_1_window().expect("allocate a window");
+    let pairs = in_turns(
+        31,
+        40,
+        || raw.register_and_release(from.start, 1 << 20, FLAGS),
+        || {
+            window.bind(&store, 0, 1 << 20, Access::REMOTE_READ).expect("bind");
+            window.unbind().expect("unbind");
+        },
+    );
+    report("type 1: bind and unbind (raw as above), 1 MiB", &pairs, &Goal::None);
+
     // SAFETY: the pages stay as long as the regions.
     let register = |side: &Ours, pages: &Pages| unsafe {
         side.domain.reg(pages.range(1 << 20), RIGHTS, 0, MrFlags::empty()).expect("register")

@@ -34,9 +34,10 @@ use super::{
     task::{Entry, Task, Transfer},
 };
 use crate::{
-    in_flight::{Mail, Token},
-    post::Poster,
+    in_flight::{Arrival, Mail, RequestOwner, Token},
+    post::{Poster, takes_receive},
     queue::Queues,
+    ready::Ready,
 };
 
 /// The lanes of an endpoint, one in each direction.
@@ -82,9 +83,9 @@ impl Lane {
             entry.cancel();
         }
         let any = !ended.is_empty() || canceled_before > 0;
-        for (token, result) in ended {
+        for (token, result, arrival) in ended {
             if let Some(entry) = entries.iter_mut().find(|entry| entry.number == token.entry) {
-                entry.ended(token, result);
+                entry.ended(token, result, arrival);
             }
         }
         any
@@ -147,7 +148,9 @@ impl Lanes {
         // A failure of before is noticed before, and does not take this request along.
         self.step(lane, &mut entries);
         let number = lane.next.fetch_add(1, Ordering::AcqRel);
-        entries.push_back(Entry { number, kind, context: request.context, task, noticed: false });
+        let (context, takes_receive) = (request.context, takes_receive(&request.operation));
+        let (arrival, noticed) = (Arrival::default(), false);
+        entries.push_back(Entry { number, kind, takes_receive, context, task, arrival, noticed });
         lane.busy.store(entries.len(), Ordering::Release);
         self.active.add(self);
         self.step(lane, &mut entries);
@@ -190,7 +193,8 @@ impl Lanes {
                 Task::Staged(transfer) => {
                     let Transfer { pipeline, lists, movement, buffers, peer } = &mut **transfer;
                     if !movement.is_message() {
-                        pipeline.set_purpose(if behind_message { Use::Send } else { Use::Rma });
+                        let waits = behind_message || movement.takes_receive();
+                        pipeline.set_purpose(if waits { Use::Send } else { Use::Rma });
                     }
                     progressed |= pipeline.step(may_begin, &mut |view: View<'_>| {
                         if !may_post {
@@ -214,7 +218,7 @@ impl Lanes {
                 }
                 Task::Waiting(_) | Task::Posted | Task::Ended(_) => {}
             }
-            behind_message |= entry.kind == CompletionKind::Send && !entry.is_over();
+            behind_message |= entry.takes_receive && !entry.is_over();
             if entry.has_failed() && !entry.noticed {
                 (entry.noticed, failed) = (true, true);
                 if !failed_before {
@@ -228,7 +232,7 @@ impl Lanes {
     fn post_now(&self, request: &WorkRequest<'_>, token: Token) -> Result<Posted> {
         // SAFETY: the memory is that of regions whose descriptors the request names, or staging
         // buffers, which live as long as their domain.
-        match unsafe { self.poster.post(request, Some(token)) } {
+        match unsafe { self.poster.post(request, RequestOwner::Lane(token)) } {
             Ok(()) => Ok(Posted::Sent),
             Err(error) if error.kind() == ErrorKind::Again => Ok(Posted::Full),
             Err(error) => Err(error),
@@ -250,8 +254,9 @@ impl Lanes {
         while entries.front().is_some_and(Entry::is_over)
             && let Some(entry) = entries.pop_front()
         {
-            let (kind, context) = (entry.kind, entry.context);
-            self.queues.of(kind).push(self.poster.finish(kind, context, entry.result()));
+            let (kind, context, arrival) = (entry.kind, entry.context, entry.arrival);
+            let completion = self.poster.finish(kind, context, entry.result(), arrival);
+            self.queues.of(kind).push(completion);
             ended += 1;
         }
         lane.busy.store(entries.len(), Ordering::Release);
@@ -291,20 +296,41 @@ impl Lanes {
     }
 }
 
-/// The lanes of a device that are not empty.
+/// The lanes of a device that are not empty, and the completion queues whose readers step them.
 #[derive(Default)]
 pub(crate) struct ActiveLanes {
     count: AtomicUsize,
     lanes: Mutex<Vec<Weak<Lanes>>>,
+    queues: Mutex<Vec<Weak<Ready>>>,
 }
 
 impl ActiveLanes {
+    /// Adds a completion queue of the device.
+    pub(crate) fn add_queue(&self, queue: &Arc<Ready>) {
+        let mut queues = self.queues.lock();
+        queues.retain(|queue| queue.strong_count() > 0);
+        queues.push(Arc::downgrade(queue));
+    }
+
     fn add(&self, lanes: &Arc<Lanes>) {
         let mut active = self.lanes.lock();
-        if !active.iter().any(|known| std::ptr::eq(known.as_ptr(), Arc::as_ptr(lanes))) {
-            active.push(Arc::downgrade(lanes));
-            self.count.store(active.len(), Ordering::Release);
+        if active.iter().any(|known| std::ptr::eq(known.as_ptr(), Arc::as_ptr(lanes))) {
+            return;
         }
+        let were_empty = active.is_empty();
+        active.push(Arc::downgrade(lanes));
+        self.count.store(active.len(), Ordering::Release);
+        drop(active);
+        // The readers of all queues step the lanes. One that slept before the count changed has no
+        // limit for its sleep, and the lane may need that very reader.
+        if were_empty {
+            self.queues.lock().iter().filter_map(Weak::upgrade).for_each(|queue| queue.ring());
+        }
+    }
+
+    /// Returns true if a lane of the device is not empty.
+    pub(crate) fn any(&self) -> bool {
+        self.count.load(Ordering::Acquire) > 0
     }
 
     fn list(&self) -> Vec<Arc<Lanes>> {

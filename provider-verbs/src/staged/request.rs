@@ -34,7 +34,7 @@ impl Far {
 
 pub(super) fn kind_of(operation: &Operation<'_>) -> CompletionKind {
     match operation {
-        Operation::Write { .. } => CompletionKind::Write,
+        Operation::Write { .. } | Operation::WriteImmediate { .. } => CompletionKind::Write,
         Operation::Read { .. } => CompletionKind::Read,
         Operation::Atomic { .. } => CompletionKind::Atomic,
         Operation::Receive { .. } => CompletionKind::Receive,
@@ -47,9 +47,11 @@ pub(super) fn kind_of(operation: &Operation<'_>) -> CompletionKind {
 /// An operation that moves bytes of the local list, and owns its remote list.
 #[derive(Debug)]
 pub(super) enum Movement {
-    Write(Vec<Far>),
+    /// With immediate data, where there is some: the last chunk carries it.
+    Write(Vec<Far>, Option<u64>),
     Read(Vec<Far>),
     Send(Option<RemoteKey>),
+    SendImmediate(u64),
     Receive,
 }
 
@@ -58,10 +60,16 @@ impl Movement {
     pub(super) fn of(operation: &Operation<'_>) -> Option<(Self, Access)> {
         let far_list = |remote: &[RemoteSegment<'_>]| remote.iter().map(Far::of).collect();
         Some(match operation {
-            Operation::Write { remote } => (Self::Write(far_list(remote)), Access::WRITE),
+            Operation::Write { remote } => (Self::Write(far_list(remote), None), Access::WRITE),
+            Operation::WriteImmediate { remote, data } => {
+                (Self::Write(far_list(remote), Some(*data)), Access::WRITE)
+            }
             Operation::Read { remote } => (Self::Read(far_list(remote)), Access::READ),
             Operation::Send { tag: None, invalidate } => {
                 (Self::Send(invalidate.cloned()), Access::SEND)
+            }
+            Operation::SendImmediate { tag: None, data } => {
+                (Self::SendImmediate(*data), Access::SEND)
             }
             Operation::Receive { tag: None, .. } => (Self::Receive, Access::RECV),
             _ => return None,
@@ -70,31 +78,40 @@ impl Movement {
 
     fn remote(&self) -> &[Far] {
         match self {
-            Self::Write(remote) | Self::Read(remote) => remote,
-            Self::Send(_) | Self::Receive => &[],
+            Self::Write(remote, _) | Self::Read(remote) => remote,
+            Self::Send(_) | Self::SendImmediate(_) | Self::Receive => &[],
         }
     }
 
-    /// Returns the operation with this remote list.
-    fn operation<'a>(&'a self, remote: &'a [RemoteSegment<'a>]) -> Operation<'a> {
+    /// Returns the operation with this remote list, for the last part of the movement or another.
+    fn operation<'a>(&'a self, remote: &'a [RemoteSegment<'a>], is_last: bool) -> Operation<'a> {
         match self {
-            Self::Write(_) => Operation::Write { remote },
+            Self::Write(_, Some(data)) if is_last => {
+                Operation::WriteImmediate { remote, data: *data }
+            }
+            Self::Write(..) => Operation::Write { remote },
             Self::Read(_) => Operation::Read { remote },
             Self::Send(invalidate) => {
                 Operation::Send { tag: None, invalidate: invalidate.as_ref() }
             }
+            Self::SendImmediate(data) => Operation::SendImmediate { tag: None, data: *data },
             Self::Receive => Operation::Receive { tag: None, from: None },
         }
     }
 
     /// Returns true if the bytes come from this side.
     pub(super) const fn goes_out(&self) -> bool {
-        matches!(self, Self::Write(_) | Self::Send(_))
+        matches!(self, Self::Write(..) | Self::Send(_) | Self::SendImmediate(_))
+    }
+
+    /// Returns true if the movement takes a receive of the peer.
+    pub(super) const fn takes_receive(&self) -> bool {
+        matches!(self, Self::Write(_, Some(_)) | Self::Send(_) | Self::SendImmediate(_))
     }
 
     /// Returns true if the NIC needs all of the bytes in one request.
     pub(super) const fn is_message(&self) -> bool {
-        matches!(self, Self::Send(_) | Self::Receive)
+        matches!(self, Self::Send(_) | Self::SendImmediate(_) | Self::Receive)
     }
 
     /// Checks that both sides have the same length.
@@ -119,7 +136,7 @@ impl Movement {
         with: impl FnOnce(&WorkRequest<'_>) -> T,
     ) -> T {
         let (local, remote) = (lists.local(view, buffers), part(self.remote(), view));
-        let operation = self.operation(&remote);
+        let operation = self.operation(&remote, view.at + view.len == lists.len);
         with(&WorkRequest { operation, local: &local, peer, context })
     }
 }
@@ -175,7 +192,7 @@ impl Direct {
         let operation = match &self.operation {
             Owned::Movement(movement) => {
                 remote = movement.remote().iter().map(Far::segment).collect();
-                movement.operation(&remote)
+                movement.operation(&remote, true)
             }
             Owned::Atomic { op, datatype, remote, result, compare } => Operation::Atomic {
                 op: *op,

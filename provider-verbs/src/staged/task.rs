@@ -6,14 +6,19 @@ use hmem_core::{
     Access, ErrorKind, LocalKey, Result,
     transfer::{CompletionKind, Operation, PeerId, WorkRequest},
 };
-use hmem_p2p::staging::{Claim, Cut, Part, Pipeline, Use};
+use hmem_p2p::staging::{ChunkPlan, Claim, Part, Pipeline, Use};
 
 use super::{
     memory::StagedPiece,
     request::{Direct, Lists, Movement},
 };
 use crate::{
-    completion::canceled, domain_state::DomainState, in_flight::Token, region::Local, sys::QpCap,
+    completion::canceled,
+    domain_state::DomainState,
+    in_flight::{Arrival, Token},
+    post::immediate,
+    region::Local,
+    sys::QpCap,
 };
 
 /// A request in a lane.
@@ -21,8 +26,12 @@ use crate::{
 pub(super) struct Entry {
     pub(super) number: u64,
     pub(super) kind: CompletionKind,
+    /// The request takes a receive of the peer.
+    pub(super) takes_receive: bool,
     pub(super) context: u64,
     pub(super) task: Task,
+    /// For a receive that ended.
+    pub(super) arrival: Arrival,
     /// Its failure has canceled the entries behind it.
     pub(super) noticed: bool,
 }
@@ -73,8 +82,13 @@ impl Entry {
     }
 
     /// Notes the result of a request that the entry posted.
-    pub(super) fn ended(&mut self, token: Token, result: Result<u64>) {
+    pub(super) fn ended(&mut self, token: Token, result: Result<u64>, arrival: Arrival) {
+        self.arrival = arrival;
         match &mut self.task {
+            // A write with immediate data leaves the buffers of the receive that it takes alone.
+            Task::Staged(transfer) if arrival.written.is_some() => {
+                transfer.pipeline.landed(token.chunk, result.map(|_| 0));
+            }
             Task::Staged(transfer) => transfer.pipeline.landed(token.chunk, result),
             task => *task = Task::Ended(result),
         }
@@ -96,6 +110,7 @@ impl Task {
         request: &WorkRequest<'_>,
         cap: impl FnOnce() -> Result<QpCap>,
     ) -> Result<Self> {
+        immediate(domain, &request.operation)?;
         let movement = Movement::of(&request.operation);
         let lists = lists(domain, request, movement.as_ref().map(|(_, right)| *right))?;
         let refuse = |why| domain.refuse_post(ErrorKind::Unsupported, why);
@@ -149,9 +164,14 @@ impl Transfer {
             .ok_or_else(|| domain.refuse_post(ErrorKind::NoRegion, "the region is closed"))?;
         let slot_len = pool.slot_len();
         let (purpose, cut) = match &movement {
-            Movement::Send(_) => (Use::Send, Cut::whole(lists.len)),
-            Movement::Receive => (Use::Receive, Cut::whole(lists.len)),
-            Movement::Write(_) | Movement::Read(_) => (Use::Rma, Cut::chunks(lists.len, slot_len)),
+            Movement::Send(_) | Movement::SendImmediate(_) => {
+                (Use::Send, ChunkPlan::whole(lists.len))
+            }
+            Movement::Receive => (Use::Receive, ChunkPlan::whole(lists.len)),
+            Movement::Write(_, Some(_)) => (Use::Send, ChunkPlan::chunks(lists.len, slot_len)),
+            Movement::Write(_, None) | Movement::Read(_) => {
+                (Use::Rma, ChunkPlan::chunks(lists.len, slot_len))
+            }
         };
         if movement.is_message() {
             let most = pool.share(purpose) as u64 * slot_len;

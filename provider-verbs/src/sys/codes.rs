@@ -90,6 +90,19 @@ bitflags::bitflags! {
     }
 }
 
+bitflags::bitflags! {
+    /// `enum ibv_wc_flags`, as far as this crate looks at them.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct WcFlags: c_uint {
+        /// The completion carries immediate data.
+        const WITH_IMM = 1 << 1;
+        /// The checksums of the packet are right, on transports of packets.
+        const IP_CSUM_OK = 1 << 2;
+        /// The completion names the key that the NIC invalidated.
+        const WITH_INV = 1 << 3;
+    }
+}
+
 macro_rules! numbers {
     ($($(#[doc = $doc:literal])+ $type:ident($repr:ty) { $($name:ident = $value:literal,)+ })+) => {$(
         $(#[doc = $doc])+
@@ -162,10 +175,17 @@ numbers! {
         IBV_WC_RESP_TIMEOUT_ERR = 20,
         IBV_WC_GENERAL_ERR = 21,
     }
+    /// `enum ibv_wc_opcode`, as far as this crate looks at it.
+    WcOpcode(c_int) {
+        IBV_WC_RECV = 128,
+        IBV_WC_RECV_RDMA_WITH_IMM = 129,
+    }
     /// `enum ibv_wr_opcode`, as far as this crate uses them.
     WrOpcode(c_int) {
         IBV_WR_RDMA_WRITE = 0,
+        IBV_WR_RDMA_WRITE_WITH_IMM = 1,
         IBV_WR_SEND = 2,
+        IBV_WR_SEND_WITH_IMM = 3,
         IBV_WR_RDMA_READ = 4,
         IBV_WR_ATOMIC_CMP_AND_SWP = 5,
         IBV_WR_ATOMIC_FETCH_AND_ADD = 6,

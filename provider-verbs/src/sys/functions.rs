@@ -12,7 +12,9 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use super::{
     codes::ForkStatus,
-    layout::{Context, Cq, Device, DeviceAttr, Gid, Mr, Pd, PortAttr, Qp, QpAttr, QpInitAttr},
+    layout::{
+        CompChannel, Context, Cq, Device, DeviceAttr, Gid, Mr, Pd, PortAttr, Qp, QpAttr, QpInitAttr,
+    },
 };
 
 /// `ibv_rereg_mr(mr, flags, pd, address, length, access)`
@@ -98,9 +100,20 @@ functions! {
             unsafe extern "C" fn(*mut Pd, *mut c_void, usize, c_int) -> *mut Mr;
         /// `ibv_dereg_mr(mr)`
         dereg_mr: ibv_dereg_mr@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Mr) -> c_int;
+        /// `ibv_create_comp_channel(context)`
+        create_comp_channel: ibv_create_comp_channel@"IBVERBS_1.0" =
+            unsafe extern "C" fn(*mut Context) -> *mut CompChannel;
+        /// `ibv_destroy_comp_channel(channel)`
+        destroy_comp_channel: ibv_destroy_comp_channel@"IBVERBS_1.0" =
+            unsafe extern "C" fn(*mut CompChannel) -> c_int;
+        /// `ibv_get_cq_event(channel, cq, context)`
+        get_cq_event: ibv_get_cq_event@"IBVERBS_1.1" =
+            unsafe extern "C" fn(*mut CompChannel, *mut *mut Cq, *mut *mut c_void) -> c_int;
+        /// `ibv_ack_cq_events(cq, count)`
+        ack_cq_events: ibv_ack_cq_events@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Cq, c_uint);
         /// `ibv_create_cq(context, entries, context, channel, vector)`
         create_cq: ibv_create_cq@"IBVERBS_1.1" =
-            unsafe extern "C" fn(*mut Context, c_int, *mut c_void, *mut c_void, c_int) -> *mut Cq;
+            unsafe extern "C" fn(*mut Context, c_int, *mut c_void, *mut CompChannel, c_int) -> *mut Cq;
         /// `ibv_destroy_cq(cq)`
         destroy_cq: ibv_destroy_cq@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Cq) -> c_int;
         /// `ibv_create_qp(pd, attr)`

@@ -5,7 +5,9 @@ use std::{
     ptr,
 };
 
-use super::codes::{AtomicCap, LinkLayer, MwType, PortState, QpState, QpType, WcStatus, WrOpcode};
+use super::codes::{
+    AtomicCap, LinkLayer, MwType, PortState, QpState, QpType, WcOpcode, WcStatus, WrOpcode,
+};
 
 /// `struct ibv_device`, opaque: this crate asks the library about it.
 #[repr(C)]
@@ -234,12 +236,22 @@ pub struct MwBind {
     pub bind_info: MwBindInfo,
 }
 
+/// `struct ibv_comp_channel`
+#[repr(C)]
+#[derive(Debug)]
+#[allow(missing_docs, reason = "the names are those of the header")]
+pub struct CompChannel {
+    pub context: *mut Context,
+    pub fd: c_int,
+    pub refcnt: c_int,
+}
+
 /// `struct ibv_cq`
 #[repr(C)]
 #[allow(missing_docs, reason = "the names are those of the header")]
 pub struct Cq {
     pub context: *mut Context,
-    pub channel: *mut c_void,
+    pub channel: *mut CompChannel,
     pub cq_context: *mut c_void,
     pub handle: u32,
     pub cqe: c_int,
@@ -413,7 +425,7 @@ pub struct SendWr {
     pub num_sge: c_int,
     pub opcode: WrOpcode,
     pub send_flags: c_uint,
-    /// `imm_data` or `invalidate_rkey`.
+    /// `imm_data`, in network byte order, or `invalidate_rkey`.
     pub invalidate_rkey: u32,
     pub wr: WrPart,
     /// `qp_type.xrc.remote_srqn`
@@ -459,10 +471,10 @@ pub struct RecvWr {
 pub struct Wc {
     pub wr_id: u64,
     pub status: WcStatus,
-    pub opcode: c_int,
+    pub opcode: WcOpcode,
     pub vendor_err: u32,
     pub byte_len: u32,
-    /// `imm_data` or `invalidated_rkey`.
+    /// `imm_data`, in network byte order, or `invalidated_rkey`: `wc_flags` says which.
     pub invalidated_rkey: u32,
     pub qp_num: u32,
     pub src_qp: u32,

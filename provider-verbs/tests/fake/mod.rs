@@ -8,9 +8,9 @@ use std::{
 };
 
 use hmem_provider_verbs::sys::{
-    AtomicCap, Context, Cq, Device, DeviceAttr, DeviceAttrEx, DeviceExInput, ForkStatus, Functions,
-    Gid, IBV_ODP_SUPPORT, Mr, Pd, PortAttr, Qp, QpAttr, QpInitAttr, VERBS_ABI_IS_EXTENDED,
-    VerbsContext,
+    AtomicCap, CompChannel, Context, Cq, Device, DeviceAttr, DeviceAttrEx, DeviceExInput,
+    ForkStatus, Functions, Gid, IBV_ODP_SUPPORT, Mr, Pd, PortAttr, Qp, QpAttr, QpInitAttr,
+    VERBS_ABI_IS_EXTENDED, VerbsContext,
 };
 
 /// What the fake answers, and what it was asked.
@@ -54,7 +54,7 @@ pub(crate) fn calls() -> Vec<String> {
     with(|script| mem::take(&mut script.calls))
 }
 
-fn set_errno(errno: i32) {
+pub(crate) fn set_errno(errno: i32) {
     // SAFETY: the thread's own errno.
     unsafe { *libc::__errno_location() = errno };
 }
@@ -242,11 +242,27 @@ extern "C" fn rereg_mr(
     class
 }
 
+extern "C" fn create_comp_channel(_: *mut Context) -> *mut CompChannel {
+    set_errno(24);
+    ptr::null_mut()
+}
+
+extern "C" fn destroy_comp_channel(_: *mut CompChannel) -> c_int {
+    0
+}
+
+extern "C" fn get_cq_event(_: *mut CompChannel, _: *mut *mut Cq, _: *mut *mut c_void) -> c_int {
+    set_errno(11);
+    -1
+}
+
+extern "C" fn ack_cq_events(_: *mut Cq, _: c_uint) {}
+
 extern "C" fn create_cq(
     _: *mut Context,
     _: c_int,
     _: *mut c_void,
-    _: *mut c_void,
+    _: *mut CompChannel,
     _: c_int,
 ) -> *mut Cq {
     set_errno(12);
@@ -306,6 +322,10 @@ pub(crate) fn symbol(name: &str) -> Option<*const ()> {
         "ibv_reg_dmabuf_mr" => reg_dmabuf_mr as *const (),
         "ibv_dereg_mr" => dereg_mr as *const (),
         "ibv_rereg_mr" => rereg_mr as *const (),
+        "ibv_create_comp_channel" => create_comp_channel as *const (),
+        "ibv_destroy_comp_channel" => destroy_comp_channel as *const (),
+        "ibv_get_cq_event" => get_cq_event as *const (),
+        "ibv_ack_cq_events" => ack_cq_events as *const (),
         "ibv_create_cq" => create_cq as *const (),
         "ibv_destroy_cq" => destroy_cq as *const (),
         "ibv_create_qp" => create_qp as *const (),

@@ -6,15 +6,19 @@
 use std::{
     cell::RefCell,
     collections::{HashMap, VecDeque},
-    ffi::{c_int, c_void},
-    mem, ptr,
+    ffi::{c_int, c_uint, c_void},
+    mem,
+    os::fd::{BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd},
+    ptr,
 };
 
 use hmem_provider_verbs::sys::{
-    AccessFlags, Context, Cq, Device, DeviceAttr, DeviceCaps, Functions, LinkLayer, Mr, Mw, MwBind,
-    MwBindInfo, MwType, Pd, PortAttr, PortState, Qp, QpAttr, QpAttrMask, QpInitAttr, QpState,
-    RecvWr, SendFlags, SendWr, Sge, Wc, WcStatus, WrOpcode,
+    AccessFlags, CompChannel, Context, Cq, Device, DeviceAttr, DeviceCaps, Functions, LinkLayer,
+    Mr, Mw, MwBind, MwBindInfo, MwType, Pd, PortAttr, PortState, Qp, QpAttr, QpAttrMask,
+    QpInitAttr, QpState, RecvWr, SendFlags, SendWr, Sge, Wc, WcFlags, WcOpcode, WcStatus, WrOpcode,
 };
+
+use rustix::event::{EventfdFlags, eventfd};
 
 use crate::fake;
 
@@ -33,7 +37,17 @@ struct Send {
     /// What was copied when it was posted.
     inline: Option<Vec<u8>>,
     remote: (u64, u32),
+    /// Immediate data, or the key to invalidate.
+    extra: u32,
 }
+
+/// Opcodes that take a receive of the peer.
+const TAKE_RECEIVES: [WrOpcode; 4] = [
+    WrOpcode::IBV_WR_SEND,
+    WrOpcode::IBV_WR_SEND_WITH_IMM,
+    WrOpcode::IBV_WR_SEND_WITH_INV,
+    WrOpcode::IBV_WR_RDMA_WRITE_WITH_IMM,
+];
 
 struct Receive {
     wr_id: u64,
@@ -62,6 +76,18 @@ struct Wire {
     late_binds: Vec<(u32, usize, Wc)>,
     /// The number of the last queue pair that was destroyed.
     free: Option<u32>,
+    /// The channels of queues.
+    channels: HashMap<usize, Events>,
+}
+
+/// The events of a queue.
+struct Events {
+    /// The address of the channel.
+    channel: usize,
+    fd: RawFd,
+    armed: bool,
+    /// Events that were taken and are not acknowledged.
+    taken: u32,
 }
 
 /// The device's misbehaviour that a test asks for.
@@ -76,6 +102,15 @@ pub(crate) struct Misbehaviour {
     /// Requests outstanding on a queue pair complete with success when it is destroyed. The next
     /// queue pair has its number.
     pub(crate) completes_late: bool,
+    /// The errno with which no channel is created.
+    pub(crate) refuses_channels: c_int,
+    /// The errno with which channels answer.
+    pub(crate) channels_fail: c_int,
+    /// The driver does not tell of completions. For devices that are opened from now on.
+    pub(crate) tells_nothing: bool,
+    /// It is Soft-RoCE, whose flag for an invalidated key is the kernel's. For devices that are
+    /// opened from now on.
+    pub(crate) is_rxe: bool,
     /// The status with which binds of type 1 windows end. `None` stands for a success that comes
     /// after the next bind was posted.
     pub(crate) bind: Option<WcStatus>,
@@ -161,7 +196,18 @@ impl Wire {
 
     fn push(&mut self, cq: usize, qp_num: u32, wr_id: u64, status: WcStatus, bytes: u64) {
         let wc = Wc { wr_id, status, qp_num, byte_len: bytes as u32, ..Wc::default() };
+        self.complete(cq, wc);
+    }
+
+    fn complete(&mut self, cq: usize, wc: Wc) {
         self.done.entry(cq).or_default().push_back(wc);
+        if let Some(events) = self.channels.get_mut(&cq)
+            && mem::take(&mut events.armed)
+        {
+            // SAFETY: a channel is destroyed after its queue.
+            let fd = unsafe { BorrowedFd::borrow_raw(events.fd) };
+            rustix::io::write(fd, &1u64.to_ne_bytes()).expect("an event fd");
+        }
     }
 
     fn fail(&mut self, number: u32) {
@@ -192,7 +238,7 @@ impl Wire {
             return false;
         }
         let Some(send) = pair.sends.pop_front() else { return false };
-        if send.opcode == WrOpcode::IBV_WR_SEND
+        if TAKE_RECEIVES.contains(&send.opcode)
             && self.pairs.get(&peer).is_none_or(|pair| pair.receives.is_empty())
         {
             self.pairs.get_mut(&number).expect("it was there").sends.push_front(send);
@@ -229,22 +275,54 @@ impl Wire {
         let Some(bytes) = send.inline.clone().or_else(|| self.gather(&send.segments)) else {
             return WcStatus::IBV_WC_LOC_PROT_ERR;
         };
-        if send.opcode == WrOpcode::IBV_WR_RDMA_WRITE {
+        let with_immediate = send.opcode == WrOpcode::IBV_WR_RDMA_WRITE_WITH_IMM;
+        if send.opcode == WrOpcode::IBV_WR_RDMA_WRITE || with_immediate {
             let Some(to) = self.reach(rkey, address, len, AccessFlags::REMOTE_WRITE) else {
                 return WcStatus::IBV_WC_REM_ACCESS_ERR;
             };
             // SAFETY: as above.
             unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+            if with_immediate {
+                self.receive(peer, WcStatus::IBV_WC_SUCCESS, send, len);
+            }
             return WcStatus::IBV_WC_SUCCESS;
         }
         let pair = self.pairs.get_mut(&peer).expect("it was there");
-        let (receive, cq) = (pair.receives.pop_front().expect("it was there"), pair.cqs.1);
-        let (here, there) = match self.scatter(&receive.segments, &bytes) {
+        let segments = pair.receives.front().expect("it was there").segments.clone();
+        let (here, there) = match self.scatter(&segments, &bytes) {
             Some(()) => (WcStatus::IBV_WC_SUCCESS, WcStatus::IBV_WC_SUCCESS),
             None => (WcStatus::IBV_WC_REM_INV_REQ_ERR, WcStatus::IBV_WC_LOC_LEN_ERR),
         };
-        self.push(cq, peer, receive.wr_id, there, len);
+        self.receive(peer, there, send, len);
         here
+    }
+
+    /// Ends the next receive of a queue pair.
+    fn receive(&mut self, number: u32, status: WcStatus, send: &Send, len: u64) {
+        let pair = self.pairs.get_mut(&number).expect("it was there");
+        let (receive, cq) = (pair.receives.pop_front().expect("it was there"), pair.cqs.1);
+        let (opcode, flags) = match send.opcode {
+            WrOpcode::IBV_WR_RDMA_WRITE_WITH_IMM => {
+                (WcOpcode::IBV_WC_RECV_RDMA_WITH_IMM, WcFlags::WITH_IMM)
+            }
+            WrOpcode::IBV_WR_SEND_WITH_IMM => (WcOpcode::IBV_WC_RECV, WcFlags::WITH_IMM),
+            WrOpcode::IBV_WR_SEND_WITH_INV if self.misbehaviour.is_rxe => {
+                (WcOpcode::IBV_WC_RECV, WcFlags::IP_CSUM_OK)
+            }
+            WrOpcode::IBV_WR_SEND_WITH_INV => (WcOpcode::IBV_WC_RECV, WcFlags::WITH_INV),
+            _ => (WcOpcode::IBV_WC_RECV, WcFlags::empty()),
+        };
+        let wc = Wc {
+            wr_id: receive.wr_id,
+            status,
+            opcode,
+            byte_len: len as u32,
+            invalidated_rkey: send.extra,
+            qp_num: number,
+            wc_flags: flags.bits(),
+            ..Wc::default()
+        };
+        self.complete(cq, wc);
     }
 }
 
@@ -255,6 +333,7 @@ extern "C" fn query_device(_context: *mut Context, attr: *mut DeviceAttr) -> c_i
     (attr.max_cqe, attr.max_qp_wr, attr.max_sge) = (10_000, 1000, 16);
     (attr.max_qp_rd_atom, attr.max_qp_init_rd_atom) = (16, 16);
     attr.atomic_cap = fake::atomics();
+    attr.vendor_id = if with(|wire| wire.misbehaviour.is_rxe) { 0xff_ffff } else { 0x2c9 };
     attr.max_mw = 100;
     attr.device_cap_flags = DeviceCaps::all().bits();
     0
@@ -274,6 +353,8 @@ extern "C" fn open_device(device: *mut Device) -> *mut Context {
     // SAFETY: it was boxed just now.
     let ops = unsafe { &mut (*context).ops };
     ops.poll_cq = Some(poll_cq);
+    ops.req_notify_cq =
+        (!with(|wire| wire.misbehaviour.tells_nothing)).then_some(req_notify_cq as _);
     ops.post_send = Some(post_send);
     ops.post_recv = Some(post_recv);
     ops.alloc_mw = Some(alloc_mw);
@@ -294,6 +375,16 @@ extern "C" fn reg_mr(pd: *mut Pd, addr: *mut c_void, length: usize, access: c_in
     Box::into_raw(Box::new(Mr { context, pd, addr, length, handle: 0, lkey: key, rkey: key | 1 }))
 }
 
+extern "C" fn reg_mr_iova2(
+    pd: *mut Pd,
+    addr: *mut c_void,
+    length: usize,
+    _iova: u64,
+    access: c_uint,
+) -> *mut Mr {
+    reg_mr(pd, addr, length, access as c_int)
+}
+
 extern "C" fn dereg_mr(mr: *mut Mr) -> c_int {
     // SAFETY: it was boxed by `reg_mr`, and is deregistered once.
     let mr = unsafe { Box::from_raw(mr) };
@@ -301,24 +392,109 @@ extern "C" fn dereg_mr(mr: *mut Mr) -> c_int {
     0
 }
 
+extern "C" fn create_comp_channel(context: *mut Context) -> *mut CompChannel {
+    let errno = with(|wire| wire.misbehaviour.refuses_channels);
+    if errno != 0 {
+        fake::set_errno(errno);
+        return ptr::null_mut();
+    }
+    let fd = eventfd(0, EventfdFlags::SEMAPHORE).expect("an event fd").into_raw_fd();
+    Box::into_raw(Box::new(CompChannel { context, fd, refcnt: 0 }))
+}
+
+extern "C" fn destroy_comp_channel(channel: *mut CompChannel) -> c_int {
+    // SAFETY: it was boxed by `create_comp_channel`, and is destroyed once.
+    let channel = unsafe { Box::from_raw(channel) };
+    assert_eq!(channel.refcnt, 0, "a channel is destroyed after its queue");
+    fake::called("destroy_comp_channel".into());
+    // SAFETY: the fd is the channel's own.
+    drop(unsafe { OwnedFd::from_raw_fd(channel.fd) });
+    0
+}
+
+extern "C" fn get_cq_event(
+    channel: *mut CompChannel,
+    cq: *mut *mut Cq,
+    _context: *mut *mut c_void,
+) -> c_int {
+    let errno = with(|wire| wire.misbehaviour.channels_fail);
+    if errno != 0 {
+        fake::set_errno(errno);
+        return -1;
+    }
+    // SAFETY: the caller gives a channel that is alive.
+    let fd = unsafe { BorrowedFd::borrow_raw((*channel).fd) };
+    if let Err(errno) = rustix::io::read(fd, &mut [0; 8]) {
+        fake::set_errno(errno.raw_os_error());
+        return -1;
+    }
+    with(|wire| {
+        let (address, events) = wire
+            .channels
+            .iter_mut()
+            .find(|(_, events)| events.channel == channel.addr())
+            .expect("a queue of the channel");
+        events.taken += 1;
+        // SAFETY: the caller gives a place for the queue.
+        unsafe { *cq = ptr::with_exposed_provenance_mut(*address) };
+    });
+    0
+}
+
+extern "C" fn ack_cq_events(cq: *mut Cq, count: c_uint) {
+    with(|wire| {
+        let events = wire.channels.get_mut(&cq.addr()).expect("a queue with a channel");
+        events.taken = events.taken.checked_sub(count).expect("acknowledged once");
+    });
+}
+
+unsafe extern "C" fn req_notify_cq(cq: *mut Cq, solicited: c_int) -> c_int {
+    assert_eq!(solicited, 0);
+    fake::called("req_notify_cq".into());
+    with(|wire| {
+        wire.channels.get_mut(&cq.addr()).expect("a queue with a channel").armed = true;
+    });
+    0
+}
+
 extern "C" fn create_cq(
     context: *mut Context,
     _: c_int,
     _: *mut c_void,
-    _: *mut c_void,
+    channel: *mut CompChannel,
     _: c_int,
 ) -> *mut Cq {
     // SAFETY: all zeros is a value of this plain structure.
     let mut cq: Cq = unsafe { mem::zeroed() };
-    cq.context = context;
-    Box::into_raw(Box::new(cq))
+    (cq.context, cq.channel) = (context, channel);
+    let cq = Box::into_raw(Box::new(cq));
+    if !channel.is_null() {
+        // SAFETY: the caller gives a channel that is alive.
+        let fd = unsafe {
+            (*channel).refcnt += 1;
+            (*channel).fd
+        };
+        let events = Events { channel: channel.addr(), fd, armed: false, taken: 0 };
+        with(|wire| wire.channels.insert(cq.expose_provenance(), events));
+    }
+    cq
 }
 
 extern "C" fn destroy_cq(cq: *mut Cq) -> c_int {
     fake::called("destroy_cq".into());
-    with(|wire| wire.done.remove(&cq.addr()));
-    // SAFETY: it was boxed by `create_cq`, and is destroyed once.
-    drop(unsafe { Box::from_raw(cq) });
+    let events = with(|wire| {
+        wire.done.remove(&cq.addr());
+        wire.channels.remove(&cq.addr())
+    });
+    // A driver waits here for the rest.
+    assert_eq!(events.map_or(0, |events| events.taken), 0, "events are not acknowledged");
+    // SAFETY: it was boxed by `create_cq`, and is destroyed once; its channel is alive.
+    unsafe {
+        let cq = Box::from_raw(cq);
+        if !cq.channel.is_null() {
+            (*cq.channel).refcnt -= 1;
+        }
+    }
     0
 }
 
@@ -424,12 +600,15 @@ unsafe extern "C" fn post_send(qp: *mut Qp, mut wr: *mut SendWr, bad: *mut *mut 
                     .contains(SendFlags::INLINE)
                     .then(|| segments.iter().flat_map(copy).collect());
                 let remote = match request.opcode {
-                    WrOpcode::IBV_WR_SEND => (0, 0),
+                    WrOpcode::IBV_WR_SEND
+                    | WrOpcode::IBV_WR_SEND_WITH_IMM
+                    | WrOpcode::IBV_WR_SEND_WITH_INV => (0, 0),
                     _ => (request.wr.rdma.remote_addr, request.wr.rdma.rkey),
                 };
                 let signaled = flags.contains(SendFlags::SIGNALED);
                 let (wr_id, opcode) = (request.wr_id, request.opcode);
-                let send = Send { wr_id, opcode, signaled, segments, inline, remote };
+                let extra = request.invalidate_rkey;
+                let send = Send { wr_id, opcode, signaled, segments, inline, remote, extra };
                 wire.pairs
                     .get_mut(&number)
                     .expect("a queue pair that is alive")
@@ -480,7 +659,7 @@ unsafe extern "C" fn bind_mw(qp: *mut Qp, mw: *mut Mw, bind: *mut MwBind) -> c_i
     };
     with(|wire| {
         for (_, cq, wc) in mem::take(&mut wire.late_binds) {
-            wire.done.entry(cq).or_default().push_back(wc);
+            wire.complete(cq, wc);
         }
         let cq = wire.pairs[&qp_num].cqs.0;
         match wire.misbehaviour.bind {
@@ -522,7 +701,12 @@ pub(crate) fn functions() -> Functions {
             "ibv_query_device" => query_device as *const (),
             "ibv_query_port" => query_port as *const (),
             "ibv_reg_mr" => reg_mr as *const (),
+            "ibv_reg_mr_iova2" => reg_mr_iova2 as *const (),
             "ibv_dereg_mr" => dereg_mr as *const (),
+            "ibv_create_comp_channel" => create_comp_channel as *const (),
+            "ibv_destroy_comp_channel" => destroy_comp_channel as *const (),
+            "ibv_get_cq_event" => get_cq_event as *const (),
+            "ibv_ack_cq_events" => ack_cq_events as *const (),
             "ibv_create_cq" => create_cq as *const (),
             "ibv_destroy_cq" => destroy_cq as *const (),
             "ibv_create_qp" => create_qp as *const (),

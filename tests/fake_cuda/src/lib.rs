@@ -262,7 +262,7 @@ impl FakeDriver {
         self.with(|state| state.all_calls())
     }
 
-    /// What is alive.
+    /// Returns the numbers of objects that are alive.
     #[must_use]
     pub fn live(&self) -> Live {
         self.with(|state| state.live())

@@ -127,7 +127,7 @@ pub(crate) struct Hold {
     pub(crate) held: usize,
 }
 
-/// What is alive.
+/// The numbers of objects that are alive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Live {
     /// Allocations of every kind but those below.

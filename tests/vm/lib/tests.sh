@@ -10,6 +10,7 @@ suite() {
         return
     fi
     echo "--manifest-path tests/vm/smoke/Cargo.toml${dma_buf:+ --features dma-buf}"
+    [[ ! $sideway ]] || echo "--manifest-path tests/vm/sideway/Cargo.toml"
     # Real memory, where a genuine exporter of it (/dev/udmabuf) is at hand.
     echo "--package hmem-iface-system --test system"
     echo "--package hmem-provider-verbs --test *"
@@ -36,7 +37,8 @@ build_tests() {
     while IFS= read -r line; do
         read -ra arguments <<<"$line"
         say "building: cargo $verb ${arguments[*]}"
-        (cd "$repository" && cargo $verb --quiet --no-run --message-format=json-render-diagnostics \
+        (cd "$repository" && { [[ $line != *sideway* ]] || use_sideway_tools; } &&
+            cargo $verb --quiet --no-run --message-format=json-render-diagnostics \
             --target-dir "${CARGO_TARGET_DIR:-$repository/target}" "${arguments[@]}") >"$messages" ||
             { say "FAILED: the tests do not build"; exit 1; }
         while IFS= read -r line; do
@@ -77,7 +79,8 @@ place_tests() {
     done
     {
         printf '%s=%q\n' mark "$mark" verbose "$keep" 'export HMEM_VM_KERNEL' "$kernel_release"
-        [[ ! $dma_buf ]] || printf '%s\n' preload=/lib/ibv_reg_dmabuf_mr.so 'export HMEM_VERBS_DMA_BUF=1'
+        [[ ! $dma_buf ]] || printf '%s\n' preload=/lib/ibv_reg_dmabuf_mr.so 'export HMEM_VERBS_DMA_BUF=1' \
+            'export HMEM_VERBS_WINDOW_BOUNDS=1'
     } >"$guest_root/tests/environment"
 }
 

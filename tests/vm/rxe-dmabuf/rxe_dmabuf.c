@@ -18,6 +18,15 @@
 	 IB_ACCESS_REMOTE_ATOMIC | IB_ACCESS_RELAXED_ORDERING)
 
 void rxe_dmabuf_setup(struct ib_device *device);
+bool rxe_window_holds(struct rxe_mw *mw, u64 va, u64 length);
+
+/* Whether an access through a window lies in the window. The distribution's rxe only looks at the region behind it. */
+bool rxe_window_holds(struct rxe_mw *mw, u64 va, u64 length)
+{
+	u64 first = (mw->access & IB_ZERO_BASED) ? 0 : mw->addr;
+
+	return va >= first && length <= mw->length && va - first <= mw->length - length;
+}
 
 static int fill_pages(struct rxe_mr *mr, struct ib_umem_dmabuf *buffer)
 {

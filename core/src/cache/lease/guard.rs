@@ -32,8 +32,8 @@ pub enum UncachedReason {
     MembarrierRefused,
     /// The process is a forked child.
     Forked,
-    /// The address is above those of the table (2^48 bytes).
-    AddressTooHigh,
+    /// The range crosses a multiple of 2^48, where the index ends.
+    CrossesIndexEnd,
     /// No monitor can watch the memory, with the reason.
     Unwatched(Error),
 }
@@ -47,7 +47,7 @@ impl fmt::Display for UncachedReason {
             Self::InvalidationInProgress => "a monitor is finding out what changed",
             Self::MembarrierRefused => "the kernel refuses membarrier(2), which it allowed before",
             Self::Forked => "the process is a forked child",
-            Self::AddressTooHigh => "the address is above 2^48",
+            Self::CrossesIndexEnd => "the range crosses a multiple of 2^48, where the index ends",
             Self::Unwatched(why) => return write!(f, "no monitor watches the memory: {why}"),
         })
     }

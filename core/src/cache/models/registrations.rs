@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     Address, AddressRange,
-    monitor::{Cause, Invalidator},
+    monitor::{InvalidationCause, Invalidator},
 };
 
 const REPLACED: &str = "a hit on memory that was replaced";
@@ -20,9 +20,9 @@ fn registration_against_an_invalidation() {
     model(|| {
         let cache = cache(1);
         let invalidator = in_thread(&cache, |cache| {
-            let change = cache.core.begin(range(0), Cause::Replace);
+            let change = cache.core.invalidate_start(range(0), InvalidationCause::Replace);
             cache.backend().version.fetch_add(1, Ordering::Relaxed);
-            cache.core.end(change);
+            cache.core.invalidate_end(change);
         });
         let mine = block(&cache);
         drop(get(&cache, mine, 0));
@@ -52,9 +52,9 @@ fn waiter_gets_no_region_of_replaced_memory() {
                 lease.used.with(|_| ());
             });
             let invalidator = in_thread(&cache, |cache| {
-                let change = cache.core.begin(range(0), Cause::Replace);
+                let change = cache.core.invalidate_start(range(0), InvalidationCause::Replace);
                 cache.backend().version.fetch_add(1, Ordering::Relaxed);
-                cache.core.end(change);
+                cache.core.invalidate_end(change);
                 // A lookup after the invalidation gets the memory that is there now.
                 assert_eq!(get(cache, block(cache), 0).version, 1, "{REPLACED}");
             });

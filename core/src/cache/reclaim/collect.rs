@@ -185,7 +185,7 @@ impl<S: CacheBackend> CacheCore<S> {
         let callback = Arc::new(callback);
         let Some(last) = range.len().checked_sub(1) else { return };
         let (start, last) = (range.start().0, range.start().0 + last);
-        let Some((first_page, last_page)) = radix::pages_within(start, last) else { return };
+        let (first_page, last_page) = radix::pages_or_all(start, last);
         if self.leases.gate.is_forked() {
             return;
         }

@@ -72,7 +72,7 @@ impl Drop for Reading {
 
 /// The index of one announced call.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place(usize);
+pub(super) struct Announcement(usize);
 
 impl Announced {
     /// Makes announced calls wait until the guard is dropped. The caller takes the guard before it
@@ -83,7 +83,7 @@ impl Announced {
     }
 
     /// Announces a call, if there is a place for it. The caller retracts it.
-    pub(super) fn announce(&self, start: u64, end: u64) -> Option<Place> {
+    pub(super) fn announce(&self, start: u64, end: u64) -> Option<Announcement> {
         let claimed = self.calls.iter().position(|call| {
             let word = call.word.load(Relaxed);
             word.is_multiple_of(PHASES)
@@ -94,12 +94,12 @@ impl Announced {
         call.end.store(end, SeqCst);
         call.read.store(start, SeqCst);
         call.word.fetch_add(ANNOUNCED - WRITING, SeqCst);
-        Some(Place(claimed))
+        Some(Announcement(claimed))
     }
 
     /// Ends the announcement of a call, which has returned. Waits until every event that was read
     /// during the call was compared with it. Changes `errno`.
-    pub(super) fn retract(&self, Place(at): Place) {
+    pub(super) fn retract(&self, Announcement(at): Announcement) {
         let begun = self.begun.load(SeqCst);
         // A reading thread waits for nobody, so this ends unless that thread gets no processor. In
         // a child that was forked during the call, both counts are zero.

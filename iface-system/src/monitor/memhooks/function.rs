@@ -1,6 +1,6 @@
 //! The functions of the C library that take memory away, and what each takes.
 
-use hmem_core::{AddressRange, monitor::Cause};
+use hmem_core::{AddressRange, monitor::InvalidationCause};
 use hmem_hook::clamped;
 
 use crate::{monitor::area, sys};
@@ -10,19 +10,23 @@ pub(super) type Args = [usize; 6];
 
 /// What one call takes away: up to two ranges.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Taken(pub(super) [Option<(AddressRange, Cause)>; 2]);
+pub(super) struct AffectedRanges(pub(super) [Option<(AddressRange, InvalidationCause)>; 2]);
 
-impl Taken {
+impl AffectedRanges {
     const NOTHING: Self = Self([None, None]);
 
     #[inline(always)]
-    fn one(start: usize, len: u64, cause: Cause) -> Self {
+    fn one(start: usize, len: u64, cause: InvalidationCause) -> Self {
         Self([some(start as u64, len, cause), None])
     }
 }
 
 #[inline(always)]
-fn some(start: u64, len: u64, cause: Cause) -> Option<(AddressRange, Cause)> {
+fn some(
+    start: u64,
+    len: u64,
+    cause: InvalidationCause,
+) -> Option<(AddressRange, InvalidationCause)> {
     (len > 0).then(|| (clamped(start, len), cause))
 }
 
@@ -180,7 +184,7 @@ impl Function {
 
     /// What a call with these arguments is about to take away. Allocates nothing and takes no lock.
     #[inline(always)]
-    pub(super) fn taken(self, args: &Args) -> Taken {
+    pub(super) fn taken(self, args: &Args) -> AffectedRanges {
         // A mask, as pages are powers of two: a division would take longer than the rest.
         let within = sys::page_size() - 1;
         let to = |bytes: usize, within: u64| {
@@ -189,17 +193,19 @@ impl Function {
         let pages = |bytes| to(bytes, within);
         let rounded = |bytes, huge: Option<u64>| to(bytes, huge.map_or(within, |huge| huge - 1));
         match self {
-            Self::Munmap => Taken::one(args[0], pages(args[1]), Cause::Unmap),
+            Self::Munmap => AffectedRanges::one(args[0], pages(args[1]), InvalidationCause::Unmap),
             Self::Mmap => {
                 let [start, len, _, flags, fd, _] = *args;
                 let base = has(flags, libc::MAP_ANONYMOUS) && !has(flags, libc::MAP_HUGETLB);
                 let huge = if base { None } else { huge_of_new(start, len, flags, fd) };
-                Taken::one(start, rounded(len, huge), Cause::Replace)
+                AffectedRanges::one(start, rounded(len, huge), InvalidationCause::Replace)
             }
-            Self::Madvise => Taken::one(args[0], pages(args[1]), Cause::Discard),
+            Self::Madvise => {
+                AffectedRanges::one(args[0], pages(args[1]), InvalidationCause::Discard)
+            }
             // The ranges lie in memory that may not be readable: only the kernel can look without
             // harm.
-            Self::ProcessMadvise => Taken::one(0, u64::MAX, Cause::Discard),
+            Self::ProcessMadvise => AffectedRanges::one(0, u64::MAX, InvalidationCause::Discard),
             Self::Mremap => {
                 let [old, old_len, new_len, flags, new, _] = *args;
                 let huge = huge_of_mapped(old, [old_len, new_len]);
@@ -209,15 +215,15 @@ impl Function {
                     some(
                         (old as u64).saturating_add(new_pages),
                         old_pages - new_pages,
-                        Cause::Remap,
+                        InvalidationCause::Remap,
                     )
                 } else {
-                    some(old as u64, old_pages, Cause::Remap)
+                    some(old as u64, old_pages, InvalidationCause::Remap)
                 };
                 let onto = has(flags, libc::MREMAP_FIXED)
-                    .then(|| some(new as u64, new_pages, Cause::Replace))
+                    .then(|| some(new as u64, new_pages, InvalidationCause::Replace))
                     .flatten();
-                Taken([from, onto])
+                AffectedRanges([from, onto])
             }
             Self::Brk => {
                 // SAFETY: the kernel answers with the break, and changes nothing for an address
@@ -225,9 +231,9 @@ impl Function {
                 let now = unsafe { libc::syscall(libc::SYS_brk, 0) } as usize;
                 let (to, now) = (pages(args[0]), pages(now));
                 if to < now {
-                    Taken([some(to, now - to, Cause::Shrink), None])
+                    AffectedRanges([some(to, now - to, InvalidationCause::Shrink), None])
                 } else {
-                    Taken::NOTHING
+                    AffectedRanges::NOTHING
                 }
             }
             Self::Shmat => {
@@ -236,16 +242,19 @@ impl Function {
                 // Whether its pages are huge is not to be learned.
                 let within = largest(start as usize).map_or(0, |huge| huge - 1);
                 let len = len.checked_add(within).map_or(u64::MAX, |end| end & !within);
-                Taken([some(start, len, Cause::Replace), None])
+                AffectedRanges([some(start, len, InvalidationCause::Replace), None])
             }
             Self::Shmdt => {
                 let range = area::attached(args[0] as u64);
-                Taken([(!range.is_empty()).then_some((range, Cause::Detach)), None])
+                AffectedRanges([
+                    (!range.is_empty()).then_some((range, InvalidationCause::Detach)),
+                    None,
+                ])
             }
             // The kernel rounds both down.
             Self::RemapFilePages => {
                 let [start, size, ..] = args.map(|bytes| bytes as u64 & !within);
-                Taken([some(start, size, Cause::Replace), None])
+                AffectedRanges([some(start, size, InvalidationCause::Replace), None])
             }
         }
     }
@@ -257,13 +266,13 @@ mod tests {
 
     use super::*;
 
-    fn taken(function: Function, args: &[usize]) -> Vec<(u64, u64, Cause)> {
+    fn taken(function: Function, args: &[usize]) -> Vec<(u64, u64, InvalidationCause)> {
         let mut all = [0; 6];
         all[..args.len()].copy_from_slice(args);
         if !function.takes(&all) {
             return Vec::new();
         }
-        let Taken(ranges) = function.taken(&all);
+        let AffectedRanges(ranges) = function.taken(&all);
         ranges
             .iter()
             .flatten()
@@ -275,10 +284,13 @@ mod tests {
     fn a_call_takes_what_its_arguments_say_and_no_more() {
         use Function::*;
         let (may_move, fixed, keep) = (1_usize, 3_usize, 5_usize);
-        assert_eq!(taken(Munmap, &[0x10000, 1]), [(0x10000, 4096, Cause::Unmap)]);
+        assert_eq!(taken(Munmap, &[0x10000, 1]), [(0x10000, 4096, InvalidationCause::Unmap)]);
         assert_eq!(taken(Munmap, &[0x10000, 0]), []);
         let fixed_map = libc::MAP_FIXED as usize;
-        assert_eq!(taken(Mmap, &[0x10000, 8192, 3, fixed_map]), [(0x10000, 8192, Cause::Replace)]);
+        assert_eq!(
+            taken(Mmap, &[0x10000, 8192, 3, fixed_map]),
+            [(0x10000, 8192, InvalidationCause::Replace)]
+        );
         assert_eq!(taken(Mmap, &[0x10000, 8192, 3, 0]), []);
         // Of huge pages whole ones go, of the size that the flags say, or of the largest that fit.
         let anonymous = fixed_map | libc::MAP_ANONYMOUS as usize;
@@ -289,31 +301,46 @@ mod tests {
             (1 << 30, huge | two_mib, 2 << 20),
             (1 << 30, huge, 1 << 30),
         ] {
-            assert_eq!(taken(Mmap, &[start, 1, 3, flags]), [(start as u64, len, Cause::Replace)]);
+            assert_eq!(
+                taken(Mmap, &[start, 1, 3, flags]),
+                [(start as u64, len, InvalidationCause::Replace)]
+            );
         }
         assert_eq!(taken(Mmap, &[0x10000, 8192, 3, libc::MAP_FIXED_NOREPLACE as usize]), []);
         // Shrinking takes the tail, whatever else is allowed; growing in place takes nothing.
-        assert_eq!(taken(Mremap, &[0x10000, 0x4000, 0x1000, 0]), [(0x11000, 0x3000, Cause::Remap)]);
+        assert_eq!(
+            taken(Mremap, &[0x10000, 0x4000, 0x1000, 0]),
+            [(0x11000, 0x3000, InvalidationCause::Remap)]
+        );
         assert_eq!(
             taken(Mremap, &[0x10000, 0x4000, 0x1000, may_move]),
-            [(0x11000, 0x3000, Cause::Remap)]
+            [(0x11000, 0x3000, InvalidationCause::Remap)]
         );
         assert_eq!(taken(Mremap, &[0x10000, 0x1000, 0x4000, 0]), []);
         assert_eq!(
             taken(Mremap, &[0x10000, 0x1000, 0x4000, may_move]),
-            [(0x10000, 0x1000, Cause::Remap)]
+            [(0x10000, 0x1000, InvalidationCause::Remap)]
         );
         assert_eq!(
             taken(Mremap, &[0x10000, 0x1000, 0x1000, fixed, 0x90000]),
-            [(0x10000, 0x1000, Cause::Remap), (0x90000, 0x1000, Cause::Replace)]
+            [
+                (0x10000, 0x1000, InvalidationCause::Remap),
+                (0x90000, 0x1000, InvalidationCause::Replace)
+            ]
         );
         assert_eq!(
             taken(Mremap, &[0x10000, 0x1000, 0x1000, keep]),
-            [(0x10000, 0x1000, Cause::Remap)]
+            [(0x10000, 0x1000, InvalidationCause::Remap)]
         );
         for advice in [4, 8, 9, 24, 102] {
-            assert_eq!(taken(Madvise, &[0x10000, 4096, advice]), [(0x10000, 4096, Cause::Discard)]);
-            assert_eq!(taken(ProcessMadvise, &[9, 9, 9, advice]), [(0, u64::MAX, Cause::Discard)]);
+            assert_eq!(
+                taken(Madvise, &[0x10000, 4096, advice]),
+                [(0x10000, 4096, InvalidationCause::Discard)]
+            );
+            assert_eq!(
+                taken(ProcessMadvise, &[9, 9, 9, advice]),
+                [(0, u64::MAX, InvalidationCause::Discard)]
+            );
         }
         for advice in [0, 1, 2, 3, 10, 14, 20, 21, 22, 23, 103] {
             assert_eq!(taken(Madvise, &[0x10000, 4096, advice]), []);
@@ -324,18 +351,18 @@ mod tests {
         assert_eq!(taken(Shmat, &[0, 0x10000, 0]), []);
         assert_eq!(
             taken(RemapFilePages, &[0x10001, 8191, 0, 7, 0]),
-            [(0x10000, 4096, Cause::Replace)]
+            [(0x10000, 4096, InvalidationCause::Replace)]
         );
         assert_eq!(taken(RemapFilePages, &[0x10000, 4095, 0, 7, 0]), []);
         // Of a mapping that begins where no huge page can, nothing is asked.
         assert_eq!(
             taken(Mmap, &[0x1000, 1, 3, fixed_map, usize::MAX]),
-            [(0x1000, 4096, Cause::Replace)]
+            [(0x1000, 4096, InvalidationCause::Replace)]
         );
         // Lengths that wrap reach to the end of the address space, and no further.
         assert_eq!(
             taken(Munmap, &[0x10000, usize::MAX]),
-            [(0x10000, u64::MAX - 0xffff, Cause::Unmap)]
+            [(0x10000, u64::MAX - 0xffff, InvalidationCause::Unmap)]
         );
     }
 
@@ -354,7 +381,7 @@ mod tests {
             ((libc::MAP_FIXED | libc::MAP_SHARED) as usize, file.as_raw_fd() as usize);
         assert_eq!(
             taken(Mmap, &[HUGE, 1, 3, fixed, number]),
-            [(HUGE as u64, HUGE as u64, Cause::Replace)]
+            [(HUGE as u64, HUGE as u64, InvalidationCause::Replace)]
         );
 
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
@@ -368,7 +395,7 @@ mod tests {
         let shrunk = taken(Mremap, &[at.addr(), 2 * HUGE, 1, 0]);
         // SAFETY: the test's own mapping.
         assert_eq!(unsafe { libc::munmap(at, 2 * HUGE) }, 0);
-        assert_eq!(grown, [(start, whole, Cause::Remap)]);
-        assert_eq!(shrunk, [(start + HUGE as u64, HUGE as u64, Cause::Remap)]);
+        assert_eq!(grown, [(start, whole, InvalidationCause::Remap)]);
+        assert_eq!(shrunk, [(start + HUGE as u64, HUGE as u64, InvalidationCause::Remap)]);
     }
 }

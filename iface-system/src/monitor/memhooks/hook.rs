@@ -9,22 +9,22 @@ use std::{
     sync::atomic::{AtomicU64, AtomicUsize, Ordering},
 };
 
-use hmem_core::monitor::{Cause, Change};
-use hmem_hook::{HasTable, Pass, Place, SLOTS, Table, Wipeable};
+use hmem_core::monitor::{InvalidationCause, InvalidationToken};
+use hmem_hook::{HasTable, HookRegistry, SLOTS, SubscriberTable, TableReadGuard, Wipeable};
 
 use super::{
     announced::Announced,
-    function::{Args, Function, Taken},
+    function::{AffectedRanges, Args, Function},
 };
 
 /// The place where hooks find the subscribers of the process.
-pub(super) static PLACE: Place<Shared> = Place::new();
+pub(super) static REGISTRY: HookRegistry<MemhooksState> = HookRegistry::new();
 
 /// The state that hooks share with the rest of the process.
 #[repr(C)]
 #[derive(Debug)]
-pub(super) struct Shared {
-    pub(super) table: Table,
+pub(super) struct MemhooksState {
+    pub(super) table: SubscriberTable,
     /// Calls of `brk(NULL)` that arrived: the only call of `brk` that a test may make.
     pub(super) brk_probes: AtomicU64,
     /// Hooked discards in progress.
@@ -32,11 +32,11 @@ pub(super) struct Shared {
 }
 
 // SAFETY: zeroes are an empty table, no arrivals and no calls; all is shared by atomics alone.
-unsafe impl Wipeable for Shared {}
+unsafe impl Wipeable for MemhooksState {}
 
-impl HasTable for Shared {
+impl HasTable for MemhooksState {
     #[inline]
-    fn table(&self) -> &Table {
+    fn table(&self) -> &SubscriberTable {
         &self.table
     }
 }
@@ -95,7 +95,7 @@ hooks! {
 #[inline(always)]
 unsafe fn hooked<const FUNCTION: usize>(args: Args) -> usize {
     let function = Function::ALL[FUNCTION];
-    let subscribers = PLACE.subscribers();
+    let subscribers = REGISTRY.subscribers();
     let Some(subscribers) = subscribers.filter(|_| function.takes(&args)) else {
         if let (Some(subscribers), Function::Brk) = (subscribers, function) {
             subscribers.shared().brk_probes.fetch_add(1, Ordering::Relaxed);
@@ -121,23 +121,29 @@ unsafe fn hooked<const FUNCTION: usize>(args: Args) -> usize {
 /// # Safety
 /// As for the function with these arguments.
 #[inline(never)]
-unsafe fn told<const FUNCTION: usize>(pass: &Pass<'_>, announced: &Announced, args: Args) -> usize {
+unsafe fn told<const FUNCTION: usize>(
+    pass: &TableReadGuard<'_>,
+    announced: &Announced,
+    args: Args,
+) -> usize {
     let function = Function::ALL[FUNCTION];
     // SAFETY: libc keeps `errno` of this thread for as long as the thread runs. It is read and
     // written by the pointer alone: the original function and invalidators write it too.
     let errno = unsafe { libc::__errno_location() };
     // SAFETY: `errno` of this thread.
     let before = unsafe { errno.read() };
-    let Taken(taken) = function.taken(&args);
-    let mut changes = [const { [const { MaybeUninit::<Change>::uninit() }; SLOTS] }; 2];
+    let AffectedRanges(taken) = function.taken(&args);
+    let mut changes = [const { [const { MaybeUninit::<InvalidationToken>::uninit() }; SLOTS] }; 2];
     for (taken, changes) in taken.iter().zip(&mut changes) {
         if let Some((range, cause)) = *taken {
-            pass.each(|slot, invalidator| _ = changes[slot].write(invalidator.begin(range, cause)));
+            pass.each(|slot, invalidator| {
+                _ = changes[slot].write(invalidator.invalidate_start(range, cause))
+            });
         }
     }
     // Of `process_madvise` the addresses are not known, nor whether they are this process's.
     let call = match (function, taken) {
-        (Function::Madvise, [Some((range, Cause::Discard)), _]) => {
+        (Function::Madvise, [Some((range, InvalidationCause::Discard)), _]) => {
             let start = range.start().0;
             announced.announce(start, start.saturating_add(range.len()))
         }
@@ -155,9 +161,9 @@ unsafe fn told<const FUNCTION: usize>(pass: &Pass<'_>, announced: &Announced, ar
     for (taken, changes) in taken.iter().zip(&changes) {
         if taken.is_some() {
             pass.each(|slot, invalidator| {
-                // SAFETY: this pass has the same slots each time, and `begin` wrote this one for
-                // the same range.
-                invalidator.end(unsafe { changes[slot].assume_init_read() });
+                // SAFETY: this pass has the same slots each time, and `invalidate_start` wrote this
+                // one for the same range.
+                invalidator.invalidate_end(unsafe { changes[slot].assume_init_read() });
             });
         }
     }

@@ -9,49 +9,48 @@
 //! process-wide state.
 
 mod announced;
+mod area_cache;
 mod function;
 mod hook;
 mod process;
-mod remembered;
 mod self_test;
 
-use std::sync::Arc;
+use std::{fmt, sync::Arc};
 
 use hmem_core::{
     AddressRange, Allocation, IfaceKind, Result,
-    monitor::{Cause, DetectionMethod, Invalidator, Monitor, Subscription},
+    monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
 };
 use hmem_hook::{Hooks, MonitorName};
 
-use self::{announced::Reading, hook::Shared, remembered::Remembered};
+use self::{announced::Reading, area_cache::AreaCache, hook::MemhooksState};
 
 const NAME: MonitorName = MonitorName {
     name: "memhooks",
     iface: IfaceKind::SYSTEM,
-    otherwise: "use the userfaultfd monitor",
+    fallback_hint: "use the userfaultfd monitor",
 };
 
 /// Returns whether a discard event of these addresses is that of a hooked call in progress.
 /// Allocates nothing and takes no lock.
 pub(super) fn tells_of_discard(start: u64, end: u64) -> bool {
-    let subscribers = hook::PLACE.subscribers();
+    let subscribers = hook::REGISTRY.subscribers();
     subscribers.is_some_and(|subscribers| subscribers.shared().announced.tells(start, end))
 }
 
 /// Makes hooked discards that return wait until the guard is dropped. A thread takes it before it
 /// reads events that it compares by [`tells_of_discard`]. Allocates nothing and takes no lock.
 pub(super) fn reading_discards() -> Option<Reading> {
-    hook::PLACE.subscribers().map(|subscribers| subscribers.shared().announced.reading())
+    hook::REGISTRY.subscribers().map(|subscribers| subscribers.shared().announced.reading())
 }
 
 /// The monitor that patches the C library.
 ///
 /// All values of a process share the patches: the first one puts them in, the last one to be
 /// dropped takes them out.
-#[derive(Debug)]
 pub struct MemHooks {
-    hooks: Hooks<Shared>,
-    remembered: Remembered,
+    hooks: Hooks<MemhooksState>,
+    areas: AreaCache,
 }
 
 impl MemHooks {
@@ -63,8 +62,8 @@ impl MemHooks {
     /// PermissionDenied or AccessDenied where a security policy forbids changing code. Busy if
     /// a change did not arrive.
     pub fn start() -> Result<Arc<Self>> {
-        let hooks = Hooks::start(&hook::PLACE, NAME, process::plan)?;
-        let this = Arc::new(Self { hooks, remembered: Remembered::default() });
+        let hooks = Hooks::start(&hook::REGISTRY, NAME, process::plan)?;
+        let this = Arc::new(Self { hooks, areas: AreaCache::default() });
         this.check()?;
         Ok(this)
     }
@@ -75,19 +74,28 @@ impl MemHooks {
     /// Busy, naming the function and the library that overwrote its patch or stands before it;
     /// Unsupported in a forked child.
     pub fn check(&self) -> Result<()> {
-        self.hooks.in_place("check")?;
+        self.hooks.check_patches("check")?;
         self_test::run(self.hooks.subscribers())
     }
 
     /// Whether this process made it, and not one that it was forked from.
-    pub(super) fn is_ours(&self) -> bool {
-        self.hooks.is_ours()
+    pub(super) fn is_own_process(&self) -> bool {
+        self.hooks.is_own_process()
     }
 
     /// The functions that are patched.
     #[must_use]
     pub fn functions(&self) -> Vec<&'static str> {
         self.hooks.functions().collect()
+    }
+}
+
+impl fmt::Debug for MemHooks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemHooks")
+            .field("name", &self.name())
+            .field("detection", &self.detection())
+            .finish_non_exhaustive()
     }
 }
 
@@ -104,15 +112,15 @@ impl Monitor for MemHooks {
         DetectionMethod::Callback
     }
 
-    fn detects(&self, cause: Cause) -> bool {
+    fn detects(&self, cause: InvalidationCause) -> bool {
         matches!(
             cause,
-            Cause::Unmap
-                | Cause::Remap
-                | Cause::Discard
-                | Cause::Replace
-                | Cause::Shrink
-                | Cause::Detach
+            InvalidationCause::Unmap
+                | InvalidationCause::Remap
+                | InvalidationCause::Discard
+                | InvalidationCause::Replace
+                | InvalidationCause::Shrink
+                | InvalidationCause::Detach
         )
     }
 
@@ -123,7 +131,7 @@ impl Monitor for MemHooks {
     ) -> Result<Subscription> {
         let subscription = self.hooks.subscribe(&invalidator)?;
         // Only now: a change from here on is told, and what one before has left is seen here.
-        let found = self.remembered.check(self.hooks.subscribers().table(), range);
+        let found = self.areas.check(self.hooks.subscribers().table(), range);
         if let Err(error) = found {
             self.hooks.unsubscribe(subscription);
             return Err(error);

@@ -3,7 +3,7 @@
 use std::ffi::{CStr, c_void};
 
 use hmem_core::{ErrorKind, Result};
-use hmem_hook::{Patches, Target};
+use hmem_hook::{PatchTarget, Patches};
 
 use super::{NAME, function::Function, hook};
 
@@ -13,7 +13,7 @@ pub(super) fn plan() -> Result<Patches> {
     let mut targets = Vec::new();
     for function in Function::ALL {
         match libc.symbol(function.symbol()) {
-            Some(entry) => targets.push(Target {
+            Some(entry) => targets.push(PatchTarget {
                 name: function.name(),
                 entry,
                 hook: hook::address(function),
@@ -45,10 +45,9 @@ impl Libc {
         let handle =
             unsafe { libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
         if handle.is_null() {
-            return Err(NAME
-                .error(ErrorKind::Unavailable)
-                .context("library", "libc.so.6")
-                .remedy(format!("memhooks patch a dynamically linked glibc: {}", NAME.otherwise)));
+            return Err(NAME.error(ErrorKind::Unavailable).context("library", "libc.so.6").remedy(
+                format!("memhooks patch a dynamically linked glibc: {}", NAME.fallback_hint),
+            ));
         }
         Ok(Self(handle))
     }

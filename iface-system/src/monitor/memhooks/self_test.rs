@@ -11,11 +11,11 @@ use std::{
 
 use hmem_core::{
     Address, AddressRange, Error, ErrorKind, IfaceKind, Result,
-    monitor::{Cause, Change, Invalidator},
+    monitor::{InvalidationCause, InvalidationToken, Invalidator},
 };
 use hmem_hook::Subscribers;
 
-use super::hook::Shared;
+use super::hook::MemhooksState;
 use crate::sys;
 
 /// Counts the changes that are begun, and ended, over an expected range and by an expected cause.
@@ -29,12 +29,12 @@ struct Expecting {
 }
 
 impl Invalidator for Expecting {
-    fn invalidate(&self, range: AddressRange, cause: Cause) {
-        let change = self.begin(range, cause);
-        self.end(change);
+    fn invalidate(&self, range: AddressRange, cause: InvalidationCause) {
+        let change = self.invalidate_start(range, cause);
+        self.invalidate_end(change);
     }
 
-    fn begin(&self, range: AddressRange, cause: Cause) -> Change {
+    fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         let expected = range.start().0 == self.start.load(Ordering::SeqCst)
             // More is told where the pages may be huge.
             && range.len() >= self.len.load(Ordering::SeqCst)
@@ -42,10 +42,10 @@ impl Invalidator for Expecting {
         if expected {
             self.begun.fetch_add(1, Ordering::SeqCst);
         }
-        Change(u32::from(expected))
+        InvalidationToken(u32::from(expected))
     }
 
-    fn end(&self, Change(expected): Change) {
+    fn invalidate_end(&self, InvalidationToken(expected): InvalidationToken) {
         self.ended.fetch_add(u64::from(expected), Ordering::SeqCst);
     }
 
@@ -63,7 +63,7 @@ impl Test<'_> {
     fn arrives(
         &self,
         function: &'static str,
-        (start, len, cause): (*mut libc::c_void, usize, Cause),
+        (start, len, cause): (*mut libc::c_void, usize, InvalidationCause),
         call: impl FnOnce() -> bool,
     ) -> Result<()> {
         let Expecting { start: expected, len: expected_len, cause: expected_cause, begun, ended } =
@@ -101,7 +101,7 @@ fn failed(function: &'static str) -> Error {
 ///
 /// # Errors
 /// Busy, naming the function whose event did not arrive.
-pub(super) fn run(subscribers: &Subscribers<Shared>) -> Result<()> {
+pub(super) fn run(subscribers: &Subscribers<MemhooksState>) -> Result<()> {
     let expecting = Arc::new(Expecting { start: AtomicU64::new(u64::MAX), ..Expecting::default() });
     let invalidator: Arc<dyn Invalidator> = Arc::<Expecting>::clone(&expecting);
     let slot = subscribers.add(&invalidator)?;
@@ -122,31 +122,31 @@ fn fire(test: &Test<'_>) -> Result<()> {
     let memory = map()?;
     // SAFETY: here and below, each call is on pages that only this function knows, and none after
     // it gave them away.
-    test.arrives("madvise", (memory, page, Cause::Discard), || unsafe {
+    test.arrives("madvise", (memory, page, InvalidationCause::Discard), || unsafe {
         libc::madvise(memory, page, libc::MADV_DONTNEED) == 0
     })?;
     // SAFETY: as above.
-    test.arrives("mmap", (memory, page, Cause::Replace), || unsafe {
+    test.arrives("mmap", (memory, page, InvalidationCause::Replace), || unsafe {
         libc::mmap(memory, page, prot, flags | libc::MAP_FIXED, -1, 0) == memory
     })?;
     // SAFETY: as above.
-    test.arrives("munmap", (memory, 2 * page, Cause::Unmap), || unsafe {
+    test.arrives("munmap", (memory, 2 * page, InvalidationCause::Unmap), || unsafe {
         libc::munmap(memory, 2 * page) == 0
     })?;
     let memory = map()?;
     let tail = memory.wrapping_byte_add(page);
     // SAFETY: as above.
-    test.arrives("mremap", (tail, page, Cause::Remap), || unsafe {
+    test.arrives("mremap", (tail, page, InvalidationCause::Remap), || unsafe {
         libc::mremap(memory, 2 * page, page, 0) == memory
     })?;
     let mut moved = libc::MAP_FAILED;
     // SAFETY: as above.
-    test.arrives("mremap", (memory, page, Cause::Remap), || unsafe {
+    test.arrives("mremap", (memory, page, InvalidationCause::Remap), || unsafe {
         moved = libc::mremap(memory, page, 2 * page, libc::MREMAP_MAYMOVE);
         moved != libc::MAP_FAILED
     })?;
     // SAFETY: as above.
-    test.arrives("munmap", (moved, 2 * page, Cause::Unmap), || unsafe {
+    test.arrives("munmap", (moved, 2 * page, InvalidationCause::Unmap), || unsafe {
         libc::munmap(moved, 2 * page) == 0
     })?;
     fire_shm(test, page)
@@ -169,11 +169,13 @@ fn fire_shm(test: &Test<'_>, page: usize) -> Result<()> {
         return Err(failed("shmat").context("os", std::io::Error::last_os_error()));
     }
     // SAFETY: replaces the attachment by itself.
-    test.arrives("shmat", (attached, page, Cause::Replace), || unsafe {
+    test.arrives("shmat", (attached, page, InvalidationCause::Replace), || unsafe {
         libc::shmat(id, attached, SHM_REMAP) == attached
     })?;
     // SAFETY: nobody uses the segment.
-    test.arrives("shmdt", (attached, page, Cause::Detach), || unsafe { libc::shmdt(attached) == 0 })
+    test.arrives("shmdt", (attached, page, InvalidationCause::Detach), || unsafe {
+        libc::shmdt(attached) == 0
+    })
 }
 
 /// `linux/shm.h`
@@ -181,7 +183,7 @@ const SHM_REMAP: libc::c_int = 0o40000;
 
 /// No test may move the break under other threads' allocations: `brk(NULL)` moves nothing, and the
 /// hook counts it.
-fn fire_brk(subscribers: &Subscribers<Shared>) -> Result<()> {
+fn fire_brk(subscribers: &Subscribers<MemhooksState>) -> Result<()> {
     let arrived = || subscribers.shared().brk_probes.load(Ordering::SeqCst);
     let before = arrived();
     // SAFETY: asks for a break below the heap's start, which the kernel answers with the one that

@@ -23,7 +23,7 @@ use std::{
     path::Path,
 };
 
-use super::thread::Shared;
+use super::thread::UffdState;
 
 /// The most pending ranges. With more, all memory counts as one pending range.
 const PENDING: usize = 4096;
@@ -51,7 +51,7 @@ pub(super) struct Discards {
 
 impl Discards {
     /// Takes the discards that the monitor's thread has reported.
-    pub(super) fn take(&mut self, shared: &Shared) {
+    pub(super) fn take(&mut self, shared: &UffdState) {
         while let Some((start, len)) = shared.discarded.take() {
             self.add(start..start.saturating_add(len));
         }
@@ -191,9 +191,10 @@ mod tests {
         while !is_outside(task) {
             std::thread::yield_now();
         }
-        let madvise = libc::SYS_madvise;
         assert!(!is_other_call("running\n"));
-        assert!(!is_other_call(&format!("{madvise} 0x1000 0x1000 0x4 0x0 0x0 0x0 0x7f 0x7f\n")));
+        for call in [libc::SYS_madvise, libc::SYS_process_madvise] {
+            assert!(!is_other_call(&format!("{call} 0x1000 0x1000 0x4 0x0 0x0 0x0 0x7f 0x7f\n")));
+        }
         assert!(is_other_call("202 0x1000 0x1000 0x4 0x0 0x0 0x0 0x7f 0x7f\n"));
         assert!(is_other_call("-1 0x7f 0x7f\n"));
         assert!(!is_other_call(""));

@@ -33,6 +33,7 @@ mod thread;
 
 use std::{
     collections::HashMap,
+    fmt,
     ops::Range,
     sync::{
         Arc,
@@ -44,7 +45,7 @@ use std::{
 
 use hmem_core::{
     AddressRange, Allocation, Error, ErrorKind, IfaceKind, Result,
-    monitor::{Cause, DetectionMethod, Invalidator, Monitor, Subscription},
+    monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
 };
 use hmem_hook::{MonitorName, Subscribers};
 use parking_lot::Mutex;
@@ -62,7 +63,7 @@ use crate::sys::page_size;
 const NAME: MonitorName = MonitorName {
     name: "userfaultfd",
     iface: IfaceKind::SYSTEM,
-    otherwise: "use the memhooks monitor",
+    fallback_hint: "use the memhooks monitor",
 };
 
 /// The monitor that asks the kernel.
@@ -77,11 +78,10 @@ const NAME: MonitorName = MonitorName {
 ///     Err(error) => println!("{error}"),
 /// }
 /// ```
-#[derive(Debug)]
 pub struct UserFaultFd {
     watched: Arc<Watched>,
     thread: Option<JoinHandle<()>>,
-    book: Mutex<Book>,
+    book: Mutex<UffdSubscriptions>,
     maps: Maps,
     discards: Mutex<Discards>,
     /// Set if `discards` may have pending discards.
@@ -93,7 +93,7 @@ pub struct UserFaultFd {
 }
 
 #[derive(Debug)]
-struct Book {
+struct UffdSubscriptions {
     next: u64,
     subscriptions: HashMap<u64, (Range<u64>, u8)>,
     counted: Counted,
@@ -117,7 +117,7 @@ impl UserFaultFd {
         let thread = Some(thread::start(&watched)?);
         let (limit, most) = (budget.limit(), budget.ranges());
         let (subscriptions, counted) = (HashMap::new(), Counted::default());
-        let book = Mutex::new(Book { next: 0, subscriptions, counted, budget });
+        let book = Mutex::new(UffdSubscriptions { next: 0, subscriptions, counted, budget });
         Ok(Arc::new(Self {
             watched,
             thread,
@@ -163,11 +163,11 @@ impl UserFaultFd {
     /// The subscriptions now.
     #[must_use]
     pub fn subscriptions(&self) -> usize {
-        if self.is_ours() { self.book.lock().subscriptions.len() } else { 0 }
+        if self.is_own_process() { self.book.lock().subscriptions.len() } else { 0 }
     }
 
-    fn is_ours(&self) -> bool {
-        self.watched.subscribers.shared().is_ours()
+    fn is_own_process(&self) -> bool {
+        self.watched.subscribers.shared().is_own_process()
     }
 
     /// As [`Monitor::subscribe`] of a range that was found to be memory and nothing else.
@@ -177,7 +177,7 @@ impl UserFaultFd {
         invalidator: Arc<dyn Invalidator>,
         area: Option<&Area>,
     ) -> Result<Subscription> {
-        if !self.is_ours() {
+        if !self.is_own_process() {
             return Err(NAME.forked("subscribe"));
         }
         if let Some(errno) = self.watched.subscribers.shared().failure() {
@@ -222,7 +222,7 @@ impl UserFaultFd {
     }
 
     /// Asks the kernel to watch whole pages, if the budget allows it.
-    fn register(&self, book: &mut Book, pages: &Range<u64>) -> Result<(), Unwatched> {
+    fn register(&self, book: &mut UffdSubscriptions, pages: &Range<u64>) -> Result<(), Unwatched> {
         book.counted.add(pages.clone());
         let allowed = book.budget.allows(book.counted.apart());
         let watched = allowed.map_err(Unwatched::Beyond).and_then(|()| {
@@ -380,6 +380,15 @@ fn errno_kind(errno: Errno) -> ErrorKind {
     hmem_core::Errno::from(errno).kind()
 }
 
+impl fmt::Debug for UserFaultFd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("UserFaultFd")
+            .field("name", &self.name())
+            .field("detection", &self.detection())
+            .finish_non_exhaustive()
+    }
+}
+
 impl Monitor for UserFaultFd {
     fn name(&self) -> &str {
         NAME.name
@@ -397,12 +406,16 @@ impl Monitor for UserFaultFd {
         DetectionMethod::Callback
     }
 
-    /// MAP_FIXED over a range and a lower break are told as [`Cause::Unmap`], which is what the
-    /// kernel says.
-    fn detects(&self, cause: Cause) -> bool {
+    /// MAP_FIXED over a range and a lower break are told as [`InvalidationCause::Unmap`], which is
+    /// what the kernel says.
+    fn detects(&self, cause: InvalidationCause) -> bool {
         matches!(
             cause,
-            Cause::Unmap | Cause::Remap | Cause::Discard | Cause::Replace | Cause::Shrink
+            InvalidationCause::Unmap
+                | InvalidationCause::Remap
+                | InvalidationCause::Discard
+                | InvalidationCause::Replace
+                | InvalidationCause::Shrink
         )
     }
 
@@ -411,7 +424,7 @@ impl Monitor for UserFaultFd {
         range: AddressRange,
         invalidator: Arc<dyn Invalidator>,
     ) -> Result<Subscription> {
-        if !self.is_ours() {
+        if !self.is_own_process() {
             return Err(NAME.forked("subscribe"));
         }
         let area = self.maps.check(range, NAME.name)?;
@@ -426,14 +439,14 @@ impl Monitor for UserFaultFd {
     }
 
     fn unsubscribe(&self, subscription: Subscription) {
-        if !self.is_ours() {
+        if !self.is_own_process() {
             return;
         }
         let mut book = self.book.lock();
         let Some((pages, slot)) = book.subscriptions.remove(&subscription.0) else { return };
         let unwatched = book.counted.remove(pages);
         self.unregister(&unwatched);
-        let Book { counted, budget, .. } = &mut *book;
+        let UffdSubscriptions { counted, budget, .. } = &mut *book;
         budget.detects(counted.apart());
         self.forget_moved(&book.counted);
         drop(book);
@@ -448,7 +461,7 @@ impl Monitor for UserFaultFd {
 impl Drop for UserFaultFd {
     fn drop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
-        if !self.is_ours() {
+        if !self.is_own_process() {
             // The thread is the parent's.
             std::mem::forget(thread);
             return;

@@ -14,8 +14,8 @@ use std::{
     thread::JoinHandle,
 };
 
-use hmem_core::{AddressRange, Error, IfaceKind, Result, monitor::Cause};
-use hmem_hook::{HasTable, Subscribers, Table, Wipeable, clamped};
+use hmem_core::{AddressRange, Error, IfaceKind, Result, monitor::InvalidationCause};
+use hmem_hook::{HasTable, SubscriberTable, Subscribers, Wipeable, clamped};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     io::Errno,
@@ -35,8 +35,8 @@ const DISCARDED: usize = 256;
 
 /// The state that the thread shares with the rest of the process.
 #[repr(C)]
-pub(super) struct Shared {
-    pub(super) table: Table,
+pub(super) struct UffdState {
+    pub(super) table: SubscriberTable,
     /// The errno that ended the thread.
     failed: AtomicU32,
     /// Set if more discards were reported than `discarded` has room for.
@@ -49,16 +49,16 @@ pub(super) struct Shared {
 
 // SAFETY: zeroes are an empty table, no failure, nothing moved and nothing discarded; all is shared
 // by atomics alone.
-unsafe impl Wipeable for Shared {}
+unsafe impl Wipeable for UffdState {}
 
-impl HasTable for Shared {
+impl HasTable for UffdState {
     #[inline]
-    fn table(&self) -> &Table {
+    fn table(&self) -> &SubscriberTable {
         &self.table
     }
 }
 
-impl Shared {
+impl UffdState {
     pub(super) fn failure(&self) -> Option<Errno> {
         match self.failed.load(Ordering::Acquire) {
             0 => None,
@@ -88,7 +88,7 @@ impl Shared {
 pub(super) struct Watched {
     pub(super) events: OwnedFd,
     pub(super) stop: OwnedFd,
-    pub(super) subscribers: Subscribers<Shared>,
+    pub(super) subscribers: Subscribers<UffdState>,
     /// Set if memhooks notify all subscribers too, before and after each call of the C library.
     pub(super) beneath_hooks: AtomicBool,
 }
@@ -165,7 +165,7 @@ fn run(watched: &Watched) -> Result<(), Errno> {
 fn tell(
     watched: &Watched,
     beneath_hooks: bool,
-    pass: &hmem_hook::Pass<'_>,
+    pass: &hmem_hook::TableReadGuard<'_>,
     messages: &mut [Message; 16],
 ) -> Result<(), Errno> {
     let messages = match sys::read(&watched.events, messages) {
@@ -176,7 +176,7 @@ fn tell(
     for message in messages {
         let [first, second, third] = message.words;
         let (range, cause) = match message.event() {
-            EVENT_UNMAP => (clamped(first, second.saturating_sub(first)), Cause::Unmap),
+            EVENT_UNMAP => (clamped(first, second.saturating_sub(first)), InvalidationCause::Unmap),
             EVENT_REMOVE => {
                 let range = clamped(first, second.saturating_sub(first));
                 // Recorded before subscribers are notified, so that later registrations find it.
@@ -184,12 +184,12 @@ fn tell(
                 if !hooked {
                     watched.subscribers.shared().discarded(range);
                 }
-                (range, Cause::Discard)
+                (range, InvalidationCause::Discard)
             }
             EVENT_REMAP => {
                 // One too many is forgotten, and its events cost time and no more.
                 watched.subscribers.shared().moved.push(second, third);
-                (clamped(first, third), Cause::Remap)
+                (clamped(first, third), InvalidationCause::Remap)
             }
             // No other event was asked for.
             _ => continue,

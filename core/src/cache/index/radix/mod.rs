@@ -26,7 +26,7 @@ const FAN: usize = 1 << FAN_BITS;
 const TOP: u32 = 2;
 #[cfg(loom)]
 const TOP: u32 = 1;
-/// The first address beyond the table. User addresses end at 2^47 or 2^48.
+/// Bytes of addresses in the table. User addresses of the CPU end at 2^47 or 2^48.
 const END: u64 = 1 << (PAGE_BITS + FAN_BITS * (TOP + 1));
 
 /// The node that always exists.
@@ -128,9 +128,15 @@ fn is_empty(slots: &[AtomicU32]) -> bool {
     groups.iter().fold(any(rest), |all, group| all | any(group)) == 0
 }
 
-/// Returns the first and last page of a range, or `None` if it reaches beyond the table.
+/// Returns the first and last page of a range in the table, or `None` if the range goes past the
+/// table's end.
+///
+/// Addresses that differ in their highest bits only have the same place. Device memory may lie in
+/// the upper half of the address space, where all of them are set (Intel's does). Users of the table
+/// compare whole addresses.
 pub(in crate::cache) fn pages(start: u64, last: u64) -> Option<(u64, u64)> {
-    (last < END).then_some((start >> PAGE_BITS, last >> PAGE_BITS))
+    let page = |address: u64| (address % END) >> PAGE_BITS;
+    (start / END == last / END).then_some((page(start), page(last)))
 }
 
 impl Radix {
@@ -175,7 +181,8 @@ impl Radix {
         &self,
         address: u64,
     ) -> std::result::Result<u32, PartialSearch> {
-        // An address beyond the table finds the entry of another page, which does not cover it.
+        // Addresses that agree in the lower 48 bits share slots; the caller compares the whole
+        // address.
         let page = address >> PAGE_BITS;
         let mut value = self.nodes.at(ROOT).slots[slot_of(page, TOP)].load(Ordering::Acquire);
         for level in (0..TOP).rev() {
@@ -362,10 +369,10 @@ enum Found {
     Below(u32),
 }
 
-/// Returns the first and last page of an invalidated range, cut at the end of the table. Returns
-/// `None` if the range begins beyond it.
-pub(in crate::cache) fn pages_within(start: u64, last: u64) -> Option<(u64, u64)> {
-    (start < END).then_some((start >> PAGE_BITS, last.min(END - 1) >> PAGE_BITS))
+/// Returns the first and last page of an invalidated range in the table: all pages if it goes past
+/// the table's end.
+pub(in crate::cache) fn pages_or_all(start: u64, last: u64) -> (u64, u64) {
+    pages(start, last).unwrap_or((0, (END - 1) >> PAGE_BITS))
 }
 
 #[cfg(all(test, not(loom)))]
@@ -379,7 +386,10 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn ranges() -> impl Strategy<Value = (u64, u64)> {
-        let start = prop_oneof![0..64_u64 * 4096, 15 * MIB..17 * MIB, 0..100_u64 << 30];
+        let low = prop_oneof![0..64_u64 * 4096, 15 * MIB..17 * MIB, 0..100_u64 << 30];
+        // Addresses of the upper half, in four and in five levels of page tables.
+        let half = prop_oneof![Just(0), Just(0xffff_u64 << 48), Just(0xff00_u64 << 48)];
+        let start = (low, half).prop_map(|(low, half)| low | half);
         let len = prop_oneof![1..3_u64 * 4096, 1..40 * MIB, Just(16 * MIB), Just(64 << 30)];
         (start, len).prop_map(|(start, len)| (start & !0xff, len))
     }

@@ -12,7 +12,7 @@ use std::sync::atomic::{
 };
 
 use hmem_core::{AddressRange, Result};
-use hmem_hook::Table;
+use hmem_hook::SubscriberTable;
 use parking_lot::Mutex;
 
 use super::{super::maps::Maps, NAME};
@@ -29,7 +29,7 @@ struct Area {
 
 /// What is known of the process's memory.
 #[derive(Debug, Default)]
-pub(super) struct Remembered {
+pub(super) struct AreaCache {
     version: AtomicU64,
     /// Of the table when the areas were found.
     stamp: AtomicU64,
@@ -39,14 +39,14 @@ pub(super) struct Remembered {
     maps: Maps,
 }
 
-impl Remembered {
+impl AreaCache {
     /// Whether all of the range is memory that a monitor of this process sees the end of; the table
     /// is that of the hooks, which tell the caller of changes already.
     ///
     /// # Errors
     /// As [`Maps::check`].
     #[inline]
-    pub(super) fn check(&self, table: &Table, range: AddressRange) -> Result<()> {
+    pub(super) fn check(&self, table: &SubscriberTable, range: AddressRange) -> Result<()> {
         // Taken before looking, and none while a change is under way: what is found then may be
         // gone already.
         let stamp = table.quiet_stamp();

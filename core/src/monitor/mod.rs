@@ -4,7 +4,11 @@
 //! unmapped or replaced. Ifaces without callbacks answer [`Monitor::valid`] by allocation identity
 //! instead.
 
+mod free;
+
 use std::{fmt, sync::Arc};
+
+pub use free::FreeSubscriptions;
 
 use crate::{AddressRange, Allocation, Result};
 
@@ -21,7 +25,7 @@ pub enum DetectionMethod {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[repr(u8)]
-pub enum Cause {
+pub enum InvalidationCause {
     /// `munmap(2)`.
     Unmap,
     /// `mremap(2)`: the old place of what moved, and the part that shrinking cut off.
@@ -44,7 +48,7 @@ pub enum Cause {
     Application,
 }
 
-impl Cause {
+impl InvalidationCause {
     /// Every cause, in the order of their numbers.
     pub const ALL: [Self; 10] = [
         Self::Unmap,
@@ -77,16 +81,17 @@ impl Cause {
     }
 }
 
-impl fmt::Display for Cause {
+impl fmt::Display for InvalidationCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-/// A change under way: what [`Invalidator::begin`] gives and [`Invalidator::end`] takes.
+/// A change under way: what [`Invalidator::invalidate_start`] gives and
+/// [`Invalidator::invalidate_end`] takes.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "nothing over the range can be cached until the change is ended"]
-pub struct Change(pub u32);
+pub struct InvalidationToken(pub u32);
 
 /// Told of ranges whose memory is about to go.
 ///
@@ -95,15 +100,15 @@ pub struct Change(pub u32);
 /// that it knows nothing about are the usual case and must be cheap.
 pub trait Invalidator: fmt::Debug + Send + Sync {
     /// The memory behind `range` goes, and cannot come back as something else before this returns.
-    fn invalidate(&self, range: AddressRange, cause: Cause);
+    fn invalidate(&self, range: AddressRange, cause: InvalidationCause);
 
     /// The memory behind `range` begins to change: what is cached over it is dead at once, and
-    /// nothing becomes valid over it until [`Invalidator::end`]. Changes may overlap, from
-    /// several threads.
-    fn begin(&self, range: AddressRange, cause: Cause) -> Change;
+    /// nothing becomes valid over it until [`Invalidator::invalidate_end`]. Changes may overlap,
+    /// from several threads.
+    fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken;
 
     /// The change is over: the memory is gone, or what is there now stays.
-    fn end(&self, change: Change);
+    fn invalidate_end(&self, change: InvalidationToken);
 
     /// Until [`Invalidator::open_gate`] no lookup hits: for a monitor that learns that something
     /// changed before it learns what. Gates nest.
@@ -130,7 +135,7 @@ pub trait Monitor: fmt::Debug + Send + Sync {
     fn detection(&self) -> DetectionMethod;
 
     /// Returns true if the monitor detects changes by `cause` in the ranges that it watches.
-    fn detects(&self, cause: Cause) -> bool;
+    fn detects(&self, cause: InvalidationCause) -> bool;
 
     /// Watches `range` and reports to `invalidator` until unsubscribed.
     ///

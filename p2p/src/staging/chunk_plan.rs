@@ -18,13 +18,13 @@ const ALIGN: u64 = 4096;
 /// than all before it, nor than all behind it: while it takes one of its ways, others are on the
 /// other way, which may be half as fast.
 #[derive(Clone, Copy, Debug)]
-pub struct Cut {
+pub struct ChunkPlan {
     pub(super) len: u64,
     shortest: u64,
     longest: u64,
 }
 
-impl Cut {
+impl ChunkPlan {
     /// Plans a message of `len` bytes in chunks that fit into buffers of `slot_len` bytes.
     pub fn chunks(len: u64, slot_len: u64) -> Self {
         let even = len.div_ceil(CHUNKS).next_multiple_of(ALIGN);
@@ -56,7 +56,7 @@ mod tests {
 
     use super::*;
 
-    fn lengths(cut: Cut) -> Vec<u64> {
+    fn lengths(cut: ChunkPlan) -> Vec<u64> {
         let mut at = 0;
         let mut lengths = Vec::new();
         while at < cut.len {
@@ -70,12 +70,15 @@ mod tests {
     fn chunks_are_short_at_both_ends_of_a_message() {
         const KIB: u64 = 1 << 10;
         let in_kib = |len| {
-            lengths(Cut::chunks(len, 512 * KIB)).iter().map(|len| len / KIB).collect::<Vec<_>>()
+            lengths(ChunkPlan::chunks(len, 512 * KIB))
+                .iter()
+                .map(|len| len / KIB)
+                .collect::<Vec<_>>()
         };
         assert_eq!(in_kib(64 * KIB), [64]);
         assert_eq!(in_kib(192 * KIB), [192]);
         assert_eq!(in_kib(256 * KIB), [128, 128]);
-        assert_eq!(lengths(Cut::chunks(132 * KIB, 128 * KIB)), [68 * KIB, 64 * KIB]);
+        assert_eq!(lengths(ChunkPlan::chunks(132 * KIB, 128 * KIB)), [68 * KIB, 64 * KIB]);
         let mut four = vec![128, 128];
         four.extend([256; 14]);
         four.extend([128, 128]);
@@ -90,7 +93,7 @@ mod tests {
         fn any_message_is_cut_into_chunks_that_fit_buffers(len in 1u64..(200 << 20), slot in 1u64..(1 << 20)) {
             // Few enough to look at one by one.
             let slot = slot.max(len >> 12);
-            let lengths = lengths(Cut::chunks(len, slot));
+            let lengths = lengths(ChunkPlan::chunks(len, slot));
             prop_assert_eq!(lengths.iter().sum::<u64>(), len);
             prop_assert!(lengths.iter().all(|part| (1..=slot).contains(part)));
             let ends = slot.min(SHORTEST + WORTHLESS);

@@ -1,0 +1,123 @@
+//! Many views of few allocations of device memory: by one call that lets registrations grow, and by
+//! a cache that does, each against one registration per view in the same run.
+//!
+//! The memory is a simulated device's, which pretends to have it. Each operation registers all
+//! views and closes them.
+
+#![allow(missing_docs, reason = "a bench is a program")]
+
+#[allow(dead_code, reason = "other benches use the rest of it")]
+mod report;
+
+use std::sync::Arc;
+
+use hmem::{
+    Access, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr, Growth, Hmem,
+    Iface, MrAttr, MrFlags, View, iface::AllocRequest, loopback::Loopback, system::Simulated,
+};
+use report::{
+    Target,
+    turns::{self, Turns},
+};
+
+const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+const MILLISECOND: f64 = 1e6;
+
+/// Views that cover allocations of one length.
+struct Shape {
+    views: u64,
+    bytes: u64,
+    allocations: u64,
+}
+
+/// A model's tensors: 51 GB.
+const MODEL: Shape = Shape { views: 1_265, bytes: 51_000_000_000, allocations: 16 };
+/// Blocks of 200 KB.
+const BLOCKS: Shape = Shape { views: 10_000, bytes: 10_000 * 200_000, allocations: 4 };
+
+struct Memory {
+    _allocations: Vec<DeviceBuffer>,
+    views: Vec<View>,
+}
+
+impl Memory {
+    fn new(device: &Arc<dyn Iface>, shape: &Shape) -> Self {
+        let len = shape.bytes / shape.views;
+        let each = shape.views.div_ceil(shape.allocations);
+        let request =
+            AllocRequest { len: len * each, device: DeviceId(0), kind: AllocationKind::Device };
+        let allocations: Vec<_> = (0..shape.allocations)
+            .map(|_| DeviceBuffer::allocate(device, &request).expect("device memory"))
+            .collect();
+        let view = |index: u64| {
+            let whole = allocations[(index / each) as usize].allocation().range;
+            View::new(whole.slice(index % each * len, len).expect("inside"), REMOTE)
+        };
+        Self { views: (0..shape.views).map(view).collect(), _allocations: allocations }
+    }
+}
+
+fn one_by_one(domain: &Domain, views: &[View]) {
+    let register = |view: &View| {
+        // SAFETY: nobody transfers to these regions, and they are closed before their memory is
+        // freed.
+        unsafe { domain.regattr(&MrAttr::new(&[view.range], view.access), MrFlags::empty()) }
+            .expect("registered")
+    };
+    let regions: Vec<_> = views.iter().map(register).collect();
+    for region in regions {
+        region.close().expect("nothing is bound to it");
+    }
+}
+
+fn by_one_call(domain: &Domain, views: &[View], registrations: u64) {
+    // SAFETY: as in `one_by_one`.
+    let registered = unsafe { domain.reg_many(views, Growth::Allocation) }.expect("registered");
+    assert_eq!(registered.regions().len() as u64, registrations, "one for each allocation");
+    registered.close().expect("nothing is bound to them");
+}
+
+fn through_cache(domain: &Domain, views: &[View]) {
+    let cache = domain.cache().expect("the domain has one");
+    for view in views {
+        // SAFETY: as in `one_by_one`.
+        let region = unsafe { cache.get_or_register(view.range, view.access) };
+        drop(region.expect("registered"));
+    }
+    cache.evict_idle();
+}
+
+fn main() {
+    let device = Simulated::builder().memory_per_device(64 << 30).build().expect("a device");
+    let device: Arc<dyn Iface> = Arc::new(device);
+    let hmem = Hmem::builder()
+        .without_vendor_ifaces()
+        .shared_iface(Arc::clone(&device))
+        .provider(Loopback::builder().build().expect("a software NIC"))
+        .build()
+        .expect("nothing in the way");
+    let domain = |growth| {
+        let cache = CacheAttr::default().growth(growth);
+        let attr = DomainAttr { cache: Some(cache), ..DomainAttr::default() };
+        hmem.domain("loopback", attr).expect("a domain")
+    };
+    let (plain, growing) = (domain(Growth::None), domain(Growth::Allocation));
+    let mut lines: Vec<Turns> = Vec::new();
+    println!("memory: 1,265 views of 51 GB in 16 allocations, 10,000 views of 200 KB in 4");
+    println!("other: one registration per view, or the cache without growth");
+    let names = [
+        ["1,265 views: reg_many", "1,265 views: a cache that grows"],
+        ["10,000 views: reg_many", "10,000 views: a cache that grows"],
+    ];
+    for ((shape, most), [many, cache]) in [(MODEL, 5.0), (BLOCKS, 20.0)].into_iter().zip(names) {
+        let memory = Memory::new(&device, &shape);
+        let views = &memory.views;
+        let goal = || Target::Nanoseconds(most * MILLISECOND);
+        let (ours, other) =
+            (|| by_one_call(&plain, views, shape.allocations), || one_by_one(&plain, views));
+        lines.push(turns::against(many, goal(), ours, other));
+        let (ours, other) = (|| through_cache(&growing, views), || through_cache(&plain, views));
+        lines.push(turns::against(cache, goal(), ours, other));
+    }
+    turns::print(lines);
+}

@@ -1,0 +1,134 @@
+//! Completions: waiting for them, their file descriptor, and the immediate data that they carry.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use hmem_core::{Access, ErrorKind, provider::Provider, transfer::CompletionKind};
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+use super::link::{LOCAL, Link, REMOTE, contents, remote};
+use crate::{
+    bytes::{assert_bytes, pattern},
+    trial::{Outcome, skip},
+};
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// Posts a write of 8 bytes.
+fn post_write(link: &Link, context: u64) {
+    let region = link.target.register(vec![0; 8], REMOTE);
+    let source = link.initiator.register(vec![1; 8], LOCAL);
+    let (key, slice) = (link.key(&region), source.slice(0, 8).expect("inside"));
+    let there = [remote(&key, 0, 8)];
+    link.initiator.endpoint.write(&[slice], &there, link.peer, context).expect("post a write");
+    // Both regions stay until the write has ended.
+    let mut done = Vec::new();
+    let count = link.initiator.cq.wait(&mut done, 4, Duration::MAX).expect("wait");
+    assert_eq!((count, done[0].context), (1, context), "{done:?}");
+    done.remove(0).result.expect("write");
+}
+
+pub(super) fn wait_ends_with_a_completion_or_its_timeout(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    let cq = &link.initiator.cq;
+    let mut done = Vec::new();
+    assert_eq!(cq.wait(&mut done, 4, Duration::ZERO).expect("wait"), 0, "{done:?}");
+    let (short, before) = (Duration::from_millis(5), Instant::now());
+    assert_eq!(cq.wait(&mut done, 4, short).expect("wait"), 0, "{done:?}");
+    assert!(before.elapsed() >= short, "it did not wait");
+    assert_eq!(cq.wait(&mut done, 0, Duration::MAX).expect("wait"), 0, "nothing was asked for");
+    for context in 5..8 {
+        post_write(&link, context);
+    }
+    Ok(())
+}
+
+pub(super) fn channel_is_readable_from_the_next_completion_on(
+    provider: &Arc<dyn Provider>,
+) -> Outcome {
+    let link = Link::open(provider);
+    let cq = &link.initiator.cq;
+    let Some(channel) = cq.channel() else {
+        return skip("the queues of this provider have no completion channel");
+    };
+    let readable = |timeout: Duration| {
+        let fd = channel.fd().expect("an fd");
+        let timeout = Timespec::try_from(timeout).expect("a timeout");
+        let ready = rustix::event::poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout));
+        ready.expect("poll") == 1
+    };
+    let region = link.target.register(vec![0; 8], REMOTE);
+    let source = link.initiator.register(vec![1; 8], LOCAL);
+    let key = link.key(&region);
+    for context in 0..3 {
+        assert!(channel.arm().expect("arm"), "the queue is empty");
+        assert!(!readable(Duration::ZERO), "nothing has completed");
+        let (slice, there) = (source.slice(0, 8).expect("inside"), [remote(&key, 0, 8)]);
+        link.initiator.endpoint.write(&[slice], &there, link.peer, context).expect("post a write");
+        assert!(readable(LONG), "the completion made nothing readable");
+        assert!(!channel.arm().expect("arm"), "there is a completion to read");
+        let mut done = Vec::new();
+        assert_eq!(cq.read(&mut done, 4).expect("read"), 1);
+        done.remove(0).result.expect("write");
+    }
+    Ok(())
+}
+
+pub(super) fn write_with_immediate_data_completes_a_receive(
+    provider: &Arc<dyn Provider>,
+) -> Outcome {
+    const LEN: u64 = 20_000;
+    let link = Link::open(provider);
+    let bytes = link.initiator.domain.provider_attr().cq_data_size;
+    assert!(bytes <= 8, "{bytes} bytes of immediate data");
+    let region = link.target.register(vec![0; LEN as usize], REMOTE);
+    let inbox = link.target.register(vec![0xEE; 64], Access::RECV);
+    let key = link.key(&region);
+    let there = [remote(&key, 0, LEN)];
+    let data = if bytes == 0 { 0 } else { u64::MAX >> (64 - 8 * bytes) };
+    let message = pattern(3, LEN);
+    let source = link.initiator.register(message.clone(), LOCAL);
+    let slice = source.slice(0, LEN).expect("inside");
+    if bytes == 0 {
+        let error = link.initiator.endpoint.write_immediate(&[slice], &there, 0, link.peer, 1);
+        let error = error.expect_err("a NIC without immediate data carries some");
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        return skip("the NIC carries no immediate data");
+    }
+    link.target.endpoint.receive(&[inbox.slice(0, 64).expect("inside")], None, 2).expect("post");
+    let posted = link.initiator.endpoint.write_immediate(&[slice], &there, data, link.peer, 1);
+    posted.expect("post a write");
+    let (received, ended) = link.arrived();
+    assert_bytes(&contents(&region), &message, "the region when the receive has completed");
+    assert_eq!((received.kind, received.context), (CompletionKind::RemoteWrite, 2));
+    assert_eq!((received.result.expect("written"), received.data), (LEN, Some(data)));
+    assert_bytes(&contents(&inbox), &[0xEE; 64], "the buffer of the receive");
+    let write = ended.into_iter().next().unwrap_or_else(|| link.initiator.wait(&link.target));
+    assert_eq!((write.context, write.result.expect("write")), (1, LEN), "bytes written");
+    Ok(())
+}
+
+pub(super) fn immediate_data_that_is_too_wide_is_refused(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    let bytes = link.initiator.domain.provider_attr().cq_data_size;
+    if !(1..8).contains(&bytes) {
+        return skip("the NIC carries no immediate data, or that of any width");
+    }
+    let source = link.initiator.register(vec![1; 8], LOCAL);
+    let region = link.target.register(vec![0; 8], REMOTE);
+    let (key, slice) = (link.key(&region), source.slice(0, 8).expect("inside"));
+    let there = [remote(&key, 0, 8)];
+    let data = 1 << (8 * bytes);
+    let endpoint = &link.initiator.endpoint;
+    for refused in [
+        endpoint.write_immediate(&[slice], &there, data, link.peer, 1),
+        endpoint.send_immediate(&[slice], None, data, link.peer, 1),
+    ] {
+        let error = refused.expect_err("too wide");
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    }
+    assert_bytes(&contents(&region), &[0; 8], "the target");
+    Ok(())
+}

@@ -1,0 +1,68 @@
+//! Monitors with a fault.
+
+use std::sync::Arc;
+
+use hmem_core::{
+    AddressRange, Allocation, Result,
+    monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
+};
+
+/// The fault of a monitor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(dead_code, reason = "each test binary that has this module uses one of them")]
+pub(crate) enum MonitorFault {
+    /// It watches nothing.
+    Deaf,
+    /// All memory at an address is the same to it.
+    Confused,
+}
+
+/// A monitor that works, but for one thing.
+#[derive(Debug)]
+pub(crate) struct FaultyMonitor {
+    pub(crate) monitor: Arc<dyn Monitor>,
+    pub(crate) fault: MonitorFault,
+}
+
+impl Monitor for FaultyMonitor {
+    fn name(&self) -> &str {
+        self.monitor.name()
+    }
+
+    fn rationale(&self) -> String {
+        self.monitor.rationale()
+    }
+
+    fn detection(&self) -> DetectionMethod {
+        self.monitor.detection()
+    }
+
+    fn detects(&self, cause: InvalidationCause) -> bool {
+        self.monitor.detects(cause)
+    }
+
+    fn subscribe(
+        &self,
+        range: AddressRange,
+        invalidator: Arc<dyn Invalidator>,
+    ) -> Result<Subscription> {
+        match self.fault {
+            MonitorFault::Deaf => Ok(Subscription(0)),
+            MonitorFault::Confused => self.monitor.subscribe(range, invalidator),
+        }
+    }
+
+    fn unsubscribe(&self, subscription: Subscription) {
+        match self.fault {
+            MonitorFault::Deaf => {}
+            MonitorFault::Confused => self.monitor.unsubscribe(subscription),
+        }
+    }
+
+    fn valid(&self, allocation: &Allocation) -> Result<bool> {
+        match self.fault {
+            MonitorFault::Deaf => self.monitor.valid(allocation),
+            MonitorFault::Confused => Ok(true),
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! Keys of one range on several NICs, each with the name of its NIC.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, ErrorKind, RemoteKey, Result, frame::Frame, key::TOO_LONG, nic::Nic};
+
+/// The key of a range on one NIC.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct RailKey {
+    /// The NIC that accepts the key.
+    pub nic: Nic,
+    /// The key.
+    pub key: RemoteKey,
+}
+
+impl RailKey {
+    /// Returns the key of a range on a NIC.
+    #[must_use]
+    pub const fn new(nic: Nic, key: RemoteKey) -> Self {
+        Self { nic, key }
+    }
+}
+
+/// The keys by which peers reach one range through several NICs, called rails.
+///
+/// [`MultiRegion::rail_keys`](crate::MultiRegion::rail_keys) returns it. There is at least one
+/// rail, no NIC is there twice, and the rails keep their order, so that two processes may use equal
+/// numbers for rails that belong together. Like a [`RemoteKey`] it travels to the peer in a
+/// versioned, checksummed form that is refused when altered.
+///
+/// # Examples
+///
+/// ```
+/// use hmem_core::{
+///     Addressing, ErrorKind, Iova, RailKey, RailKeys, RemoteKey, provider::Nic,
+/// };
+///
+/// let rail = |name: &str, key| {
+///     let nic = Nic {
+///         provider: "verbs".into(),
+///         name: name.into(),
+///         pci_bus_id: Some("0000:0c:00.0".into()),
+///     };
+///     RailKey::new(nic, RemoteKey::new(Addressing::ZeroBased, Iova(0), 4096, key))
+/// };
+/// let keys = RailKeys::new(vec![rail("mlx5_0", 0x1234), rail("mlx5_1", 0x5678)])?;
+/// let mut bytes = keys.to_bytes();
+/// let received = RailKeys::from_bytes(&bytes)?;
+/// assert_eq!(received, keys);
+/// assert_eq!(received.of("mlx5_1").unwrap().as_u64()?, 0x5678);
+/// bytes[9] ^= 1;
+/// assert_eq!(RailKeys::from_bytes(&bytes).unwrap_err().kind(), ErrorKind::Malformed);
+/// # Ok::<(), hmem_core::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct RailKeys {
+    rails: Vec<RailKey>,
+}
+
+const FRAME: Frame = Frame {
+    magic: *b"hmRL",
+    version: 1,
+    operation: "rail keys",
+    remedy: "send the bytes of RailKeys::to_bytes unchanged and whole",
+};
+
+/// A rail as version 1 has it, whatever else [`Nic`] may come to hold.
+#[derive(Serialize, Deserialize)]
+struct WireRail {
+    provider: String,
+    name: String,
+    pci_bus_id: Option<String>,
+    key: RemoteKey,
+}
+
+impl RailKeys {
+    /// Joins the keys of one range.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for no rail, for a NIC that is there twice, and for a key
+    /// that `map_raw` made, which no other process can use.
+    pub fn new(rails: Vec<RailKey>) -> Result<Self> {
+        if let Some((what, remedy)) = problem(&rails) {
+            return Err(Error::new(ErrorKind::InvalidArgument, FRAME.operation)
+                .context("what", what)
+                .context("rails", rails.len())
+                .remedy(remedy));
+        }
+        Ok(Self { rails })
+    }
+
+    /// Returns the rails in order.
+    #[must_use]
+    pub fn rails(&self) -> &[RailKey] {
+        &self.rails
+    }
+
+    /// Returns the key on the NIC of this name, such as `mlx5_0`, or of this provider and name,
+    /// such as `verbs/mlx5_0`.
+    #[must_use]
+    pub fn of(&self, nic: &str) -> Option<&RemoteKey> {
+        let is_meant = |rail: &&RailKey| rail.nic.name == nic || rail.nic.to_string() == nic;
+        self.rails.iter().find(is_meant).map(|rail| &rail.key)
+    }
+
+    /// Returns the bytes to send to a peer: magic `hmRL`, version, payload, CRC-32 of all before it
+    /// (little endian).
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let wire = |RailKey { nic, key }: &RailKey| WireRail {
+            provider: nic.provider.clone(),
+            name: nic.name.clone(),
+            pci_bus_id: nic.pci_bus_id.clone(),
+            key: key.clone(),
+        };
+        FRAME.write(&self.rails.iter().map(wire).collect::<Vec<_>>())
+    }
+
+    /// Reads what [`RailKeys::to_bytes`] wrote.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Malformed`] that says what is wrong: magic, version, checksum, payload, bytes
+    /// left over, pieces with more bytes than an address space, or rails that [`RailKeys::new`]
+    /// refuses.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        let rails: Vec<WireRail> = FRAME.read(bytes)?;
+        let rails: Vec<_> = rails
+            .into_iter()
+            .map(|WireRail { provider, name, pci_bus_id, key }| {
+                RailKey::new(Nic { provider, name, pci_bus_id }, key)
+            })
+            .collect();
+        if !rails.iter().all(|rail| rail.key.has_countable_len()) {
+            return Err(FRAME.refuse(bytes, TOO_LONG));
+        }
+        match problem(&rails) {
+            Some((what, _)) => Err(FRAME.refuse(bytes, what)),
+            None => Ok(Self { rails }),
+        }
+    }
+}
+
+/// Returns the reason why rails cannot go together, with the remedy.
+fn problem(rails: &[RailKey]) -> Option<(&'static str, &'static str)> {
+    let twice = |(at, rail): (usize, &RailKey)| {
+        let same = |other: &RailKey| {
+            (&other.nic.provider, &other.nic.name) == (&rail.nic.provider, &rail.nic.name)
+        };
+        rails[..at].iter().any(same)
+    };
+    if rails.is_empty() {
+        return Some(("no rail", "give the key of at least one NIC"));
+    }
+    if rails.iter().enumerate().any(twice) {
+        return Some(("a NIC that is there twice", "register with one domain of each NIC"));
+    }
+    let mapped = rails.iter().any(|rail| rail.key.is_mapped());
+    mapped.then_some((
+        "a mapped key, which is valid only in the domain that mapped it",
+        "give the keys of regions",
+    ))
+}

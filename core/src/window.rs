@@ -1,0 +1,361 @@
+//! The model of memory windows: types, states of a window's key, and the rules between them.
+//!
+//! [`WindowType::after`] is the whole state machine, one table for each type. Domains and the
+//! software NIC run it, and `docs/memory-windows.md` shows it.
+//!
+//! ```
+//! use hmem_core::provider::{WindowEvent, WindowRule, WindowState, WindowType};
+//!
+//! let after = WindowType::TwoB.after(WindowState::Free, WindowEvent::Bind);
+//! assert_eq!(after, Ok(WindowState::Valid));
+//! let again = WindowType::TwoB.after(WindowState::Valid, WindowEvent::Bind);
+//! assert_eq!(again, Err(WindowRule::BindsWhenFree));
+//! assert_eq!(WindowType::One.after(WindowState::Valid, WindowEvent::Bind), Ok(WindowState::Valid));
+//! ```
+
+use std::fmt;
+
+use crate::{Error, ErrorKind};
+
+/// The types of memory windows (InfiniBand 10.6.7.2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum WindowType {
+    /// Bound by a call; the provider turns the key.
+    One,
+    /// Bound by a posted request, tied to a queue pair.
+    TwoA,
+    /// Bound by a posted request, tied to queue pair and protection domain.
+    TwoB,
+}
+
+/// The state of a window's key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum WindowState {
+    /// No window is allocated.
+    Invalid,
+    /// The window is bound to nothing: the key reaches no memory.
+    Free,
+    /// The window is bound: the key reaches memory.
+    Valid,
+}
+
+/// An event that may change the state of a window, or is refused in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum WindowEvent {
+    /// A window is allocated.
+    Allocate,
+    /// The window is bound to at least one byte.
+    Bind,
+    /// The window is bound to no byte.
+    BindNothing,
+    /// The owner invalidates the key by a posted request.
+    Invalidate,
+    /// A peer invalidates the key by a message (send with invalidate).
+    InvalidateByPeer,
+    /// A peer reads or writes through the key.
+    Access,
+    /// The queue pair through which the window was bound is reset.
+    ResetQueuePair,
+    /// The queue pair through which the window was bound is destroyed.
+    DestroyQueuePair,
+    /// The window is freed.
+    Deallocate,
+}
+
+/// A rule of the model that an operation broke. Its name is the `rule` of the error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum WindowRule {
+    /// A window is allocated once and used until it is freed.
+    Allocated,
+    /// A type 2 window is bound only when it is free (o10-37.2.30).
+    BindsWhenFree,
+    /// A type 2 window is not bound to zero bytes (o10-37.2.40).
+    Type2HasLength,
+    /// A type 1 window that is not bound cannot be unbound.
+    UnbindsWhenBound,
+    /// A type 1 window is never invalidated (o10-37.2.26).
+    Type1IsNotInvalidated,
+    /// A free window reaches no memory.
+    AccessNeedsBinding,
+    /// A queue pair with a bound type 2A window is neither reset nor destroyed.
+    Type2AHoldsQueuePair,
+    /// A type 1 window is bound by a call, and a type 2 window by a posted request.
+    BoundByItsVerb,
+    /// A type 1 window has virtual addresses (o10-36.2.2).
+    Type1IsVirtual,
+    /// A type 2 window is used and invalidated through the queue pair that bound it.
+    OwnQueuePair,
+    /// A window binds to a region of its own protection domain (C10-72).
+    SameDomain,
+    /// A window binds to a region with the right MW_BIND (C10-73).
+    RegionAllowsWindows,
+    /// A window that lets peers write needs a region that the NIC may write (C10-74).
+    WritesNeedLocalWrite,
+    /// A window lies inside its region (C10-75).
+    InsideRegion,
+    /// A window grants rights to peers, and no others.
+    RemoteRightsOnly,
+    /// A window binds to a region with virtual addresses.
+    RegionIsVirtual,
+    /// A domain in RAW mode has no windows, because windows have no raw keys.
+    NoRawKeys,
+    /// The driver takes a window's invalidation only while the window is bound.
+    DriverInvalidatesOnce,
+}
+
+impl WindowType {
+    /// Every type.
+    pub const ALL: [Self; 3] = [Self::One, Self::TwoA, Self::TwoB];
+
+    /// Returns the name: `1`, `2A` or `2B`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::One => "1",
+            Self::TwoA => "2A",
+            Self::TwoB => "2B",
+        }
+    }
+
+    /// Returns the state after an event.
+    ///
+    /// # Errors
+    /// The rule that refuses the event in this state. The state stays as it was.
+    pub const fn after(
+        self,
+        state: WindowState,
+        event: WindowEvent,
+    ) -> Result<WindowState, WindowRule> {
+        let table = match self {
+            Self::One => &TYPE_1,
+            Self::TwoA => &TYPE_2A,
+            Self::TwoB => &TYPE_2B,
+        };
+        table[event as usize][state as usize]
+    }
+}
+
+/// A row for each [`WindowEvent`], a column for each [`WindowState`].
+type Table = [[Result<WindowState, WindowRule>; 3]; 9];
+
+const INVALID: Result<WindowState, WindowRule> = Ok(WindowState::Invalid);
+const FREE: Result<WindowState, WindowRule> = Ok(WindowState::Free);
+const VALID: Result<WindowState, WindowRule> = Ok(WindowState::Valid);
+const UNALLOCATED: Result<WindowState, WindowRule> = Err(WindowRule::Allocated);
+const NO_ACCESS: Result<WindowState, WindowRule> = Err(WindowRule::AccessNeedsBinding);
+
+const TYPE_1: Table = {
+    const UNBOUND: Result<WindowState, WindowRule> = Err(WindowRule::UnbindsWhenBound);
+    const NEVER: Result<WindowState, WindowRule> = Err(WindowRule::Type1IsNotInvalidated);
+    [
+        // Invalid     Free         Valid
+        [FREE, UNALLOCATED, UNALLOCATED], // Allocate
+        [UNALLOCATED, VALID, VALID],      // Bind
+        [UNALLOCATED, UNBOUND, FREE],     // BindNothing
+        [UNALLOCATED, NEVER, NEVER],      // Invalidate
+        [UNALLOCATED, NEVER, NEVER],      // InvalidateByPeer
+        [UNALLOCATED, NO_ACCESS, VALID],  // Access
+        [INVALID, FREE, VALID],           // ResetQueuePair
+        [INVALID, FREE, VALID],           // DestroyQueuePair
+        [UNALLOCATED, INVALID, INVALID],  // Deallocate
+    ]
+};
+
+const REBIND: Result<WindowState, WindowRule> = Err(WindowRule::BindsWhenFree);
+const EMPTY: Result<WindowState, WindowRule> = Err(WindowRule::Type2HasLength);
+const HOLDS: Result<WindowState, WindowRule> = Err(WindowRule::Type2AHoldsQueuePair);
+
+const TYPE_2A: Table = [
+    // Invalid     Free         Valid
+    [FREE, UNALLOCATED, UNALLOCATED], // Allocate
+    [UNALLOCATED, VALID, REBIND],     // Bind
+    [UNALLOCATED, EMPTY, EMPTY],      // BindNothing
+    [UNALLOCATED, FREE, FREE],        // Invalidate
+    [UNALLOCATED, FREE, FREE],        // InvalidateByPeer
+    [UNALLOCATED, NO_ACCESS, VALID],  // Access
+    [INVALID, FREE, HOLDS],           // ResetQueuePair
+    [INVALID, FREE, HOLDS],           // DestroyQueuePair
+    [UNALLOCATED, INVALID, INVALID],  // Deallocate
+];
+
+const TYPE_2B: Table = [
+    // Invalid     Free         Valid
+    [FREE, UNALLOCATED, UNALLOCATED], // Allocate
+    [UNALLOCATED, VALID, REBIND],     // Bind
+    [UNALLOCATED, EMPTY, EMPTY],      // BindNothing
+    [UNALLOCATED, FREE, FREE],        // Invalidate
+    [UNALLOCATED, FREE, FREE],        // InvalidateByPeer
+    [UNALLOCATED, NO_ACCESS, VALID],  // Access
+    [INVALID, FREE, VALID],           // ResetQueuePair
+    [INVALID, FREE, FREE],            // DestroyQueuePair
+    [UNALLOCATED, INVALID, INVALID],  // Deallocate
+];
+
+impl WindowState {
+    /// Every state, in the order of the table's columns.
+    pub const ALL: [Self; 3] = [Self::Invalid, Self::Free, Self::Valid];
+}
+
+impl WindowEvent {
+    /// Every event, in the order of the table's rows.
+    pub const ALL: [Self; 9] = [
+        Self::Allocate,
+        Self::Bind,
+        Self::BindNothing,
+        Self::Invalidate,
+        Self::InvalidateByPeer,
+        Self::Access,
+        Self::ResetQueuePair,
+        Self::DestroyQueuePair,
+        Self::Deallocate,
+    ];
+}
+
+impl WindowRule {
+    /// Returns the name, by which errors and documents refer to the rule.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        self.parts().0
+    }
+
+    /// Returns the error of an operation that broke the rule.
+    #[must_use]
+    pub fn refuse(self, operation: &'static str) -> Error {
+        let (name, kind, remedy) = self.parts();
+        Error::new(kind, operation).context("rule", name).remedy(remedy)
+    }
+
+    const fn parts(self) -> (&'static str, ErrorKind, &'static str) {
+        use ErrorKind as Kind;
+        match self {
+            Self::Allocated => (
+                "allocated",
+                Kind::InvalidArgument,
+                "the window was freed, or is of another domain: allocate one",
+            ),
+            Self::BindsWhenFree => (
+                "binds-when-free",
+                Kind::BadState,
+                "invalidate the key of a type 2 window before binding it again (o10-37.2.30)",
+            ),
+            Self::Type2HasLength => (
+                "type-2-has-length",
+                Kind::ZeroLength,
+                "a type 2 window has at least one byte: invalidate its key to unbind it \
+                 (o10-37.2.40)",
+            ),
+            Self::UnbindsWhenBound => {
+                ("unbinds-when-bound", Kind::BadState, "the window is not bound")
+            }
+            Self::Type1IsNotInvalidated => (
+                "type-1-is-not-invalidated",
+                Kind::BadState,
+                "only type 2 windows are invalidated: bind a type 1 window anew to kill its key \
+                 (o10-37.2.26)",
+            ),
+            Self::AccessNeedsBinding => (
+                "access-needs-binding",
+                Kind::InvalidKey,
+                "ask the peer for the key of a window that is bound",
+            ),
+            Self::Type2AHoldsQueuePair => (
+                "type-2a-holds-queue-pair",
+                Kind::Busy,
+                "invalidate or free the type 2A windows that are bound through the endpoint first",
+            ),
+            Self::BoundByItsVerb => (
+                "bound-by-its-verb",
+                Kind::BadState,
+                "bind a type 1 window by a call, and a type 2 window by a posted request",
+            ),
+            Self::Type1IsVirtual => (
+                "type-1-is-virtual",
+                Kind::InvalidArgument,
+                "a type 1 window has virtual addresses (o10-36.2.2)",
+            ),
+            Self::OwnQueuePair => (
+                "own-queue-pair",
+                Kind::AccessDenied,
+                "use and invalidate a type 2 window through the endpoint that bound it",
+            ),
+            Self::SameDomain => (
+                "same-domain",
+                Kind::InvalidArgument,
+                "a window, its region and its endpoint are of one domain (C10-72)",
+            ),
+            Self::RegionAllowsWindows => (
+                "region-allows-windows",
+                Kind::AccessDenied,
+                "register the region with Access::MW_BIND (C10-73)",
+            ),
+            Self::WritesNeedLocalWrite => (
+                "writes-need-local-write",
+                Kind::AccessDenied,
+                "remote write or atomic through a window needs a region that the NIC may write \
+                 (C10-74, InfiniBand 10.6.7.2.2)",
+            ),
+            Self::InsideRegion => {
+                ("inside-region", Kind::OutOfBounds, "a window lies inside its region (C10-75)")
+            }
+            Self::RemoteRightsOnly => (
+                "remote-rights-only",
+                Kind::BadAccess,
+                "a window grants remote rights only: REMOTE_READ, REMOTE_WRITE, REMOTE_RMA_WRITE \
+                 and REMOTE_ATOMIC",
+            ),
+            Self::RegionIsVirtual => (
+                "region-is-virtual",
+                Kind::Unsupported,
+                "windows bind to regions with virtual addresses",
+            ),
+            Self::NoRawKeys => (
+                "no-raw-keys",
+                Kind::Unsupported,
+                "windows have no raw keys: use a sub-region in RAW mode",
+            ),
+            Self::DriverInvalidatesOnce => (
+                "driver-invalidates-once",
+                Kind::BadState,
+                "this driver crashes when a window is invalidated that is free already: bind it \
+                 first",
+            ),
+        }
+    }
+}
+
+impl fmt::Display for WindowRule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The knowledge of a provider about a window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WindowStatus {
+    /// The current key of the window.
+    pub key: u64,
+    /// The state, as far as the completions that were read tell.
+    pub state: WindowState,
+    /// Set while a posted bind or invalidation has not completed.
+    pub pending: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// MW-04
+    #[test]
+    fn rows_of_the_tables_are_in_the_order_of_the_events() {
+        for kind in WindowType::ALL {
+            for (at, event) in WindowEvent::ALL.into_iter().enumerate() {
+                assert_eq!(event as usize, at);
+            }
+            let after = |state, event| kind.after(state, event);
+            assert_eq!(after(WindowState::Invalid, WindowEvent::Allocate), FREE);
+            assert_eq!(after(WindowState::Free, WindowEvent::Bind), VALID);
+            assert_eq!(after(WindowState::Valid, WindowEvent::Access), VALID);
+            assert_eq!(after(WindowState::Valid, WindowEvent::Deallocate), INVALID);
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! Parts of remote keys: segments for transfers, and keys of a part.
+
+use hmem_core::{Addressing, ErrorKind, Iova, RemoteKey, RemotePiece};
+use proptest::prelude::*;
+
+fn piece(base: u64, len: u64, key: u64) -> RemotePiece {
+    RemotePiece { base: Iova(base), len, key }
+}
+
+fn pieces(key: &RemoteKey) -> Vec<(u64, u64, u64)> {
+    key.pieces().map(|piece| (piece.base.0, piece.len, piece.key)).collect()
+}
+
+/// Three pieces, of which the last lies elsewhere.
+fn split(addressing: Addressing) -> RemoteKey {
+    let rest = vec![piece(0x1100, 0x200, 2), piece(0x9000, 0x80, 3)];
+    RemoteKey::split(addressing, piece(0x1000, 0x100, 1), rest)
+}
+
+#[test]
+fn slices_of_a_split_key_are_runs_of_addresses() {
+    let key = split(Addressing::Virtual);
+    for (offset, len, address) in [
+        (0, 0x380 - 0x80, 0x1000),
+        (0x80, 0x100, 0x1080),
+        (0xff, 1, 0x10ff),
+        (0x100, 0x200, 0x1100),
+        (0x300, 0x80, 0x9000),
+        (0x37f, 1, 0x907f),
+        (0x40, 0, 0x1040),
+    ] {
+        let segment = key.slice(offset, len).expect("one run");
+        assert_eq!((segment.address, segment.len), (Iova(address), len), "{offset:#x}");
+        assert_eq!(segment.key, &key);
+    }
+    let apart = key.slice(0x2ff, 2).unwrap_err();
+    assert_eq!((apart.kind(), apart.operation()), (ErrorKind::Unsupported, "slice"), "{apart}");
+    for (offset, len) in [(0x380, 1), (0x381, 0), (0, 0x381), (1, u64::MAX), (u64::MAX, 1)] {
+        let outside = key.slice(offset, len).unwrap_err();
+        assert_eq!(outside.kind(), ErrorKind::OutOfBounds, "{offset:#x} {len:#x}");
+        assert_eq!(key.narrow(offset, len).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    }
+}
+
+#[test]
+fn a_part_of_a_split_key_has_the_parts_of_its_pieces() {
+    let key = split(Addressing::Virtual);
+    assert_eq!(
+        pieces(&key.narrow(0x80, 0x90).expect("two")),
+        [(0x1080, 0x80, 1), (0x1100, 0x10, 2)]
+    );
+    assert_eq!(pieces(&key.narrow(0x300, 0x10).expect("one")), [(0x9000, 0x10, 3)]);
+    assert_eq!(key.narrow(0, 0x380).expect("all of it"), key);
+    assert_eq!(key.narrow(5, 0).unwrap_err().kind(), ErrorKind::ZeroLength);
+    // The pieces are reached from their own starts, which a part cannot say.
+    let zero = split(Addressing::ZeroBased);
+    assert_eq!(zero.narrow(0x80, 0x90).unwrap_err().kind(), ErrorKind::Unsupported);
+    assert_eq!(zero.narrow(0, 0x380).expect("all of it"), zero);
+}
+
+#[test]
+fn a_part_keeps_what_a_mapped_key_is() {
+    let key = RemoteKey::mapped(Addressing::ZeroBased, Iova(0), 4096, 7);
+    let part = key.narrow(100, 8).expect("inside");
+    assert!(part.is_mapped() && part.as_u64().is_ok_and(|number| number == 7));
+}
+
+/// KEY-06
+#[test]
+fn keys_with_more_bytes_than_an_address_space_are_refused() {
+    let keys = |first, rest| RemoteKey::split(Addressing::Virtual, first, rest);
+    for key in [
+        keys(piece(1, u64::MAX, 1), vec![piece(1, u64::MAX, 2)]),
+        keys(piece(0, u64::MAX, 1), vec![piece(0, 1, 2)]),
+        keys(piece(0, 8, 1), vec![piece(0, u64::MAX - 1, 2), piece(0, 8, 3)]),
+    ] {
+        let refused = RemoteKey::from_bytes(&key.to_bytes()).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Malformed);
+        let wrong = refused.context_value("wrong");
+        assert_eq!(wrong, Some("pieces with more bytes than an address space"), "{key:?}");
+        // One that this process made is no reason to panic either.
+        key.narrow(u64::MAX - 2, 2).expect("a part");
+        let _ = (key.narrow(3, 9), key.slice(3, 9));
+    }
+    // A piece that wraps around was never refused. It does no harm.
+    let key = keys(piece(u64::MAX, 4, 1), vec![piece(3, u64::MAX - 4, 2)]);
+    let key = RemoteKey::from_bytes(&key.to_bytes()).expect("bytes that can be counted");
+    assert_eq!(pieces(&key.narrow(2, 3).expect("a part")), [(1, 2, 1), (3, 1, 2)]);
+    assert_eq!(key.slice(2, 3).expect("one run").address, Iova(1));
+}
+
+proptest! {
+    #[test]
+    fn a_slice_of_a_part_is_the_slice_of_the_whole(
+        base in 0..u64::MAX / 2, len in 1..1_u64 << 40,
+        cut in any::<[u64; 4]>(),
+    ) {
+        let key = RemoteKey::new(Addressing::Virtual, Iova(base), len, 9);
+        let (offset, inner) = (cut[0] % len, cut[2]);
+        let part = key.narrow(offset, 1 + cut[1] % (len - offset)).expect("inside");
+        let inner = inner % part.first_len();
+        let inner_len = cut[3] % (part.first_len() - inner + 1);
+        let (of_part, of_whole) =
+            (part.slice(inner, inner_len).expect("in"), key.slice(offset + inner, inner_len).expect("in"));
+        prop_assert_eq!(of_part.address, of_whole.address);
+        prop_assert_eq!(RemoteKey::from_bytes(&part.to_bytes()).expect("bytes"), part);
+    }
+}

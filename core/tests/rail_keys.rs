@@ -1,0 +1,144 @@
+//! Keys of one range on several NICs, as bytes.
+
+use hmem_core::{
+    Addressing, ErrorKind, Iova, RailKey, RailKeys, RemoteKey, RemotePiece, provider::Nic,
+};
+use proptest::{collection, option, prelude::*};
+
+/// Pieces of which four have fewer bytes than the address space.
+fn piece() -> impl Strategy<Value = RemotePiece> {
+    let (base, len) = (..=u64::MAX - u64::MAX / 4, ..=u64::MAX / 4);
+    (base, len, any::<u64>()).prop_map(|(base, len, key)| RemotePiece {
+        base: Iova(base),
+        len,
+        key,
+    })
+}
+
+fn key() -> impl Strategy<Value = RemoteKey> {
+    let addressing = prop_oneof![Just(Addressing::ZeroBased), Just(Addressing::Virtual)];
+    (addressing, piece(), collection::vec(piece(), 0..3))
+        .prop_map(|(addressing, first, rest)| RemoteKey::split(addressing, first, rest))
+}
+
+/// Rails of one to six NICs, no two of one name.
+fn rails() -> impl Strategy<Value = RailKeys> {
+    let nic = ("[a-z]{1,8}", "[a-z0-9_]{0,12}|\u{fc}ber", option::of("[0-9a-f:.]{0,12}"));
+    collection::vec((nic, key()), 1..6).prop_map(|rails| {
+        let rail = |(at, ((provider, name, pci_bus_id), key))| {
+            let nic = Nic { provider, name: format!("{name}{at}"), pci_bus_id };
+            RailKey::new(nic, key)
+        };
+        RailKeys::new(rails.into_iter().enumerate().map(rail).collect()).unwrap()
+    })
+}
+
+fn wrong(bytes: &[u8]) -> String {
+    let error = RailKeys::from_bytes(bytes).expect_err("it was read as rail keys");
+    assert_eq!(error.kind(), ErrorKind::Malformed);
+    assert!(error.remedy_text().is_some());
+    error.context_value("wrong").expect("the error says what is wrong").to_owned()
+}
+
+proptest! {
+    /// KEY-06
+    #[test]
+    fn rail_keys_survive_unchanged_and_are_refused_when_altered(
+        keys in rails(),
+        cut in any::<prop::sample::Index>(),
+        flips in collection::vec((any::<prop::sample::Index>(), 1_u8..), 1..4),
+        more in collection::vec(any::<u8>(), 1..9),
+    ) {
+        let bytes = keys.to_bytes();
+        prop_assert_eq!(&bytes[..5], b"hmRL\x01");
+        prop_assert_eq!(&RailKeys::from_bytes(&bytes).unwrap(), &keys);
+        for rail in keys.rails() {
+            prop_assert_eq!(keys.of(&rail.nic.name), Some(&rail.key));
+            prop_assert_eq!(keys.of(&rail.nic.to_string()), Some(&rail.key));
+        }
+        wrong(&bytes[..cut.index(bytes.len())]);
+        wrong(&[&bytes[..], &more].concat());
+        let mut altered = bytes.clone();
+        for (at, flip) in flips {
+            altered[at.index(bytes.len())] ^= flip;
+        }
+        if altered != bytes {
+            wrong(&altered);
+        }
+    }
+
+    /// KEY-06
+    #[test]
+    fn bytes_of_any_kind_are_never_read_as_rail_keys(bytes in collection::vec(any::<u8>(), 0..200)) {
+        wrong(&bytes);
+        // Behind a sound header and with a sound checksum, the payload decides.
+        let body = [b"hmRL\x01", &bytes[..]].concat();
+        let sum = crc32fast::hash(&body).to_le_bytes();
+        if let Ok(keys) = RailKeys::from_bytes(&[&body[..], &sum].concat()) {
+            prop_assert_eq!(RailKeys::from_bytes(&keys.to_bytes()).unwrap(), keys);
+        }
+    }
+}
+
+/// KEY-06
+#[test]
+fn every_bit_of_rail_keys_is_guarded() {
+    let nic = |name: &str| Nic { provider: "verbs".into(), name: name.into(), pci_bus_id: None };
+    let key = |key| RemoteKey::new(Addressing::Virtual, Iova(0x7f00_0000_1000), 4096, key);
+    let keys = RailKeys::new(vec![
+        RailKey::new(nic("mlx5_0"), key(1)),
+        RailKey::new(nic("mlx5_1"), key(2)),
+    ]);
+    let bytes = keys.unwrap().to_bytes();
+    for bit in 0..bytes.len() * 8 {
+        let mut altered = bytes.clone();
+        altered[bit / 8] ^= 1 << (bit % 8);
+        wrong(&altered);
+    }
+    for len in 0..bytes.len() {
+        wrong(&bytes[..len]);
+    }
+    // The key of one NIC is another form.
+    assert_eq!(wrong(&key(1).to_bytes()), "magic");
+    assert_eq!(RemoteKey::from_bytes(&bytes).unwrap_err().context_value("wrong"), Some("magic"));
+}
+
+/// KEY-06
+#[test]
+fn rails_that_do_not_go_together_are_refused_by_sender_and_receiver() {
+    let nic = |name: &str| Nic { provider: "verbs".into(), name: name.into(), pci_bus_id: None };
+    let key = RemoteKey::new(Addressing::ZeroBased, Iova(0), 64, 7);
+    let mapped = RemoteKey::mapped(Addressing::ZeroBased, Iova(0), 64, 7);
+    let rail = |name: &str| RailKey::new(nic(name), key.clone());
+    for (rails, what) in [
+        (vec![], "no rail"),
+        (vec![rail("a"), rail("b"), rail("a")], "a NIC that is there twice"),
+        (vec![rail("a"), RailKey::new(nic("b"), mapped)], "a mapped key"),
+    ] {
+        let error = RailKeys::new(rails).expect_err("joined");
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(error.context_value("what").unwrap().starts_with(what), "{error}");
+        assert!(error.remedy_text().is_some());
+    }
+    // A sender of its own making: a list of no rails, with a sound checksum.
+    let body = b"hmRL\x01\x00";
+    let sum = crc32fast::hash(body).to_le_bytes();
+    assert_eq!(wrong(&[&body[..], &sum].concat()), "no rail");
+}
+
+/// KEY-06
+#[test]
+fn rails_with_more_bytes_than_an_address_space_are_refused() {
+    let piece = |base, len| RemotePiece { base: Iova(base), len, key: 1 };
+    let keys = |first, rest| {
+        let nic = Nic { provider: "verbs".into(), name: "mlx5_0".into(), pci_bus_id: None };
+        let key = RemoteKey::split(Addressing::Virtual, first, rest);
+        RailKeys::new(vec![RailKey::new(nic, key)]).expect("one rail")
+    };
+    for keys in [
+        keys(piece(0, u64::MAX), vec![piece(0, 1)]),
+        keys(piece(0, 1), vec![piece(0, u64::MAX / 2), piece(0, u64::MAX)]),
+    ] {
+        assert_eq!(wrong(&keys.to_bytes()), "pieces with more bytes than an address space");
+    }
+}

@@ -1,0 +1,367 @@
+//! The iface over a driver and a table.
+
+use std::{fmt, sync::Arc};
+
+use hmem_core::{
+    Address, AddressRange, AllocOffset, Allocation, AllocationKind, DeviceId, DmaBufOffset, Error,
+    ErrorKind, Iface, IfaceKind, Result,
+    cause::RefusalCause,
+    iface::{
+        AllocRequest, Allocator, Device, DmaBufExport, DmaBufExporter, DmaBufMapping, Facet,
+        InboundFlush, MonitorSource,
+    },
+    monitor::{DetectionMethod, Monitor},
+    provider::Nic,
+};
+use parking_lot::Mutex;
+
+use crate::{
+    driver::{Block, Driver, Open, Part},
+    monitor::TableMonitor,
+    table::{Entry, Origin, Table},
+};
+
+/// Bytes of the host buffer that a copy between two allocations goes through.
+const BOUNCE: u64 = 1 << 20;
+
+/// An iface over a driver that cannot tell whose an address is.
+pub struct Announced<D: Driver> {
+    driver: D,
+    table: Arc<Table<D::Handle>>,
+    /// Freed memory of which somebody still uses a dma-buf. See `exports`.
+    lingering: Mutex<Vec<Entry<D::Handle>>>,
+}
+
+impl<D: Driver> fmt::Debug for Announced<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Announced")
+            .field("name", &D::NAME)
+            .field("allocations", &self.table.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl<D: Driver> Announced<D> {
+    /// Creates the iface of a driver.
+    #[must_use]
+    pub fn new(driver: D) -> Self {
+        let table = Arc::new(Table::new(D::KIND));
+        Self { driver, table, lingering: Mutex::default() }
+    }
+
+    /// Returns the driver.
+    pub fn driver(&self) -> &D {
+        &self.driver
+    }
+
+    /// Announces memory that the application allocated through the vendor's library, so that
+    /// [`query`](Iface::query) recognises it.
+    ///
+    /// # Safety
+    /// - `range` is memory of `device`, and `handle` names the allocation that begins at its start.
+    /// - The memory stays allocated until it was withdrawn ([`withdraw`](Self::withdraw)) and every
+    ///   region, dma-buf and copy of it has ended. The drivers of this crate's ifaces do not keep
+    ///   memory allocated for a NIC: a region that outlives its memory reaches what is allocated
+    ///   there next.
+    ///
+    /// # Errors
+    /// ZeroLength; InvalidArgument for a device out of range, and for addresses of another live
+    /// allocation.
+    pub unsafe fn announce(
+        &self,
+        range: AddressRange,
+        device: DeviceId,
+        handle: D::Handle,
+    ) -> Result<Allocation> {
+        const OPERATION: &str = "announce";
+        self.check_request(OPERATION, device, range.len())
+            .map_err(|error| error.context("range", range))?;
+        self.table.insert(OPERATION, Block { range, device, handle }, Origin::Announced)
+    }
+
+    /// Withdraws announced memory. Everything cached over it is invalidated, and it is recognised
+    /// no longer. The application calls this before it frees the memory.
+    ///
+    /// # Errors
+    /// InvalidArgument if it is not announced.
+    pub fn withdraw(&self, allocation: &Allocation) -> Result<()> {
+        let remove = || self.table.remove("withdraw", allocation, Origin::Announced);
+        self.table.subscriptions.while_freeing(allocation.range, remove).map(drop)
+    }
+
+    fn check_request(&self, operation: &'static str, device: DeviceId, len: u64) -> Result<()> {
+        let refused = |kind| Error::new(kind, operation).iface(D::KIND).device(device);
+        let devices = self.driver.device_count();
+        if device.0 >= devices {
+            return Err(refused(ErrorKind::InvalidArgument)
+                .context("devices", devices)
+                .remedy("devices count from 0"));
+        }
+        if len == 0 {
+            return Err(refused(ErrorKind::ZeroLength));
+        }
+        Ok(())
+    }
+
+    /// Frees the memory of an entry that is out of the table, or keeps it until nobody uses its
+    /// dma-bufs.
+    fn release(&self, mut entry: Entry<D::Handle>) -> Result<(), (Entry<D::Handle>, Error)> {
+        if entry.exports.in_use(|fd| self.driver.others_use(fd)) {
+            tracing::debug!(iface = D::NAME, range = %entry.block.range, "freed memory is kept for its dma-bufs");
+            self.lingering.lock().push(entry);
+            return Ok(());
+        }
+        let Block { range, device, handle } = entry.block;
+        // SAFETY: the table had it from `Driver::allocate`, and it is in the table no longer. The
+        // caller of `Allocator::free` promised that nothing uses it.
+        let freed = unsafe { self.driver.free(device, range.start(), handle) };
+        freed.map_err(|error| (entry, error))
+    }
+
+    /// Frees memory that was kept for its dma-bufs, as far as nobody uses them any longer.
+    fn free_lingering(&self) {
+        // Called with every allocation and free, of which nearly none finds something here.
+        let kept = std::mem::take(&mut *self.lingering.lock());
+        for entry in kept {
+            if let Err((entry, error)) = self.release(entry) {
+                tracing::warn!(iface = D::NAME, range = %entry.block.range, %error, "cannot free memory");
+                self.lingering.lock().push(entry);
+            }
+        }
+    }
+
+    /// Copies between two allocations through host memory: not every driver copies between devices.
+    ///
+    /// # Safety
+    /// As [`Iface::copy`].
+    unsafe fn copy_between(&self, to: Part<D::Handle>, from: Part<D::Handle>) -> Result<()> {
+        let mut buffer = vec![0u8; to.len.min(BOUNCE) as usize];
+        let host = Address::of_ptr(buffer.as_mut_ptr());
+        // From the end where the destination overlaps the rest of the source.
+        let backwards = to.address() > from.address();
+        let mut done = 0;
+        while done < to.len {
+            let len = (to.len - done).min(BOUNCE);
+            let at = if backwards { to.len - done - len } else { done };
+            let piece = |part: &Part<D::Handle>| Part { offset: part.offset + at, len, ..*part };
+            // SAFETY: the buffer has `len` writable bytes. The piece lies in a part that the caller
+            // keeps allocated.
+            unsafe { self.driver.read(&piece(&from), host) }?;
+            // SAFETY: likewise, and the buffer is initialised.
+            unsafe { self.driver.write(&piece(&to), host) }?;
+            done += len;
+        }
+        Ok(())
+    }
+}
+
+impl<D: Open> Announced<D> {
+    /// Opens the library that the environment names, or the one that the dynamic loader finds.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] without the library, a symbol of it, or a device.
+    pub fn open() -> Result<Self> {
+        D::open(Self::builder()).map(Self::new)
+    }
+
+    /// Returns a builder, which can open another library or injected functions.
+    #[must_use]
+    pub fn builder() -> D::Builder {
+        D::Builder::default()
+    }
+}
+
+impl<D: Driver> Drop for Announced<D> {
+    fn drop(&mut self) {
+        self.free_lingering();
+        let (live, kept) = (self.table.len(), self.lingering.lock().len());
+        if live + kept > 0 {
+            tracing::warn!(iface = D::NAME, live, kept, "memory is left when its iface is dropped");
+        }
+    }
+}
+
+// SAFETY: the table has only memory that the driver allocated and that was not freed since, or that
+// a caller of `announce` promised to keep allocated until it is withdrawn; `insert` refuses overlaps
+// and gives each an identity of its own. `part` bounds copies and exports. Of memory that it
+// allocated the iface frees nothing while a dma-buf of it is in use (`release`); a caller of
+// `announce` promised the same.
+unsafe impl<D: Driver> Iface for Announced<D> {
+    fn kind(&self) -> IfaceKind {
+        D::KIND
+    }
+
+    fn name(&self) -> &str {
+        D::NAME
+    }
+
+    fn devices(&self) -> Result<Vec<Device>> {
+        self.driver.devices()
+    }
+
+    fn query(&self, address: Address) -> Result<Option<Allocation>> {
+        Ok(self.table.query(address))
+    }
+
+    unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
+        const OPERATION: &str = "copy";
+        if len == 0 {
+            return Ok(());
+        }
+        let side = |address| self.table.part(OPERATION, address, len);
+        let sides = (side(to)?.map(|found| found.part), side(from)?.map(|found| found.part));
+        // SAFETY: host sides and lifetimes are the caller's promise; the parts are in bounds.
+        let copied = unsafe {
+            match sides {
+                (Some(to), None) => self.driver.write(&to, from),
+                (None, Some(from)) => self.driver.read(&from, to),
+                (Some(to), Some(from)) => self.copy_between(to, from),
+                (None, None) => Err(Error::new(ErrorKind::OutOfBounds, OPERATION)
+                    .iface(D::KIND)
+                    .remedy("one side must be allocated or announced memory of this iface")),
+            }
+        };
+        copied.map_err(|error| error.context("to", to).context("from", from).context("length", len))
+    }
+
+    fn allocator(&self) -> Option<&dyn Allocator> {
+        Some(self)
+    }
+
+    fn dma_buf(&self) -> Option<&dyn DmaBufExporter> {
+        match self.driver.no_dma_buf() {
+            None => Some(self),
+            Some(_) => None,
+        }
+    }
+
+    /// A NIC's writes to Neuron memory need a flush, for which NCCL's plug-in reads through the NIC:
+    /// this iface has no such call, and must not say that none is needed.
+    fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
+        Some(self)
+    }
+
+    fn monitor(&self) -> Option<&dyn MonitorSource> {
+        Some(self)
+    }
+
+    fn causes(&self) -> &'static [RefusalCause] {
+        self.driver.causes()
+    }
+
+    fn unavailable(&self, facet: Facet) -> Error {
+        let dma_buf = (facet == Facet::DmaBuf).then(|| self.driver.no_dma_buf()).flatten();
+        dma_buf.unwrap_or_else(|| self.driver.lacks(facet))
+    }
+}
+
+impl<D: Driver> Allocator for Announced<D> {
+    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
+        const OPERATION: &str = "allocate";
+        let &AllocRequest { len, device, kind } = request;
+        let described =
+            |error: Error| error.device(device).context("kind", kind.name()).context("length", len);
+        self.check_request(OPERATION, device, len).map_err(described)?;
+        if kind != AllocationKind::Device {
+            return Err(described(
+                Error::new(ErrorKind::Unsupported, OPERATION)
+                    .iface(D::KIND)
+                    .context("reason", "the iface allocates device memory only"),
+            ));
+        }
+        self.free_lingering();
+        let (address, handle) = self.driver.allocate(device, len).map_err(described)?;
+        let entered = AddressRange::new(address, len).and_then(|range| {
+            let block = Block { range, device, handle };
+            self.table.insert(OPERATION, block, Origin::Allocated)
+        });
+        entered.map_err(|error| {
+            // SAFETY: allocated above and given to nobody.
+            if let Err(error) = unsafe { self.driver.free(device, address, handle) } {
+                tracing::warn!(iface = D::NAME, %error, "cannot free memory that was not entered");
+            }
+            described(error)
+        })
+    }
+
+    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        self.free_lingering();
+        self.table.subscriptions.while_freeing(allocation.range, || {
+            let entry = self.table.remove("free", allocation, Origin::Allocated)?;
+            self.release(entry).map_err(|(entry, error)| {
+                self.table.restore(entry);
+                error.context("allocation", allocation.range)
+            })
+        })
+    }
+
+    fn is_device_active(&self, device: DeviceId) -> Result<bool> {
+        self.check_request("is_device_active", device, 1)?;
+        self.driver.is_active(device)
+    }
+}
+
+impl<D: Driver> DmaBufExporter for Announced<D> {
+    fn mappings(&self) -> &'static [DmaBufMapping] {
+        &[DmaBufMapping::Default]
+    }
+
+    fn export(
+        &self,
+        range: AddressRange,
+        nic: &Nic,
+        mapping: DmaBufMapping,
+    ) -> Result<DmaBufExport> {
+        const OPERATION: &str = Facet::DmaBuf.operation();
+        let refused = |kind| Error::new(kind, OPERATION).iface(D::KIND);
+        let described = |error: Error| error.context("range", range).context("nic", nic);
+        if range.is_empty() {
+            return Err(described(refused(ErrorKind::ZeroLength)));
+        }
+        if mapping != DmaBufMapping::Default {
+            return Err(described(
+                refused(ErrorKind::Unsupported)
+                    .context("reason", "the driver has the default mapping only"),
+            ));
+        }
+        let outside = || {
+            refused(ErrorKind::OutOfBounds)
+                .remedy("the range must lie in allocated or announced memory")
+        };
+        let located = self.table.part(OPERATION, range.start(), range.len()).map_err(described)?;
+        let located = located.ok_or_else(outside).map_err(described)?;
+        let part = located.part;
+        let described = |error: Error| described(error.device(part.block.device));
+        let pages = range.page_aligned(rustix::param::page_size() as u64);
+        let dma_buf = self.driver.export(&part.block, pages).map_err(described)?;
+        let kept = rustix::io::fcntl_dupfd_cloexec(&dma_buf.fd, 0)
+            .map_err(|errno| described(Error::os(errno, "fcntl(F_DUPFD_CLOEXEC)")))?;
+        if !self.table.keep_export(&located, kept, |fd| self.driver.others_use(fd)) {
+            return Err(described(outside()));
+        }
+        Ok(DmaBufExport {
+            fd: dma_buf.fd,
+            offset: DmaBufOffset(dma_buf.offset + (range.start().0 - pages.start().0)),
+            alloc_offset: AllocOffset(part.offset),
+            len: range.len(),
+            mapping,
+        })
+    }
+}
+
+impl<D: Driver> InboundFlush for Announced<D> {
+    fn flush(&self, device: DeviceId) -> Result<()> {
+        self.check_request("flush_inbound", device, 1)?;
+        self.driver.flush(device)
+    }
+}
+
+impl<D: Driver> MonitorSource for Announced<D> {
+    fn detection(&self) -> DetectionMethod {
+        DetectionMethod::Callback
+    }
+
+    fn start(&self) -> Result<Arc<dyn Monitor>> {
+        Ok(Arc::new(TableMonitor { iface: D::KIND, table: Arc::downgrade(&self.table) }))
+    }
+}

@@ -1,0 +1,93 @@
+//! An iface over a driver that cannot tell whose an address is.
+//!
+//! AWS Neuron and Intel Gaudi have no call like `cuPointerGetAttribute`. [`Announced`] is an iface
+//! over such a driver. It recognises memory by a table, which holds
+//!
+//! - memory that was allocated through the iface;
+//! - memory that the application allocated itself and announced ([`Announced::announce`]).
+//!
+//! A back end implements [`Driver`] and gets allocating, blocking copies, dma-buf export and a
+//! monitor from it. [`function_table!`] declares the functions of a vendor's library, which is
+//! loaded at run time.
+//!
+//! # Examples
+//! ```
+//! use hmem_core::{DeviceId, Error, ErrorKind, Iface, IfaceKind, Result, iface::Device};
+//! use hmem_core::{Address, AddressRange};
+//! use hmem_iface_announced::{Announced, Block, DmaBuf, Driver, Part};
+//!
+//! /// A driver without devices.
+//! #[derive(Debug)]
+//! struct Nothing;
+//!
+//! // SAFETY: it gives out no memory.
+//! unsafe impl Driver for Nothing {
+//!     type Handle = ();
+//!     const KIND: IfaceKind = IfaceKind::FIRST_PLUG_IN;
+//!     const NAME: &'static str = "nothing";
+//!
+//!     fn device_count(&self) -> u32 {
+//!         0
+//!     }
+//!     fn devices(&self) -> Result<Vec<Device>> {
+//!         Ok(Vec::new())
+//!     }
+//!     fn is_active(&self, _: DeviceId) -> Result<bool> {
+//!         Ok(false)
+//!     }
+//!     fn allocate(&self, _: DeviceId, _: u64) -> Result<(Address, ())> {
+//!         Err(Error::new(ErrorKind::Unavailable, "allocate"))
+//!     }
+//!     unsafe fn free(&self, _: DeviceId, _: Address, _: ()) -> Result<()> {
+//!         Ok(())
+//!     }
+//!     unsafe fn write(&self, _: &Part<()>, _: Address) -> Result<()> {
+//!         Ok(())
+//!     }
+//!     unsafe fn read(&self, _: &Part<()>, _: Address) -> Result<()> {
+//!         Ok(())
+//!     }
+//!     fn export(&self, _: &Block<()>, _: AddressRange) -> Result<DmaBuf> {
+//!         Err(Error::new(ErrorKind::Unsupported, "export"))
+//!     }
+//! }
+//!
+//! let iface = Announced::new(Nothing);
+//! let on_the_stack = 0u8;
+//! assert_eq!(iface.query(Address::of_ptr(&on_the_stack))?, None);
+//! # Ok::<(), Error>(())
+//! ```
+//!
+//! # Layers
+//!
+//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//!
+//! - `exports`, `library`: dma-bufs that are still in use; the loading of a library
+//! - `driver`: the calls of a driver
+//! - `table`: allocations by address
+//! - `monitor`: detection of frees
+//! - `iface`: [`Announced`]
+//!
+//! # Things this crate does not do
+//!
+//! It does not notice a free that goes past the iface: an application withdraws announced memory
+//! before it frees it. It copies nothing asynchronously, and knows no physical segments, IPC or
+//! peer memory. A driver without a call for it refuses to flush inbound writes.
+
+#![deny(unsafe_code)]
+
+#[allow(unsafe_code)]
+mod driver;
+mod exports;
+#[allow(unsafe_code)]
+mod iface;
+#[allow(unsafe_code)]
+mod library;
+mod monitor;
+mod table;
+
+pub use driver::{Block, DmaBuf, Driver, Open, Part};
+#[doc(hidden)] // `function_table!` names it in crates that may not.
+pub use hmem_core;
+pub use iface::Announced;
+pub use library::{SharedLibrary, library_path};

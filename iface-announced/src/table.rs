@@ -1,0 +1,219 @@
+//! Allocations by address.
+
+use std::{
+    collections::BTreeMap,
+    os::fd::{BorrowedFd, OwnedFd},
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use hmem_core::{
+    Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind,
+    Result, monitor::FreeSubscriptions,
+};
+use parking_lot::RwLock;
+
+use crate::{
+    driver::{Block, Part},
+    exports::Exports,
+};
+
+/// The party that frees an allocation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// The iface, which allocated it.
+    Allocated,
+    /// The application, which announced it.
+    Announced,
+}
+
+/// One allocation.
+#[derive(Debug)]
+pub(crate) struct Entry<H> {
+    pub(crate) block: Block<H>,
+    pub(crate) exports: Exports,
+    id: AllocationId,
+    origin: Origin,
+}
+
+/// Bytes of a live allocation, with its identity.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Located<H> {
+    pub(crate) id: AllocationId,
+    pub(crate) part: Part<H>,
+}
+
+/// The allocations of one iface, and the subscriptions to their frees.
+#[derive(Debug)]
+pub(crate) struct Table<H> {
+    iface: IfaceKind,
+    entries: RwLock<BTreeMap<u64, Entry<H>>>,
+    /// Bounds of all addresses that were ever entered, which a lookup compares before it locks.
+    lowest: AtomicU64,
+    highest: AtomicU64,
+    next_id: AtomicU64,
+    pub(crate) subscriptions: FreeSubscriptions,
+}
+
+impl<H: Copy> Table<H> {
+    pub(crate) fn new(iface: IfaceKind) -> Self {
+        Self {
+            iface,
+            entries: RwLock::default(),
+            lowest: AtomicU64::new(u64::MAX),
+            highest: AtomicU64::new(0),
+            next_id: AtomicU64::new(1),
+            subscriptions: FreeSubscriptions::default(),
+        }
+    }
+
+    /// Returns the number of allocations.
+    pub(crate) fn len(&self) -> usize {
+        self.entries.read().len()
+    }
+
+    /// Returns the allocation around an address.
+    pub(crate) fn query(&self, address: Address) -> Option<Allocation> {
+        self.with(address, |entry| self.describe(entry))
+    }
+
+    /// Returns the bytes that begin at `address`, or `None` if that is in no allocation.
+    ///
+    /// # Errors
+    /// OutOfBounds if they leave the allocation.
+    pub(crate) fn part(
+        &self,
+        operation: &'static str,
+        address: Address,
+        len: u64,
+    ) -> Result<Option<Located<H>>> {
+        let Some((id, block)) = self.with(address, |entry| (entry.id, entry.block)) else {
+            return Ok(None);
+        };
+        if !block.range.contains_range(AddressRange::new(address, len)?) {
+            return Err(Error::new(ErrorKind::OutOfBounds, operation)
+                .iface(self.iface)
+                .context("address", address)
+                .context("length", len)
+                .context("allocation", block.range)
+                .remedy("the range must lie in one allocation"));
+        }
+        let part = Part { block, offset: address.0 - block.range.start().0, len };
+        Ok(Some(Located { id, part }))
+    }
+
+    /// Enters an allocation under an identity that no other has.
+    ///
+    /// # Errors
+    /// InvalidArgument if a live allocation has some of its addresses.
+    pub(crate) fn insert(
+        &self,
+        operation: &'static str,
+        block: Block<H>,
+        origin: Origin,
+    ) -> Result<Allocation> {
+        let range = block.range;
+        let last = range.start().0 + (range.len() - 1);
+        let mut entries = self.entries.write();
+        if let Some((_, other)) = entries.range(..=last).next_back()
+            && other.block.range.overlaps(range)
+        {
+            return Err(Error::new(ErrorKind::InvalidArgument, operation)
+                .iface(self.iface)
+                .context("range", range)
+                .context("allocation", other.block.range)
+                .remedy("the addresses belong to another allocation: withdraw announced memory before it is freed"));
+        }
+        self.lowest.fetch_min(range.start().0, Ordering::Relaxed);
+        self.highest.fetch_max(last, Ordering::Relaxed);
+        let id = AllocationId(self.next_id.fetch_add(1, Ordering::Relaxed));
+        let entry = Entry { block, exports: Exports::default(), id, origin };
+        let allocation = self.describe(&entry);
+        entries.insert(range.start().0, entry);
+        Ok(allocation)
+    }
+
+    /// Takes an allocation out. Another allocation at its address stays.
+    ///
+    /// # Errors
+    /// InvalidArgument if it is not live, or of another origin.
+    pub(crate) fn remove(
+        &self,
+        operation: &'static str,
+        allocation: &Allocation,
+        origin: Origin,
+    ) -> Result<Entry<H>> {
+        let refused = |remedy| {
+            Error::new(ErrorKind::InvalidArgument, operation)
+                .iface(self.iface)
+                .context("allocation", allocation.range)
+                .context("identity", allocation.id.0)
+                .remedy(remedy)
+        };
+        let base = allocation.base().0;
+        let mut entries = self.entries.write();
+        let live = entries.get(&base).filter(|entry| entry.id == allocation.id);
+        match live.map(|entry| entry.origin) {
+            Some(found) if found == origin => {}
+            Some(Origin::Allocated) => {
+                return Err(refused("the iface allocated it: free it"));
+            }
+            Some(Origin::Announced) => {
+                return Err(refused("the application announced it, and frees it: withdraw it"));
+            }
+            None => {
+                return Err(refused(
+                    "not a live allocation of this iface: it was freed or withdrawn already",
+                ));
+            }
+        }
+        entries.remove(&base).ok_or_else(|| refused("not a live allocation of this iface"))
+    }
+
+    /// Puts an entry back whose memory could not be freed.
+    pub(crate) fn restore(&self, entry: Entry<H>) {
+        self.entries.write().insert(entry.block.range.start().0, entry);
+    }
+
+    /// Keeps a dma-buf with its allocation, if that is the iface's own. Returns false if the
+    /// allocation was freed or withdrawn meanwhile.
+    #[must_use]
+    pub(crate) fn keep_export(
+        &self,
+        of: &Located<H>,
+        fd: OwnedFd,
+        others_use: impl Fn(BorrowedFd<'_>) -> bool,
+    ) -> bool {
+        let mut entries = self.entries.write();
+        let base = of.part.block.range.start().0;
+        match entries.get_mut(&base).filter(|entry| entry.id == of.id) {
+            Some(entry) => {
+                if entry.origin == Origin::Allocated {
+                    entry.exports.keep(fd, others_use);
+                }
+                true
+            }
+            None => false,
+        }
+    }
+
+    fn with<T>(&self, address: Address, look: impl FnOnce(&Entry<H>) -> T) -> Option<T> {
+        let outside = address.0 < self.lowest.load(Ordering::Relaxed)
+            || address.0 > self.highest.load(Ordering::Relaxed);
+        if outside {
+            return None;
+        }
+        let entries = self.entries.read();
+        let (_, entry) = entries.range(..=address.0).next_back()?;
+        entry.block.range.contains(address).then(|| look(entry))
+    }
+
+    fn describe(&self, entry: &Entry<H>) -> Allocation {
+        Allocation {
+            iface: self.iface,
+            range: entry.block.range,
+            device: Some(entry.block.device),
+            kind: AllocationKind::Device,
+            id: entry.id,
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! Dma-bufs, and memory that is kept while one of them is in use.
+
+use std::{
+    os::fd::BorrowedFd,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use hmem_core::{
+    Address, AddressRange, DeviceId, ErrorKind, Iface, IfaceExt, IfaceKind, Result,
+    iface::{Device, DmaBufMapping},
+};
+use hmem_fake_accelerators::{Fake, Profile};
+use hmem_iface_announced::{Announced, Block, DmaBuf, Driver, Part};
+
+use crate::world::{
+    Over, PAGE, World, allocate, free, gaudi, neuron, nic, over_both, pattern, range,
+};
+
+/// HM-06
+#[test]
+fn an_export_has_the_offset_in_its_first_page_and_the_bytes_of_its_range() {
+    struct Test;
+    impl Over for Test {
+        fn run<D: Driver>(&self, _: &Fake, iface: &Announced<D>, _: &World<D>) {
+            let own = allocate(iface, 4 * PAGE);
+            let bytes = pattern(4 * PAGE as usize);
+            // SAFETY: memory of this test.
+            unsafe { iface.write(own.base(), &bytes) }.expect("write");
+            for (offset, len) in [(0, 4 * PAGE), (PAGE, PAGE), (PAGE + 77, PAGE)] {
+                let part = range(own.base().0 + offset, len);
+                let export =
+                    iface.export_dma_buf(part, &nic(), DmaBufMapping::Default).expect("export");
+                assert_eq!(export.alloc_offset.0, offset);
+                assert_eq!(export.offset.0, offset % PAGE);
+                assert_eq!(export.len, len);
+                let mut found = vec![0; len as usize];
+                let file = std::fs::File::from(export.fd);
+                std::os::unix::fs::FileExt::read_exact_at(&file, &mut found, export.offset.0)
+                    .expect("a memory file");
+                assert!(found == bytes[offset as usize..][..len as usize], "other bytes");
+            }
+            let past = range(own.base().0 + 1, 4 * PAGE);
+            let error = iface.export_dma_buf(past, &nic(), DmaBufMapping::Default).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::OutOfBounds);
+            let pcie = iface.export_dma_buf(own.range, &nic(), DmaBufMapping::Pcie).unwrap_err();
+            assert_eq!(pcie.kind(), ErrorKind::Unsupported);
+            free(iface, &own).expect("free");
+            let freed = iface.export_dma_buf(own.range, &nic(), DmaBufMapping::Default);
+            assert_eq!(freed.unwrap_err().kind(), ErrorKind::OutOfBounds);
+        }
+    }
+    over_both(&Test);
+}
+
+/// HM-06
+#[test]
+fn a_library_without_the_export_call_has_no_dma_bufs_and_says_why() {
+    let profile = Profile::running().without(&["nrt_get_dmabuf_fd", "nrt_get_dmabuf_fd_v2"]);
+    let fake = Fake::start(profile);
+    let iface = neuron(&fake).expect("NeuronCores");
+    assert!(iface.dma_buf().is_none());
+    let own = allocate(&iface, PAGE);
+    let error = iface.export_dma_buf(own.range, &nic(), DmaBufMapping::Default).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert_eq!(error.context_value("symbol"), Some("nrt_get_dmabuf_fd"));
+    free(&iface, &own).expect("free");
+}
+
+/// HM-06
+#[test]
+fn a_first_generation_gaudi_is_refused() {
+    let fake = Fake::start(Profile { device_type: 2, ..Profile::running() });
+    let iface = gaudi(&fake).expect("a device");
+    let error = iface.allocate(&crate::world::request(PAGE)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(error.to_string().contains("first-generation"), "{error}");
+}
+
+/// A function that runs once.
+type Once = Option<Box<dyn FnOnce() + Send>>;
+
+/// A driver whose "dma-bufs" are used while a flag is set. Its memory has no bytes.
+#[derive(Default)]
+struct Flagged {
+    used: Arc<AtomicBool>,
+    live: Arc<Mutex<Vec<u64>>>,
+    /// Runs once, after the next export was made.
+    after_export: Arc<Mutex<Once>>,
+}
+
+impl std::fmt::Debug for Flagged {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Flagged")
+    }
+}
+
+// SAFETY: addresses count up, and there are no bytes to copy.
+unsafe impl Driver for Flagged {
+    type Handle = ();
+
+    const KIND: IfaceKind = IfaceKind::FIRST_PLUG_IN;
+    const NAME: &'static str = "flagged";
+
+    fn device_count(&self) -> u32 {
+        1
+    }
+
+    fn devices(&self) -> Result<Vec<Device>> {
+        let name = "flagged".to_owned();
+        Ok(vec![Device { id: DeviceId(0), name, pci_bus_id: None, memory: 0 }])
+    }
+
+    fn is_active(&self, _: DeviceId) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn allocate(&self, _: DeviceId, _: u64) -> Result<(Address, ())> {
+        let mut live = self.live.lock().expect("no panic");
+        let address = live.last().copied().unwrap_or(0) + (1 << 20);
+        live.push(address);
+        Ok((Address(address), ()))
+    }
+
+    unsafe fn free(&self, _: DeviceId, address: Address, (): ()) -> Result<()> {
+        self.live.lock().expect("no panic").retain(|live| *live != address.0);
+        Ok(())
+    }
+
+    unsafe fn write(&self, _: &Part<()>, _: Address) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn read(&self, _: &Part<()>, _: Address) -> Result<()> {
+        Ok(())
+    }
+
+    fn export(&self, _: &Block<()>, _: AddressRange) -> Result<DmaBuf> {
+        let fd = std::fs::File::open("/dev/null").expect("a file").into();
+        let after = self.after_export.lock().expect("no panic").take();
+        after.into_iter().for_each(|run| run());
+        Ok(DmaBuf { fd, offset: 0 })
+    }
+
+    fn others_use(&self, _: BorrowedFd<'_>) -> bool {
+        self.used.load(Ordering::Relaxed)
+    }
+}
+
+/// HM-06
+///
+/// The kernel drivers of Neuron and Gaudi do not keep memory for a NIC.
+#[test]
+fn freed_memory_is_kept_while_one_of_its_dma_bufs_is_in_use() {
+    let driver = Flagged::default();
+    let (used, live) = (Arc::clone(&driver.used), Arc::clone(&driver.live));
+    let live = || live.lock().expect("no panic").clone();
+    let iface = Announced::new(driver);
+    let (exported, plain) = (allocate(&iface, PAGE), allocate(&iface, PAGE));
+    used.store(true, Ordering::Relaxed);
+    drop(iface.export_dma_buf(exported.range, &nic(), DmaBufMapping::Default).expect("export"));
+    free(&iface, &exported).expect("free");
+    assert_eq!(iface.query(exported.base()).expect("query"), None, "it is freed for callers");
+    assert_eq!(live(), [exported.base().0, plain.base().0], "a NIC still has it");
+    free(&iface, &plain).expect("free");
+    assert_eq!(live(), [exported.base().0], "no dma-buf was exported of the other");
+    used.store(false, Ordering::Relaxed);
+    let next = allocate(&iface, PAGE);
+    assert_eq!(live(), [next.base().0], "the NIC has let go");
+    free(&iface, &next).expect("free");
+}
+
+/// HM-06
+#[test]
+fn memory_that_is_kept_for_a_dma_buf_is_freed_with_the_iface() {
+    let driver = Flagged::default();
+    let (used, live) = (Arc::clone(&driver.used), Arc::clone(&driver.live));
+    let iface = Announced::new(driver);
+    let exported = allocate(&iface, PAGE);
+    used.store(true, Ordering::Relaxed);
+    drop(iface.export_dma_buf(exported.range, &nic(), DmaBufMapping::Default).expect("export"));
+    free(&iface, &exported).expect("free");
+    used.store(false, Ordering::Relaxed);
+    drop(iface);
+    assert!(live.lock().expect("no panic").is_empty());
+}
+
+/// HM-06
+///
+/// Another thread frees the memory between the driver's export and its return.
+#[test]
+fn an_export_that_a_free_overtook_is_refused() {
+    let driver = Flagged::default();
+    let (after, live) = (Arc::clone(&driver.after_export), Arc::clone(&driver.live));
+    driver.used.store(true, Ordering::Relaxed);
+    let iface = Arc::new(Announced::new(driver));
+    let own = allocate(&*iface, PAGE);
+    let (other, base) = (Arc::clone(&iface), own.base().0);
+    let overtake = move || free(&*other, &own).expect("free");
+    *after.lock().expect("no panic") = Some(Box::new(overtake));
+    let error = iface.export_dma_buf(own.range, &nic(), DmaBufMapping::Default).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::OutOfBounds);
+    assert!(!live.lock().expect("no panic").contains(&base), "nobody has a dma-buf of it");
+}

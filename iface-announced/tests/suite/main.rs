@@ -1,0 +1,8 @@
+//! The behaviours of an iface over a table, over the fake runtimes of Neuron and Gaudi.
+#![allow(unsafe_code)]
+
+mod faults;
+mod kept;
+mod monitor;
+mod recognised;
+mod world;

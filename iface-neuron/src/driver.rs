@@ -1,0 +1,292 @@
+//! The calls of the runtime behind the iface.
+
+use std::{
+    ffi::{c_int, c_void},
+    os::fd::{FromRawFd, OwnedFd},
+    ptr,
+};
+
+use hmem_core::{
+    Address, AddressRange, DeviceId, Error, ErrorKind, IfaceKind, Result,
+    cause::RefusalCause,
+    iface::{Device, Facet},
+};
+use hmem_iface_announced::{Block, DmaBuf, Driver, Part};
+use parking_lot::Mutex;
+
+use crate::{
+    causes::CAUSES,
+    error::{check, coded, lacks, refusal},
+    sys::{self, Functions, NrtStatus},
+};
+
+/// Bytes that tensors are rounded up to: the kernel driver maps whole pages only.
+const PAGE: u64 = 4096;
+
+/// A tensor of the runtime (`nrt_tensor_t *`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tensor(usize);
+
+impl Tensor {
+    /// Wraps a pointer that `nrt_tensor_allocate` returned.
+    fn new(tensor: *mut c_void) -> Self {
+        Self(tensor.expose_provenance())
+    }
+
+    fn pointer(self) -> *mut c_void {
+        ptr::with_exposed_provenance_mut(self.0)
+    }
+}
+
+/// Returns the number of NeuronCores that this process may use.
+pub(crate) fn visible_cores(functions: &Functions) -> std::result::Result<u32, NrtStatus> {
+    let mut cores = 0;
+    // SAFETY: `cores` is writable. `nrt.h`: the call may be made before `nrt_init`.
+    match unsafe { (functions.get_visible_nc_count)(&mut cores) } {
+        NrtStatus::NRT_SUCCESS => Ok(cores),
+        refused => Err(refused),
+    }
+}
+
+/// The Neuron runtime of this process.
+#[derive(Debug)]
+pub struct Runtime {
+    functions: Functions,
+    cores: u32,
+    /// Set if the iface may call `nrt_init`.
+    may_start: bool,
+    /// Held while the runtime is started, so that one thread starts it.
+    starting: Mutex<()>,
+}
+
+impl Runtime {
+    pub(crate) fn new(functions: Functions, cores: u32, may_start: bool) -> Self {
+        Self { functions, cores, may_start, starting: Mutex::default() }
+    }
+
+    /// Returns a tensor of the application and its addresses, to announce them.
+    ///
+    /// # Safety
+    /// `tensor` is a live tensor (`nrt_tensor_t *`).
+    ///
+    /// # Errors
+    /// Unsupported for a tensor without addresses.
+    pub unsafe fn tensor(&self, tensor: *mut c_void) -> Result<(Tensor, AddressRange)> {
+        let tensor = Tensor::new(tensor);
+        // SAFETY: the caller's promise.
+        Ok((tensor, unsafe { self.range_of(tensor) }?))
+    }
+
+    /// # Safety
+    /// The tensor is live.
+    unsafe fn range_of(&self, tensor: Tensor) -> Result<AddressRange> {
+        // SAFETY: the caller's promise.
+        let (va, size) = unsafe {
+            let tensor = tensor.pointer();
+            ((self.functions.tensor_get_va)(tensor), (self.functions.tensor_get_size)(tensor))
+        };
+        if va.is_null() {
+            return Err(lacks("nrt_tensor_get_va", "the runtime maps no address for the tensor"));
+        }
+        AddressRange::new(Address::of_ptr(va), size as u64)
+    }
+
+    /// Allocates a tensor.
+    fn new_tensor(&self, device: DeviceId, len: u64) -> std::result::Result<Tensor, NrtStatus> {
+        let mut tensor: *mut c_void = ptr::null_mut();
+        // SAFETY: the name is a C string, and `tensor` is writable.
+        let code = unsafe {
+            (self.functions.tensor_allocate)(
+                sys::NRT_TENSOR_PLACEMENT_DEVICE,
+                device.0 as c_int,
+                len as usize,
+                c"hmem".as_ptr(),
+                &mut tensor,
+            )
+        };
+        match code {
+            NrtStatus::NRT_SUCCESS => Ok(Tensor::new(tensor)),
+            refused => Err(refused),
+        }
+    }
+
+    fn free_tensor(&self, tensor: Tensor) {
+        let mut pointer = tensor.pointer();
+        // SAFETY: a tensor that `new_tensor` returned, which the caller uses no longer.
+        unsafe { (self.functions.tensor_free)(&mut pointer) }
+    }
+
+    /// Allocates a tensor, and starts the runtime for it if that is allowed.
+    fn tensor_of_running(&self, device: DeviceId, len: u64) -> Result<Tensor> {
+        let refused = |code| refusal(code, "nrt_tensor_allocate");
+        match self.new_tensor(device, len) {
+            Err(NrtStatus::NRT_UNINITIALIZED) if self.may_start => {}
+            allocated => return allocated.map_err(refused),
+        }
+        let _starting = self.starting.lock();
+        // Another thread may have started it meanwhile.
+        match self.new_tensor(device, len) {
+            Err(NrtStatus::NRT_UNINITIALIZED) => {}
+            allocated => return allocated.map_err(refused),
+        }
+        // SAFETY: C strings. The runtime is not initialised, and no other thread of this iface
+        // initialises it.
+        let code = unsafe {
+            (self.functions.init)(sys::NRT_FRAMEWORK_TYPE_NO_FW, c"2.0".as_ptr(), c"".as_ptr())
+        };
+        check(code, "nrt_init")?;
+        tracing::debug!("the Neuron runtime was started");
+        self.new_tensor(device, len).map_err(refused)
+    }
+
+    fn memory_of(&self, core: u32) -> u64 {
+        let Some(stats_of) = self.functions.get_vnc_memory_stats else { return 0 };
+        let (mut stats, mut written) = (sys::MemoryStats::default(), 0);
+        // SAFETY: `stats` is writable for the size that is passed.
+        let code = unsafe { stats_of(core, &mut stats, size_of_val(&stats), &mut written) };
+        // The runtime knows only after `nrt_init`.
+        if code == NrtStatus::NRT_SUCCESS { stats.bytes_limit as u64 } else { 0 }
+    }
+}
+
+/// Returns the error for a call that succeeded without a result.
+fn no_fd(call: &'static str) -> Error {
+    Error::new(ErrorKind::Driver, call)
+        .iface(IfaceKind::NEURON)
+        .context("reason", "the call succeeded and returned nothing")
+}
+
+// SAFETY: a tensor of the runtime is the caller's alone until `nrt_tensor_free`. Reads and writes
+// name the tensor and bytes in it, and are blocking. An export names whole pages of a tensor's
+// mapping; the kernel driver's dma-buf begins with them.
+unsafe impl Driver for Runtime {
+    type Handle = Tensor;
+
+    const KIND: IfaceKind = IfaceKind::NEURON;
+    const NAME: &'static str = "neuron";
+
+    fn device_count(&self) -> u32 {
+        self.cores
+    }
+
+    /// The runtime has no call that leads from a core to the PCI function that it lies on.
+    fn devices(&self) -> Result<Vec<Device>> {
+        let device = |core| Device {
+            id: DeviceId(core),
+            name: format!("NeuronCore {core}"),
+            pci_bus_id: None,
+            memory: self.memory_of(core),
+        };
+        Ok((0..self.cores).map(device).collect())
+    }
+
+    /// Allocates a page and frees it: no call of the runtime says whether it was initialised.
+    fn is_active(&self, device: DeviceId) -> Result<bool> {
+        match self.new_tensor(device, PAGE) {
+            Ok(tensor) => {
+                self.free_tensor(tensor);
+                Ok(true)
+            }
+            Err(NrtStatus::NRT_UNINITIALIZED | NrtStatus::NRT_CLOSED) => Ok(false),
+            Err(refused) => Err(refusal(refused, "nrt_tensor_allocate")),
+        }
+    }
+
+    fn allocate(&self, device: DeviceId, len: u64) -> Result<(Address, Tensor)> {
+        let whole = len.checked_next_multiple_of(PAGE).ok_or_else(|| {
+            Error::new(ErrorKind::OutOfResources, "allocate").iface(IfaceKind::NEURON)
+        })?;
+        let tensor = self.tensor_of_running(device, whole)?;
+        // SAFETY: allocated just now.
+        match unsafe { self.range_of(tensor) } {
+            Ok(range) => Ok((range.start(), tensor)),
+            Err(error) => {
+                self.free_tensor(tensor);
+                Err(error)
+            }
+        }
+    }
+
+    unsafe fn free(&self, _: DeviceId, _: Address, tensor: Tensor) -> Result<()> {
+        self.free_tensor(tensor);
+        Ok(())
+    }
+
+    unsafe fn write(&self, to: &Part<Tensor>, from: Address) -> Result<()> {
+        let (tensor, from) =
+            (to.block.handle.pointer(), ptr::with_exposed_provenance(from.0 as usize));
+        // SAFETY: the part lies in a live tensor, and the caller's memory is readable.
+        let code = unsafe {
+            (self.functions.tensor_write)(tensor, from, to.offset as usize, to.len as usize)
+        };
+        check(code, "nrt_tensor_write")
+    }
+
+    unsafe fn read(&self, from: &Part<Tensor>, to: Address) -> Result<()> {
+        let (tensor, to) =
+            (from.block.handle.pointer(), ptr::with_exposed_provenance_mut(to.0 as usize));
+        // SAFETY: the part lies in a live tensor, and the caller's memory is writable.
+        let code = unsafe {
+            (self.functions.tensor_read)(tensor, to, from.offset as usize, from.len as usize)
+        };
+        check(code, "nrt_tensor_read")
+    }
+
+    fn export(&self, _: &Block<Tensor>, pages: AddressRange) -> Result<DmaBuf> {
+        let (start, len) = (pages.start().0, pages.len());
+        let (mut fd, mut offset): (c_int, u64) = (-1, 0);
+        let (call, code) = if let Some(get) = self.functions.get_dmabuf_fd_v2 {
+            // SAFETY: `fd` and `offset` are writable; the range is only looked up.
+            let code = unsafe { get(start, len, &mut fd, &mut offset) };
+            ("nrt_get_dmabuf_fd_v2", code)
+        } else if let Some(get) = self.functions.get_dmabuf_fd {
+            // SAFETY: `fd` is writable; the range is only looked up.
+            ("nrt_get_dmabuf_fd", unsafe { get(start, len, &mut fd) })
+        } else {
+            return Err(no_export_call());
+        };
+        match code {
+            NrtStatus::NRT_SUCCESS if fd < 0 => Err(no_fd(call)),
+            // SAFETY: the runtime made the fd for this call and keeps no other use of it.
+            NrtStatus::NRT_SUCCESS => Ok(DmaBuf { fd: unsafe { OwnedFd::from_raw_fd(fd) }, offset }),
+            // The kernel driver's reason does not come through: an old kernel, a runtime without
+            // peer-to-peer support.
+            NrtStatus::NRT_INVALID | NrtStatus::NRT_FAILURE => Err(coded(
+                lacks(call, "the runtime exports no dma-buf of the memory"),
+                code,
+            )
+            .remedy("dma-bufs need Linux 5.15, a kernel module aws-neuronx-dkms that has them, and NEURON_RT_ENABLE_P2P unset")),
+            _ => Err(refusal(code, call)),
+        }
+    }
+
+    fn no_dma_buf(&self) -> Option<Error> {
+        let functions = &self.functions;
+        let has = functions.get_dmabuf_fd.is_some() || functions.get_dmabuf_fd_v2.is_some();
+        (!has).then(no_export_call)
+    }
+
+    fn lacks(&self, facet: Facet) -> Error {
+        let reason = match facet {
+            Facet::CopyEngine => "hmem-iface-neuron copies blockingly",
+            Facet::PeerMemory => {
+                "hmem-iface-neuron exports dma-bufs, and does not use the older client of the EFA driver"
+            }
+            Facet::HostRegistrar => "libnrt does not page-lock host memory",
+            Facet::Ipc => "libnrt does not hand memory to other processes",
+            _ => "libnrt has no such call",
+        };
+        lacks(facet.operation(), reason)
+    }
+
+    fn causes(&self) -> &'static [RefusalCause] {
+        CAUSES
+    }
+}
+
+/// Returns the error for a library without the calls that export.
+fn no_export_call() -> Error {
+    lacks(Facet::DmaBuf.operation(), "the library has no nrt_get_dmabuf_fd")
+        .context("symbol", "nrt_get_dmabuf_fd")
+        .remedy("install a newer aws-neuronx-runtime-lib")
+}

@@ -1,0 +1,46 @@
+//! The runtime's codes as errors: the one place that gives them a kind.
+
+use hmem_core::{Error, ErrorKind, IfaceKind, Result};
+
+use crate::sys::NrtStatus;
+
+/// Returns the error for an operation that is lacking.
+pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
+    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::NEURON).context("reason", reason)
+}
+
+/// Returns the runtime's code as an error, or Ok for success.
+pub(crate) fn check(code: NrtStatus, operation: &'static str) -> Result<()> {
+    match code {
+        NrtStatus::NRT_SUCCESS => Ok(()),
+        refused => Err(refusal(refused, operation)),
+    }
+}
+
+/// Returns the error for a code that is not success.
+pub(crate) fn refusal(code: NrtStatus, operation: &'static str) -> Error {
+    let kind = match code {
+        NrtStatus::NRT_INVALID | NrtStatus::NRT_INVALID_HANDLE => ErrorKind::InvalidArgument,
+        NrtStatus::NRT_RESOURCE | NrtStatus::NRT_FAIL_HOST_MEM_ALLOC => ErrorKind::OutOfResources,
+        NrtStatus::NRT_QUEUE_FULL | NrtStatus::NRT_EXEC_NC_BUSY => ErrorKind::Busy,
+        NrtStatus::NRT_UNINITIALIZED | NrtStatus::NRT_CLOSED => ErrorKind::Unavailable,
+        _ => ErrorKind::Driver,
+    };
+    let error = coded(Error::new(kind, operation).iface(IfaceKind::NEURON), code);
+    match code {
+        NrtStatus::NRT_UNINITIALIZED => error.remedy(
+            "the Neuron runtime is not initialised: call nrt_init in the application, or have hmem call it \
+             (Neuron::builder().start_runtime(true), HMEM_NEURON_START_RUNTIME=1)",
+        ),
+        NrtStatus::NRT_CLOSED => {
+            error.remedy("nrt_close was called: the process uses Neuron devices no longer")
+        }
+        NrtStatus::NRT_HW_ERROR => error.remedy("see `neuron-ls` and `dmesg` for the device's state"),
+        _ => error,
+    }
+}
+
+/// Adds the runtime's code with its name.
+pub(crate) fn coded(error: Error, code: NrtStatus) -> Error {
+    error.driver_code(code.name().unwrap_or_default(), code.0.into())
+}

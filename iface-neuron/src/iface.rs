@@ -1,0 +1,120 @@
+//! The iface, and the builder that opens it.
+
+use std::{
+    env,
+    path::{Path, PathBuf},
+};
+
+use hmem_core::{Error, ErrorKind, IfaceKind, Result};
+use hmem_iface_announced::{Announced, Open, library_path};
+
+use crate::{
+    driver::{Runtime, visible_cores},
+    error::coded,
+    sys::Functions,
+};
+
+/// AWS Neuron memory, over `libnrt.so.1`. Each visible NeuronCore is a device.
+///
+/// # Examples
+/// ```
+/// use hmem_core::{Address, Iface};
+/// use hmem_iface_neuron::Neuron;
+///
+/// if let Ok(neuron) = Neuron::open() {
+///     let on_the_stack = 0u8;
+///     assert_eq!(neuron.query(Address::of_ptr(&on_the_stack))?, None);
+/// }
+/// # Ok::<(), hmem_core::Error>(())
+/// ```
+pub type Neuron = Announced<Runtime>;
+
+/// Opens [`Neuron`] over a library of choice.
+///
+/// # Examples
+/// ```
+/// use hmem_core::ErrorKind;
+/// use hmem_iface_neuron::Neuron;
+///
+/// let error = Neuron::builder().library("/nowhere/libnrt.so.1").open().unwrap_err();
+/// assert_eq!(error.kind(), ErrorKind::Unavailable);
+/// assert_eq!(error.context_value("library"), Some("/nowhere/libnrt.so.1"));
+/// ```
+#[derive(Debug, Default)]
+#[must_use = "a builder does nothing until it opens"]
+pub struct Builder {
+    library: Option<PathBuf>,
+    functions: Option<Functions>,
+    start_runtime: Option<bool>,
+}
+
+/// Environment variable that names the library to load, unless the builder names one.
+pub const LIBRARY_VARIABLE: &str = "HMEM_NEURON_LIBRARY";
+
+/// Environment variable that lets the iface start the runtime if it is 1, unless the builder says.
+pub const START_VARIABLE: &str = "HMEM_NEURON_START_RUNTIME";
+
+impl Builder {
+    /// Loads the library at `path` instead of the one that `HMEM_NEURON_LIBRARY` names or the
+    /// dynamic loader finds.
+    pub fn library(mut self, path: impl AsRef<Path>) -> Self {
+        self.library = Some(path.as_ref().to_owned());
+        self
+    }
+
+    /// Calls these functions instead of loading a library.
+    pub fn functions(mut self, functions: Functions) -> Self {
+        self.functions = Some(functions);
+        self
+    }
+
+    /// Lets the iface call `nrt_init` when memory is first allocated and nothing has called it
+    /// before. It overrides `HMEM_NEURON_START_RUNTIME`; the default is false.
+    ///
+    /// The runtime takes the visible NeuronCores for this process until it ends.
+    pub fn start_runtime(mut self, start: bool) -> Self {
+        self.start_runtime = Some(start);
+        self
+    }
+
+    /// Loads the library and counts the NeuronCores. Starts nothing.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] without the library, without a symbol of it, or without a
+    /// NeuronCore. The error names the library, and the runtime's code if there is one.
+    pub fn open(self) -> Result<Neuron> {
+        Runtime::open(self).map(Announced::new)
+    }
+}
+
+impl Open for Runtime {
+    type Builder = Builder;
+
+    fn open(builder: Builder) -> Result<Self> {
+        let functions = match builder.functions {
+            Some(functions) => functions,
+            None => Functions::load(&library_path(
+                builder.library,
+                LIBRARY_VARIABLE,
+                Functions::LIBRARY,
+            ))?,
+        };
+        let unavailable = || {
+            Error::new(ErrorKind::Unavailable, "nrt_get_visible_nc_count")
+                .iface(IfaceKind::NEURON)
+                .context("library", functions.library())
+                .remedy("no NeuronCore is visible: see `neuron-ls` and NEURON_RT_VISIBLE_CORES")
+        };
+        match visible_cores(&functions) {
+            Ok(0) => Err(unavailable().context("devices", 0)),
+            Ok(cores) => {
+                tracing::debug!(library = functions.library(), cores, "Neuron opened");
+                let in_environment =
+                    || env::var_os(START_VARIABLE).is_some_and(|value| value == "1");
+                let may_start = builder.start_runtime.unwrap_or_else(in_environment);
+                Ok(Self::new(functions, cores, may_start))
+            }
+            Err(code) => Err(coded(unavailable(), code)),
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! Opening: a typed error that names what is missing, and a runtime that is started when asked.
+#![allow(unsafe_code)]
+
+use std::path::Path;
+
+use hmem_core::{
+    AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt, IfaceKind, iface::AllocRequest,
+};
+use hmem_fake_accelerators::{Fake, Profile};
+use hmem_iface_neuron::{Builder, LIBRARY_VARIABLE, Neuron, sys::Functions};
+
+fn refused(library: impl AsRef<Path>) -> Error {
+    let library = library.as_ref();
+    let error = Neuron::builder().library(library).open().expect_err("no runtime there");
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert_eq!(error.iface_kind(), Some(IfaceKind::NEURON));
+    assert_eq!(error.context_value("library"), Some(library.display().to_string().as_str()));
+    assert!(error.remedy_text().is_some());
+    error
+}
+
+fn builder(fake: &Fake) -> Builder {
+    // SAFETY: the fake's functions have the signatures of their names and live forever.
+    let functions = unsafe { Functions::from_lookup(|name| fake.symbol(name)) };
+    Neuron::builder().functions(functions.expect("all functions"))
+}
+
+const REQUEST: AllocRequest =
+    AllocRequest { len: 100, device: DeviceId(1), kind: AllocationKind::Device };
+
+/// HM-04
+#[test]
+fn an_absent_library_is_unavailable_with_the_variable_that_names_another() {
+    let error = refused("/nowhere/libnrt.so.1");
+    assert!(error.to_string().contains("cannot open shared object file"), "{error}");
+    assert!(error.remedy_text().is_some_and(|text| text.contains(LIBRARY_VARIABLE)), "{error}");
+}
+
+/// HM-04
+#[test]
+fn a_file_that_is_no_library_is_unavailable_with_the_loaders_reason() {
+    let error = refused(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"));
+    assert!(error.to_string().contains("invalid ELF header"), "{error}");
+}
+
+/// HM-04
+#[test]
+fn another_library_is_unavailable_naming_the_symbol_that_it_lacks() {
+    let error = refused("libm.so.6");
+    assert_eq!(error.context_value("symbol"), Some(Functions::SYMBOLS[0]));
+}
+
+/// HM-04
+#[test]
+fn a_machine_without_neuron_cores_is_unavailable() {
+    let fake = Fake::start(Profile { devices: 0, ..Profile::default() });
+    let error = builder(&fake).open().expect_err("no device");
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert_eq!(error.context_value("devices"), Some("0"));
+    fake.fail("nrt_get_visible_nc_count", 1);
+    let error = builder(&fake).open().expect_err("no answer");
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert_eq!(error.driver().map(|driver| driver.code), Some(1));
+}
+
+/// HM-05
+#[test]
+fn a_runtime_that_was_not_started_is_unavailable_and_stays_so() {
+    let fake = Fake::start(Profile::default());
+    let neuron = builder(&fake).start_runtime(false).open().expect("two cores");
+    assert_eq!(neuron.devices().expect("devices").len(), 2);
+    assert!(!neuron.is_device_active(DeviceId(0)).expect("a device"));
+    let error = neuron.allocate(&REQUEST).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert!(error.remedy_text().is_some_and(|text| text.contains("HMEM_NEURON_START_RUNTIME")));
+    assert_eq!(fake.calls("nrt_init"), 0);
+}
+
+/// HM-05
+#[test]
+fn the_runtime_is_started_once_by_the_first_allocation_if_asked() {
+    let fake = Fake::start(Profile::default());
+    let neuron = builder(&fake).start_runtime(true).open().expect("two cores");
+    assert_eq!(fake.calls("nrt_init"), 0, "opening starts nothing");
+    fake.fail("nrt_init", 1);
+    assert_eq!(neuron.allocate(&REQUEST).unwrap_err().operation(), "nrt_init");
+    let own = std::thread::scope(|scope| {
+        let threads = [(); 4].map(|()| scope.spawn(|| neuron.allocate(&REQUEST)));
+        threads.map(|thread| thread.join().expect("no panic").expect("allocate"))
+    });
+    assert_eq!(fake.calls("nrt_init"), 2, "the refused call and one more");
+    assert!(neuron.is_device_active(DeviceId(0)).expect("a device"));
+    assert_eq!(neuron.devices().expect("devices")[0].memory, 1 << 34);
+    for own in own {
+        assert_eq!(own.device, Some(DeviceId(1)));
+        // SAFETY: nothing uses it.
+        unsafe { neuron.free(&own) }.expect("free");
+    }
+    assert_eq!(fake.live().allocations, 0);
+}

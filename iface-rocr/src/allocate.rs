@@ -1,0 +1,258 @@
+//! Allocating and freeing memory, and page-locking of the application's own.
+
+use std::{ffi::c_void, ptr, sync::Arc};
+
+use hmem_core::{
+    Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind,
+    Result,
+    iface::{AllocRequest, Allocator, HostRegistrar},
+};
+
+use crate::{
+    error::{check, lacks, symbol},
+    memory::Lookup,
+    runtime::DeviceEntry,
+    sys::{self, VmemHandle},
+    table::{Left, Origin},
+};
+
+/// Allocates and frees memory of the runtime, and page-locks host memory.
+#[derive(Debug)]
+pub(crate) struct PoolAllocator {
+    pub(crate) lookup: Arc<Lookup>,
+}
+
+impl Allocator for PoolAllocator {
+    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
+        let device = self.lookup.runtime.device("allocate", request.device)?;
+        let described = |error: Error| {
+            error
+                .device(request.device)
+                .context("kind", request.kind.name())
+                .context("length", request.len)
+        };
+        if request.len == 0 {
+            return Err(described(
+                Error::new(ErrorKind::ZeroLength, "allocate").iface(IfaceKind::ROCR),
+            ));
+        }
+        let refuse = |reason| Err(described(lacks("allocate", reason)));
+        match request.kind {
+            AllocationKind::Device | AllocationKind::Host => {}
+            AllocationKind::Virtual if self.lookup.runtime.vmm => {}
+            AllocationKind::Virtual => return refuse("the driver has no virtual memory calls"),
+            AllocationKind::Managed => {
+                return refuse(
+                    "the runtime has no managed memory: HIP makes it of host pages with attributes",
+                );
+            }
+            AllocationKind::StreamOrdered => {
+                return refuse("the runtime has no stream-ordered pools: HIP makes them");
+            }
+            AllocationKind::Imported => {
+                return refuse("another process's memory is opened, not allocated");
+            }
+            _ => return refuse("the system iface allocates this kind"),
+        }
+        self.allocate_supported(request, device).map_err(described)
+    }
+
+    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        let mut origin = self.lookup.table.take("free", allocation, false)?;
+        // SAFETY: the table had it as live and this iface's own, and of two threads one takes it.
+        // The caller promises that nothing uses the memory.
+        let freed = unsafe { self.release(allocation.base(), &mut origin) };
+        freed.map_err(|error| {
+            self.lookup.table.own(*allocation, origin);
+            error.context("allocation", allocation.range)
+        })
+    }
+}
+
+impl PoolAllocator {
+    /// Allocates memory and enters it into the table. On an error nothing stays allocated.
+    fn allocate_supported(
+        &self,
+        request: &AllocRequest,
+        device: &DeviceEntry,
+    ) -> Result<Allocation> {
+        let runtime = &self.lookup.runtime;
+        let len = usize::try_from(request.len).map_err(|_| too_large())?;
+        let (base, mut origin) = match request.kind {
+            AllocationKind::Host => (runtime.allocate_host(len)?, Origin::Pool),
+            AllocationKind::Virtual => self.allocate_virtual(device, len)?,
+            _ => {
+                let (pool, _) = device.pool.ok_or_else(no_pool)?;
+                (runtime.allocate(pool, len)?, Origin::Pool)
+            }
+        };
+        let base = Address(base.expose_provenance() as u64);
+        let entered = self.enter(base, request, origin);
+        if entered.is_err()
+            // SAFETY: allocated just now, and passed to no caller.
+            && let Err(error) = unsafe { self.release(base, &mut origin) }
+        {
+            tracing::error!(%error, "an allocation that failed stays allocated");
+        }
+        entered
+    }
+
+    fn enter(&self, base: Address, request: &AllocRequest, origin: Origin) -> Result<Allocation> {
+        // The requested length: the runtime may have rounded it up.
+        let range = AddressRange::new(base, request.len)?;
+        let device = (request.kind != AllocationKind::Host).then_some(request.device);
+        let kind = request.kind;
+        let id = match origin {
+            Origin::Pool => {
+                let found = self.lookup.find(base)?.filter(|found| found.base() == base);
+                let unknown = || {
+                    Error::new(ErrorKind::Driver, "allocate")
+                        .iface(IfaceKind::ROCR)
+                        .context("address", base)
+                        .context(
+                            "reason",
+                            "the runtime does not know memory that it allocated just now",
+                        )
+                };
+                found.ok_or_else(unknown)?.id
+            }
+            _ if self.lookup.has_identities() => self.lookup.table.next_id(),
+            _ => AllocationId(0),
+        };
+        let allocation = Allocation { iface: IfaceKind::ROCR, range, device, kind, id };
+        self.lookup.table.own(allocation, origin);
+        Ok(allocation)
+    }
+
+    /// Maps one handle into a reservation of its own, which its device may access.
+    fn allocate_virtual(&self, device: &DeviceEntry, len: usize) -> Result<(*mut c_void, Origin)> {
+        let f = &self.lookup.runtime.functions;
+        let reserve = symbol(f.vmem_reserve, "hsa_amd_vmem_address_reserve")?;
+        let create = symbol(f.vmem_create, "hsa_amd_vmem_handle_create")?;
+        let map = symbol(f.vmem_map, "hsa_amd_vmem_map")?;
+        let set_access = symbol(f.vmem_set_access, "hsa_amd_vmem_set_access")?;
+        // `release` calls these.
+        symbol(f.vmem_unmap, "hsa_amd_vmem_unmap")?;
+        symbol(f.vmem_unreserve, "hsa_amd_vmem_address_free")?;
+        symbol(f.vmem_release, "hsa_amd_vmem_handle_release")?;
+        let (pool, granule) = device.pool.ok_or_else(no_pool)?;
+        let size = len.checked_next_multiple_of(granule.max(1)).ok_or_else(too_large)?;
+        let mut handle = VmemHandle::default();
+        // SAFETY: the pool is the device's, the size a multiple of its granule, `handle` writable.
+        let code = unsafe { create(pool, size, sys::MEMORY_TYPE_PINNED, 0, &mut handle) };
+        check(code, "hsa_amd_vmem_handle_create")?;
+        let (mut base, mut left) = (ptr::null_mut(), Left::Handle);
+        let mut map_at_new_addresses = || {
+            // SAFETY: `base` is writable, and the size one of whole pages.
+            let code = unsafe { reserve(&mut base, size, 0, 0) };
+            check(code, "hsa_amd_vmem_address_reserve")?;
+            left = Left::Reservation;
+            // SAFETY: the reservation is new and of this size, and so is the handle.
+            check(unsafe { map(base, size, 0, handle, 0) }, "hsa_amd_vmem_map")?;
+            left = Left::Mapping;
+            let access =
+                sys::AccessDesc { permissions: sys::HSA_ACCESS_PERMISSION_RW, agent: device.agent };
+            // SAFETY: the whole range was mapped just now; `access` is one description.
+            let code = unsafe { set_access(base, size, &access, 1) };
+            check(code, "hsa_amd_vmem_set_access")
+        };
+        let mapped = map_at_new_addresses();
+        let mut origin = Origin::Virtual { size, handle, left };
+        mapped.map(|()| (base, origin)).inspect_err(|_| {
+            // SAFETY: made just now, and passed to no caller.
+            let released = unsafe { self.release(Address(base.addr() as u64), &mut origin) };
+            if let Err(error) = released {
+                tracing::error!(%error, "parts of virtual memory that failed stay behind");
+            }
+        })
+    }
+
+    /// Frees memory by the call that belongs to its origin. After a refusal `origin` has the steps
+    /// that are left, and the next call goes on from there.
+    ///
+    /// # Safety
+    /// The memory is of this iface, is freed once, and nothing uses it any longer.
+    unsafe fn release(&self, base: Address, origin: &mut Origin) -> Result<()> {
+        let runtime = &self.lookup.runtime;
+        let pointer = ptr::with_exposed_provenance_mut::<c_void>(base.0 as usize);
+        let Origin::Virtual { size, handle, left } = origin else {
+            // SAFETY: the caller's promise.
+            return unsafe { runtime.free(pointer) };
+        };
+        let f = &runtime.functions;
+        let unmap = symbol(f.vmem_unmap, "hsa_amd_vmem_unmap")?;
+        let unreserve = symbol(f.vmem_unreserve, "hsa_amd_vmem_address_free")?;
+        let release = symbol(f.vmem_release, "hsa_amd_vmem_handle_release")?;
+        if *left == Left::Mapping {
+            // SAFETY: mapped by `allocate_virtual` at `base` in this size.
+            check(unsafe { unmap(pointer, *size) }, "hsa_amd_vmem_unmap")?;
+            *left = Left::Reservation;
+        }
+        if *left == Left::Reservation {
+            // SAFETY: reserved by `allocate_virtual`, with nothing mapped in it any longer.
+            check(unsafe { unreserve(pointer, *size) }, "hsa_amd_vmem_address_free")?;
+            *left = Left::Handle;
+        }
+        // SAFETY: created by `allocate_virtual` and released once.
+        check(unsafe { release(*handle) }, "hsa_amd_vmem_handle_release")
+    }
+}
+
+impl HostRegistrar for PoolAllocator {
+    unsafe fn register(&self, range: AddressRange) -> Result<()> {
+        const OPERATION: &str = "host_register";
+        if range.is_empty() {
+            return Err(Error::new(ErrorKind::ZeroLength, OPERATION).iface(IfaceKind::ROCR));
+        }
+        let f = &self.lookup.runtime.functions;
+        let lock = symbol(f.memory_lock, "hsa_amd_memory_lock")?;
+        symbol(f.memory_unlock, "hsa_amd_memory_unlock")?;
+        // Unlocking by address cannot say which of two locks it ends.
+        if !self.lookup.table.begin_lock(range) {
+            return Err(Error::new(ErrorKind::Busy, OPERATION)
+                .iface(IfaceKind::ROCR)
+                .context("range", range)
+                .remedy(
+                    "a range that begins here is registered already: unregister that one first",
+                ));
+        }
+        let pointer = ptr::with_exposed_provenance_mut::<c_void>(range.start().0 as usize);
+        let mut agent_address = ptr::null_mut();
+        // SAFETY: the caller keeps the range mapped. A null list means all agents.
+        let code =
+            unsafe { lock(pointer, range.len() as usize, ptr::null_mut(), 0, &mut agent_address) };
+        let locked = check(code, "hsa_amd_memory_lock");
+        let address = locked.is_ok().then(|| agent_address.expose_provenance());
+        self.lookup.table.end_lock(range, address);
+        locked.map_err(|error| error.context("range", range))
+    }
+
+    fn unregister(&self, range: AddressRange) -> Result<()> {
+        let Some(agent_address) = self.lookup.table.take_page_locked(range) else {
+            return Err(Error::new(ErrorKind::InvalidArgument, "host_unregister")
+                .iface(IfaceKind::ROCR)
+                .context("range", range)
+                .remedy("unregister exactly the range that was registered, once"));
+        };
+        let f = &self.lookup.runtime.functions;
+        let pointer = ptr::with_exposed_provenance_mut::<c_void>(range.start().0 as usize);
+        symbol(f.memory_unlock, "hsa_amd_memory_unlock")
+            // SAFETY: locked by this runtime at this address and unlocked once: the table's entry
+            // is gone. The caller of `register` keeps it mapped until now.
+            .and_then(|unlock| check(unsafe { unlock(pointer) }, "hsa_amd_memory_unlock"))
+            .map_err(|error| {
+                self.lookup.table.end_lock(range, Some(agent_address));
+                error.context("range", range)
+            })
+    }
+}
+
+fn no_pool() -> Error {
+    lacks("allocate", "the runtime names no pool of this device's memory")
+}
+
+fn too_large() -> Error {
+    Error::new(ErrorKind::OutOfResources, "allocate")
+        .iface(IfaceKind::ROCR)
+        .remedy("no machine has that much memory")
+}

@@ -1,0 +1,452 @@
+//! Copies between host memory and memory of the devices.
+//!
+//! A device's copy engine reads and writes memory of that device, and host memory that it was given
+//! access to: what this iface allocated or page-locked. Other host memory goes through a buffer of
+//! this crate, and so does memory of another device: page-locking the application's memory for a
+//! copy would meddle with its own page-locking.
+//!
+//! Copies are not ordered behind work of the application: the application waits for its own work
+//! that writes the source.
+
+use std::{cell::Cell, ffi::c_void, fmt, ptr, sync::Arc};
+
+use hmem_core::{
+    Address, AddressRange, AllocationKind, Error, ErrorKind, IfaceKind, Result,
+    iface::{CopyEngine, CopyEvent, FinishedCopy},
+};
+use parking_lot::Mutex;
+
+use crate::{
+    error::{check, symbol},
+    memory::Lookup,
+    sys::{self, Agent, Signal},
+    table::Origin,
+};
+
+/// Bytes of a buffer between host memory and a device.
+const CHUNK: u64 = 1 << 20;
+
+/// Copies memory. The buffers are shared with each copy in flight.
+#[derive(Debug)]
+pub(crate) struct Copier(Arc<CopyBuffers>);
+
+#[derive(Debug)]
+struct CopyBuffers {
+    lookup: Arc<Lookup>,
+    /// Buffers that no copy uses.
+    spare: Mutex<Vec<Buffer>>,
+    /// Signals that the runtime refused to destroy.
+    undestroyed: Mutex<Vec<Signal>>,
+}
+
+/// [`CHUNK`] bytes of host memory that every device can access.
+#[derive(Clone, Copy, Debug)]
+struct Buffer(usize);
+
+/// Memory on one side of a copy.
+#[derive(Clone, Copy, Debug)]
+enum Side {
+    /// A device's.
+    Device(Agent),
+    /// Host memory that every device reaches at this address.
+    Shared(usize),
+    /// Page-locked or allocated host memory that this iface knows no more of.
+    Known,
+    /// Host memory, as far as the runtime knows.
+    Unknown,
+}
+
+/// Sides and length of a copy.
+#[derive(Clone, Copy)]
+struct CopyRange {
+    to: Address,
+    from: Address,
+    len: u64,
+}
+
+impl CopyRange {
+    fn described(self, error: Error) -> Error {
+        error.context("to", self.to).context("from", self.from).context("length", self.len)
+    }
+
+    fn part(self, offset: u64, len: u64) -> Self {
+        Self { to: Address(self.to.0 + offset), from: Address(self.from.0 + offset), len }
+    }
+}
+
+impl CopyEngine for Copier {
+    unsafe fn start_copy(
+        &self,
+        to: Address,
+        from: Address,
+        len: u64,
+    ) -> Result<Box<dyn CopyEvent>> {
+        let copy = CopyRange { to, from, len };
+        // SAFETY: the caller's promise is the same.
+        let started = unsafe { self.start(copy) }.map_err(|error| copy.described(error))?;
+        Ok(match started {
+            Some(in_flight) => Box::new(in_flight),
+            None => Box::new(FinishedCopy(Ok(()))),
+        })
+    }
+}
+
+impl Copier {
+    pub(crate) fn new(lookup: Arc<Lookup>) -> Self {
+        Self(Arc::new(CopyBuffers {
+            lookup,
+            spare: Mutex::default(),
+            undestroyed: Mutex::default(),
+        }))
+    }
+
+    /// Returns the number of copies whose events were not dropped yet.
+    pub(crate) fn in_flight(&self) -> usize {
+        Arc::strong_count(&self.0) - 1
+    }
+
+    /// Frees the spare buffers.
+    pub(crate) fn release(&self) -> Result<()> {
+        self.0.release()
+    }
+
+    /// # Safety
+    /// As [`hmem_core::Iface::copy`].
+    pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
+        let copy = CopyRange { to, from, len };
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.start(copy) }
+            .and_then(|started| started.map_or(Ok(()), |mut in_flight| in_flight.finish()))
+            .map_err(|error| copy.described(error))
+    }
+
+    /// Starts a copy. Returns `None` if it has ended. A copy through buffers is in flight with its
+    /// last part only.
+    ///
+    /// # Safety
+    /// As [`hmem_core::Iface::copy`], until the copy has ended.
+    unsafe fn start(&self, copy: CopyRange) -> Result<Option<CopyInFlight>> {
+        let (to, from) = (self.side(copy.to, copy.len)?, self.side(copy.from, copy.len)?);
+        let agent = match (to, from) {
+            (Side::Device(agent), _) | (_, Side::Device(agent)) => agent,
+            (Side::Unknown, Side::Unknown) => {
+                // The address of freed memory may belong to host memory by now.
+                return Err(Error::new(ErrorKind::OutOfBounds, "copy")
+                    .iface(IfaceKind::ROCR)
+                    .context("why", "neither side is memory that the runtime knows")
+                    .remedy("copy memory of this iface before it is freed, and host memory with the system iface"));
+            }
+            _ => {
+                // SAFETY: both sides are host memory, which the caller promises to be valid.
+                unsafe { copy_host(copy) };
+                return Ok(None);
+            }
+        };
+        if copy.len == 0 {
+            return Ok(None);
+        }
+        let overlap = copy.to.0.abs_diff(copy.from.0) < copy.len;
+        if overlap {
+            return Err(Error::new(ErrorKind::InvalidArgument, "copy")
+                .iface(IfaceKind::ROCR)
+                .context("why", "the sides overlap, and a copy engine copies in no order")
+                .remedy("copy by a third place"));
+        }
+        let direct = |side| match side {
+            Side::Device(of) => of == agent,
+            Side::Shared(_) => true,
+            _ => false,
+        };
+        let step = if direct(to) && direct(from) { copy.len } else { CHUNK };
+        let mut offset = 0;
+        loop {
+            let part = copy.part(offset, step.min(copy.len - offset));
+            let at = |side| match side {
+                Side::Shared(address) => Side::Shared(address + offset as usize),
+                side => side,
+            };
+            let mut in_flight = self.0.begin(part, at(to), at(from))?;
+            offset += part.len;
+            if offset == copy.len {
+                return Ok(Some(in_flight));
+            }
+            in_flight.finish()?;
+        }
+    }
+
+    /// Finds out whose memory one side is. Memory of this iface holds the whole range.
+    fn side(&self, address: Address, len: u64) -> Result<Side> {
+        let lookup = &self.0.lookup;
+        let range = AddressRange::new(address, len)?;
+        if let Some(agent_address) = lookup.table.page_locked(range) {
+            return Ok(Side::Shared(agent_address));
+        }
+        let own = lookup.table.own_around(address);
+        let Some(found) = lookup.find(address)? else {
+            // Neither the CPU nor the runtime can access memory that the runtime has forgotten.
+            return match own {
+                None => Ok(Side::Unknown),
+                Some((allocation, _)) => Err(Error::new(ErrorKind::Driver, "copy")
+                    .iface(IfaceKind::ROCR)
+                    .context("reason", "the runtime does not know memory that it allocated")
+                    .context("allocation", allocation.range)),
+            };
+        };
+        // A part of the application's own pages may be page-locked, and the CPU copies them.
+        if found.kind == AllocationKind::HostRegistered {
+            return Ok(Side::Known);
+        }
+        if !found.range.contains_range(range) {
+            return Err(Error::new(ErrorKind::OutOfBounds, "copy")
+                .iface(IfaceKind::ROCR)
+                .context("range", range)
+                .context("allocation", found.range)
+                .remedy("the range must lie in one allocation of this iface"));
+        }
+        if found.kind == AllocationKind::Host {
+            let ours = own.is_some_and(|(_, origin)| origin == Origin::Pool);
+            return Ok(if ours { Side::Shared(address.0 as usize) } else { Side::Known });
+        }
+        let device = found.device.ok_or_else(|| {
+            Error::new(ErrorKind::Unavailable, "copy")
+                .iface(IfaceKind::ROCR)
+                .context("allocation", found.range)
+                .remedy("the memory's device is not visible here: see ROCR_VISIBLE_DEVICES")
+        })?;
+        Ok(Side::Device(lookup.runtime.device("copy", device)?.agent))
+    }
+}
+
+impl CopyBuffers {
+    /// Starts one part of a copy, of which one side is a device's.
+    fn begin(self: &Arc<Self>, copy: CopyRange, to: Side, from: Side) -> Result<CopyInFlight> {
+        let (device_to, device_from) = (copy.to.0 as usize, copy.from.0 as usize);
+        let mut in_flight = CopyInFlight {
+            buffers: Arc::clone(self),
+            signal: Signal::default(),
+            buffer: None,
+            out: Cell::new(None),
+        };
+        match (to, from) {
+            (Side::Device(agent), Side::Device(of)) if agent == of => {
+                in_flight.submit((device_to, agent), (device_from, agent), copy.len)?;
+            }
+            (Side::Device(agent), Side::Shared(from)) => {
+                in_flight.submit((device_to, agent), (from, self.host()?), copy.len)?;
+            }
+            (Side::Shared(to), Side::Device(agent)) => {
+                in_flight.submit((to, self.host()?), (device_from, agent), copy.len)?;
+            }
+            (_, Side::Device(agent)) => {
+                let (buffer, host) = (in_flight.take_buffer()?, self.host()?);
+                in_flight.submit((buffer, host), (device_from, agent), copy.len)?;
+                if let Side::Device(other) = to {
+                    in_flight.wait()?;
+                    in_flight.submit((device_to, other), (buffer, host), copy.len)?;
+                } else {
+                    in_flight.out.set(Some(CopyRange { from: Address(buffer as u64), ..copy }));
+                }
+            }
+            (Side::Device(agent), _) => {
+                let (buffer, host) = (in_flight.take_buffer()?, self.host()?);
+                // SAFETY: the buffer is this copy's own and of `CHUNK` bytes; the source is host
+                // memory, which the caller of the copy promises to be valid.
+                unsafe { copy_host(CopyRange { to: Address(buffer as u64), ..copy }) };
+                in_flight.submit((device_to, agent), (buffer, host), copy.len)?;
+            }
+            // `start` copies host memory.
+            _ => {}
+        }
+        Ok(in_flight)
+    }
+
+    fn host(&self) -> Result<Agent> {
+        let host = self.lookup.runtime.host.map(|(agent, _)| agent);
+        host.ok_or_else(|| {
+            Error::new(ErrorKind::Unsupported, "copy")
+                .iface(IfaceKind::ROCR)
+                .context("reason", "the runtime has no pool of host memory")
+        })
+    }
+
+    fn release(&self) -> Result<()> {
+        let mut spare = self.spare.lock();
+        while let Some(Buffer(buffer)) = spare.last().copied() {
+            // SAFETY: allocated by `take_buffer`, freed once, and no copy uses it.
+            unsafe { self.lookup.runtime.free(ptr::with_exposed_provenance_mut(buffer)) }?;
+            spare.pop();
+        }
+        let mut signals = self.undestroyed.lock();
+        while let Some(signal) = signals.last().copied() {
+            self.destroy(signal)?;
+            signals.pop();
+        }
+        Ok(())
+    }
+
+    fn destroy(&self, signal: Signal) -> Result<()> {
+        // SAFETY: created by `submit`, destroyed once, and no copy uses it any longer.
+        let code = unsafe { (self.lookup.runtime.functions.signal_destroy)(signal) };
+        check(code, "hsa_signal_destroy")
+    }
+}
+
+impl Drop for CopyBuffers {
+    fn drop(&mut self) {
+        if let Err(error) = self.release() {
+            tracing::warn!(%error, "buffers for copies stay allocated");
+        }
+    }
+}
+
+/// A copy of a copy engine. Dropping it waits for the end of the copy, so that its memory is not
+/// freed meanwhile.
+struct CopyInFlight {
+    buffers: Arc<CopyBuffers>,
+    /// Falls below 1 when the copy ends; none once the copy was waited for.
+    signal: Signal,
+    buffer: Option<Buffer>,
+    /// Copy from the buffer to the host memory that it is for.
+    out: Cell<Option<CopyRange>>,
+}
+
+impl CopyInFlight {
+    fn take_buffer(&mut self) -> Result<usize> {
+        let spare = self.buffers.spare.lock().pop();
+        let buffer = match spare {
+            Some(buffer) => buffer,
+            None => {
+                let base = self.buffers.lookup.runtime.allocate_host(CHUNK as usize)?;
+                Buffer(base.expose_provenance())
+            }
+        };
+        self.buffer = Some(buffer);
+        Ok(buffer.0)
+    }
+
+    /// Hands a copy to a copy engine. Both sides are memory that one of the agents' devices can
+    /// access.
+    fn submit(&mut self, to: (usize, Agent), from: (usize, Agent), len: u64) -> Result<()> {
+        let f = &self.buffers.lookup.runtime.functions;
+        let start = symbol(f.async_copy, "hsa_amd_memory_async_copy")?;
+        let mut signal = Signal::default();
+        // SAFETY: `signal` is writable; no consumers means any.
+        check(unsafe { (f.signal_create)(1, 0, ptr::null(), &mut signal) }, "hsa_signal_create")?;
+        // SAFETY: both sides hold `len` bytes, do not overlap, and stay until the copy has ended:
+        // sides of this iface were checked in `side`, and the caller of `Iface::copy` promises it
+        // of host memory. The signal is this copy's own.
+        let code = unsafe {
+            start(
+                ptr::with_exposed_provenance_mut::<c_void>(to.0),
+                to.1,
+                ptr::with_exposed_provenance::<c_void>(from.0),
+                from.1,
+                len as usize,
+                0,
+                ptr::null(),
+                signal,
+            )
+        };
+        self.signal = signal;
+        check(code, "hsa_amd_memory_async_copy").inspect_err(|_| self.destroy_signal())
+    }
+
+    /// Waits for the copy engine.
+    fn wait(&mut self) -> Result<()> {
+        let f = &self.buffers.lookup.runtime.functions;
+        let (below, blocked) = (sys::HSA_SIGNAL_CONDITION_LT, sys::HSA_WAIT_STATE_BLOCKED);
+        // The wait may return early: only the value says whether the copy has ended.
+        let value = loop {
+            // SAFETY: the signal is this copy's own.
+            let value = unsafe { (f.signal_wait)(self.signal, below, 1, u64::MAX, blocked) };
+            if value < 1 {
+                break value;
+            }
+        };
+        self.destroy_signal();
+        if value < 0 {
+            return Err(Error::new(ErrorKind::Driver, "hsa_amd_memory_async_copy")
+                .iface(IfaceKind::ROCR)
+                .context("signal", value)
+                .context("why", "the copy engine reported an error")
+                .remedy("look at the kernel log (dmesg) for a fault of the device"));
+        }
+        Ok(())
+    }
+
+    /// Destroys the signal. One that the runtime keeps is destroyed when the iface closes: the copy
+    /// has ended all the same.
+    fn destroy_signal(&mut self) {
+        let signal = std::mem::take(&mut self.signal);
+        if let Err(error) = self.buffers.destroy(signal) {
+            tracing::warn!(%error, "the signal of a copy is destroyed later");
+            self.buffers.undestroyed.lock().push(signal);
+        }
+    }
+
+    /// Copies the buffer, which the copy engine has filled, to the host memory.
+    fn copy_out(&self) {
+        if let Some(out) = self.out.take() {
+            // SAFETY: the buffer is this copy's own, and the caller of the copy keeps the
+            // destination valid until it has ended.
+            unsafe { copy_host(out) };
+        }
+    }
+
+    fn finish(&mut self) -> Result<()> {
+        let waited = if self.signal == Signal::default() { Ok(()) } else { self.wait() };
+        if waited.is_ok() {
+            self.copy_out();
+        }
+        if let Some(buffer) = self.buffer.take() {
+            self.buffers.spare.lock().push(buffer);
+        }
+        waited
+    }
+}
+
+impl CopyEvent for CopyInFlight {
+    fn is_done(&self) -> bool {
+        let load = self.buffers.lookup.runtime.functions.signal_load;
+        // SAFETY: the signal is this copy's own.
+        let value = unsafe { load(self.signal) };
+        if value == 0 {
+            self.copy_out();
+        }
+        // An error ends the copy too; `wait` then returns it.
+        value < 1
+    }
+
+    fn wait(mut self: Box<Self>) -> Result<()> {
+        self.finish()
+    }
+}
+
+impl Drop for CopyInFlight {
+    fn drop(&mut self) {
+        if let Err(error) = self.finish() {
+            tracing::warn!(%error, "a copy that nobody waited for");
+        }
+    }
+}
+
+impl fmt::Debug for CopyInFlight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CopyInFlight").field("signal", &self.signal).finish_non_exhaustive()
+    }
+}
+
+/// # Safety
+/// Both sides are valid for the length, and the destination is not referenced elsewhere. They may
+/// overlap.
+unsafe fn copy_host(copy: CopyRange) {
+    let (to, from) = (copy.to.0 as usize, copy.from.0 as usize);
+    // SAFETY: the caller promises that both sides are valid.
+    unsafe {
+        ptr::copy(
+            ptr::with_exposed_provenance::<u8>(from),
+            ptr::with_exposed_provenance_mut::<u8>(to),
+            copy.len as usize,
+        );
+    }
+}

@@ -1,0 +1,205 @@
+//! Exports of device memory to NICs: dma-bufs and peer memory.
+
+use std::{
+    ffi::{c_int, c_void},
+    os::fd::{FromRawFd, IntoRawFd, OwnedFd},
+    ptr,
+    sync::Arc,
+};
+
+use hmem_core::{
+    AddressRange, AllocOffset, Allocation, AllocationKind, DmaBufOffset, Error, ErrorKind,
+    IfaceKind, Result,
+    iface::{
+        DmaBufExport, DmaBufExporter, DmaBufMapping, Facet, PeerMemoryExport, PeerMemoryExporter,
+    },
+    provider::Nic,
+};
+
+use crate::{
+    error::{check, lacks, lacks_symbol, refused, symbol},
+    memory::Lookup,
+    sys::{self, HsaStatus},
+    table::Origin,
+};
+
+/// Exports device memory.
+#[derive(Debug)]
+pub(crate) struct Exporter {
+    pub(crate) lookup: Arc<Lookup>,
+}
+
+impl DmaBufExporter for Exporter {
+    fn mappings(&self) -> &'static [DmaBufMapping] {
+        let runtime = &self.lookup.runtime;
+        match (runtime.dma_buf, runtime.functions.export_dmabuf_v2) {
+            (false, _) => &[],
+            (true, Some(_)) => &[DmaBufMapping::Default, DmaBufMapping::Pcie],
+            (true, None) => &[DmaBufMapping::Default],
+        }
+    }
+
+    fn export(
+        &self,
+        range: AddressRange,
+        nic: &Nic,
+        mapping: DmaBufMapping,
+    ) -> Result<DmaBufExport> {
+        const OPERATION: &str = Facet::DmaBuf.operation();
+        let allocation = self.exportable(OPERATION, range)?;
+        let described = |error: Error| {
+            let error = error.context("range", range).context("nic", nic);
+            allocation.device.into_iter().fold(error, Error::device)
+        };
+        if !self.lookup.runtime.dma_buf {
+            return Err(described(no_dma_buf()));
+        }
+        let (fd, offset) = match self.lookup.table.own_around(range.start()) {
+            Some((own, Origin::Virtual { handle, .. })) => {
+                self.export_handle(handle, mapping).map(|fd| (fd, range.start().0 - own.base().0))
+            }
+            _ => self.export_range(range, mapping),
+        }
+        .map_err(described)?;
+        rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC).map_err(|errno| {
+            described(Error::os(errno, "fcntl(F_SETFD)").iface(IfaceKind::ROCR))
+        })?;
+        Ok(DmaBufExport {
+            fd,
+            offset: DmaBufOffset(offset),
+            alloc_offset: allocation.offset_of(range.start()).unwrap_or(AllocOffset(0)),
+            len: range.len(),
+            mapping,
+        })
+    }
+
+    /// Closes the fd by the runtime's call, where the runtime has it.
+    fn release(&self, export: DmaBufExport) -> Result<()> {
+        let Some(close) = self.lookup.runtime.functions.close_dmabuf else { return Ok(()) };
+        // SAFETY: the fd is owned and given away here. The call closes it whatever it returns.
+        check(unsafe { close(export.fd.into_raw_fd()) }, "hsa_amd_portable_close_dmabuf")
+    }
+}
+
+impl PeerMemoryExporter for Exporter {
+    /// The driver's kernel client knows the addresses of devices as they are. Only a registration
+    /// shows whether the client is loaded.
+    fn export(&self, range: AddressRange, _nic: &Nic) -> Result<PeerMemoryExport> {
+        self.exportable(Facet::PeerMemory.operation(), range)?;
+        Ok(PeerMemoryExport { address: range.start(), len: range.len() })
+    }
+}
+
+impl Exporter {
+    fn export_range(&self, range: AddressRange, mapping: DmaBufMapping) -> Result<(OwnedFd, u64)> {
+        let functions = &self.lookup.runtime.functions;
+        let pointer = ptr::without_provenance::<c_void>(range.start().0 as usize);
+        let (len, mut fd, mut offset): (_, c_int, _) = (range.len() as usize, -1, 0);
+        let (code, call) = match (mapping, functions.export_dmabuf_v2, functions.export_dmabuf) {
+            (_, Some(export), _) => {
+                let flags = match mapping {
+                    DmaBufMapping::Default => sys::HSA_AMD_DMABUF_MAPPING_TYPE_NONE,
+                    DmaBufMapping::Pcie => sys::HSA_AMD_DMABUF_MAPPING_TYPE_PCIE,
+                };
+                // SAFETY: `fd` and `offset` are writable; the range lies in one live allocation.
+                let code = unsafe { export(pointer, len, &mut fd, &mut offset, flags) };
+                (code, "hsa_amd_portable_export_dmabuf_v2")
+            }
+            (DmaBufMapping::Default, None, Some(export)) => {
+                // SAFETY: `fd` and `offset` are writable; the range lies in one live allocation.
+                let code = unsafe { export(pointer, len, &mut fd, &mut offset) };
+                (code, "hsa_amd_portable_export_dmabuf")
+            }
+            (DmaBufMapping::Pcie, None, Some(_)) => {
+                return Err(no_pcie_mapping("hsa_amd_portable_export_dmabuf")
+                    .context("symbol", "hsa_amd_portable_export_dmabuf_v2"));
+            }
+            (_, None, None) => return Err(no_export_call()),
+        };
+        if code == HsaStatus::HSA_STATUS_ERROR_NOT_SUPPORTED && mapping == DmaBufMapping::Pcie {
+            return Err(
+                no_pcie_mapping(call).driver_code(code.name().unwrap_or_default(), code.0.into())
+            );
+        }
+        refused(code, call)?;
+        owned(fd, call).map(|fd| (fd, offset))
+    }
+
+    /// Exports all memory of a VMM handle.
+    fn export_handle(&self, handle: sys::VmemHandle, mapping: DmaBufMapping) -> Result<OwnedFd> {
+        const CALL: &str = "hsa_amd_vmem_export_shareable_handle";
+        if mapping == DmaBufMapping::Pcie {
+            return Err(no_pcie_mapping(CALL));
+        }
+        let export = symbol(self.lookup.runtime.functions.vmem_export, CALL)?;
+        let mut fd: c_int = -1;
+        // SAFETY: `fd` is writable, and the handle is that of a live allocation of this iface.
+        refused(unsafe { export(&mut fd, handle, 0) }, CALL)?;
+        owned(fd, CALL)
+    }
+
+    /// Returns the allocation around a range, if its kind can be exported as device memory.
+    fn exportable(&self, operation: &'static str, range: AddressRange) -> Result<Allocation> {
+        let refuse = |error: Error| Err(error.context("range", range));
+        let outside = |why: &'static str| {
+            Error::new(ErrorKind::OutOfBounds, operation)
+                .iface(IfaceKind::ROCR)
+                .context("why", why)
+                .remedy("the range must lie in one live allocation")
+        };
+        if range.is_empty() {
+            return refuse(Error::new(ErrorKind::ZeroLength, operation).iface(IfaceKind::ROCR));
+        }
+        let Some(allocation) = self.lookup.find(range.start())? else {
+            return refuse(outside(
+                "the runtime does not know the address: it was freed, or is not memory of ROCr",
+            ));
+        };
+        if !allocation.range.contains_range(range) {
+            let error = outside("the range ends after its allocation");
+            return refuse(error.context("allocation", allocation.range));
+        }
+        match allocation.kind {
+            AllocationKind::Host | AllocationKind::HostRegistered => refuse(
+                lacks(operation, "page-locked host memory is host memory")
+                    .remedy("register its host pages"),
+            ),
+            _ => Ok(allocation),
+        }
+    }
+}
+
+/// Takes the fd of a call that succeeded.
+fn owned(fd: c_int, call: &'static str) -> Result<OwnedFd> {
+    if fd < 0 {
+        return Err(Error::new(ErrorKind::Driver, call)
+            .iface(IfaceKind::ROCR)
+            .context("reason", "the call succeeded and gave no fd"));
+    }
+    // SAFETY: the runtime made the fd for this call and keeps no other use of it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Returns the error for a runtime without a call that exports. The number tells it from a driver
+/// that exports nothing.
+pub(crate) fn no_export_call() -> Error {
+    let error = lacks_symbol(Facet::DmaBuf.operation(), "hsa_amd_portable_export_dmabuf");
+    error.errno(rustix::io::Errno::NOSYS).remedy(
+        "the runtime must be of ROCm 5.6 or newer to export dma-bufs; else stage the copies",
+    )
+}
+
+/// Returns the error for a driver that exports no dma-bufs.
+fn no_dma_buf() -> Error {
+    lacks(Facet::DmaBuf.operation(), "the driver exports no dma-bufs")
+        .context("attribute", "HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED")
+        .remedy(
+            "dma-bufs need amdgpu of Linux 6.2 or newer, or of ROCm 5.6 or newer; else load its peer-memory client",
+        )
+}
+
+fn no_pcie_mapping(call: &'static str) -> Error {
+    lacks(call, "refused under the PCIe mapping")
+        .context("mapping", "pcie")
+        .remedy("export with the default mapping: where that is refused too, it is not the mapping that is refused")
+}

@@ -1,0 +1,98 @@
+//! Monitor: detects frees of memory by the runtime's deallocation callbacks.
+
+use std::sync::{Arc, Weak};
+
+use hmem_core::{
+    AddressRange, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
+    iface::MonitorSource,
+    monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
+};
+
+use crate::memory::Lookup;
+
+/// Starts monitors of the runtime's memory.
+#[derive(Debug)]
+pub(crate) struct CallbackMonitors {
+    pub(crate) lookup: Arc<Lookup>,
+}
+
+impl MonitorSource for CallbackMonitors {
+    fn detection(&self) -> DetectionMethod {
+        DetectionMethod::Callback
+    }
+
+    fn start(&self) -> Result<Arc<dyn Monitor>> {
+        tracing::debug!("monitor of ROCr memory started");
+        Ok(Arc::new(CallbackMonitor { lookup: Arc::downgrade(&self.lookup) }))
+    }
+}
+
+/// A monitor. It does not keep its iface open.
+#[derive(Debug)]
+struct CallbackMonitor {
+    lookup: Weak<Lookup>,
+}
+
+impl Monitor for CallbackMonitor {
+    fn name(&self) -> &str {
+        "rocr-callback"
+    }
+
+    fn rationale(&self) -> String {
+        "the runtime calls back when an allocation of a pool is freed, so that a hit asks nothing; reserved addresses, graphics \
+         memory and memory that others opened have no callback and are registered uncached"
+            .to_owned()
+    }
+
+    fn detection(&self) -> DetectionMethod {
+        DetectionMethod::Callback
+    }
+
+    fn detects(&self, cause: InvalidationCause) -> bool {
+        cause == InvalidationCause::Free
+    }
+
+    fn subscribe(
+        &self,
+        range: AddressRange,
+        invalidator: Arc<dyn Invalidator>,
+    ) -> Result<Subscription> {
+        let refuse = |kind, remedy| {
+            Err(Error::new(kind, "subscribe")
+                .iface(IfaceKind::ROCR)
+                .context("range", range)
+                .remedy(remedy))
+        };
+        let Some(lookup) = self.lookup.upgrade() else {
+            return refuse(
+                ErrorKind::Unavailable,
+                "the iface was closed: its memory is not watched any longer",
+            );
+        };
+        let unsupported = |remedy| refuse(ErrorKind::Unsupported, remedy);
+        match lookup.find(range.start())?.map(|found| found.kind) {
+            Some(AllocationKind::HostRegistered) => unsupported(
+                "the application's own pages are watched by the monitors of system memory",
+            ),
+            Some(AllocationKind::Virtual) => {
+                unsupported("the runtime does not call back when a reserved address is unmapped")
+            }
+            // A free from here on notifies; after an earlier one there is nothing to watch.
+            _ => lookup.table.watch(range, invalidator).map_or_else(
+                || unsupported("only live allocations whose free calls back can be watched"),
+                Ok,
+            ),
+        }
+    }
+
+    fn unsubscribe(&self, subscription: Subscription) {
+        if let Some(lookup) = self.lookup.upgrade() {
+            lookup.table.unwatch(subscription);
+        }
+    }
+
+    fn valid(&self, allocation: &Allocation) -> Result<bool> {
+        let lookup = self.lookup.upgrade();
+        Ok(lookup.is_some_and(|lookup| lookup.table.id_of(allocation) == Some(allocation.id)))
+    }
+}

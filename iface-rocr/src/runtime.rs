@@ -1,0 +1,357 @@
+//! The opened runtime: its functions, agents and devices, which never change.
+
+use std::{
+    ffi::{CStr, c_void},
+    fs::File,
+    io, ptr,
+};
+
+use hmem_core::{DeviceId, Error, ErrorKind, IfaceKind, Result, iface};
+use parking_lot::Mutex;
+
+use crate::{
+    error::{check, coded, unavailable},
+    sys::{self, Agent, Attribute, Functions, HsaStatus, MemoryPool},
+};
+
+/// One count of the runtime, with what was found out about it.
+#[derive(Debug)]
+pub(crate) struct Runtime {
+    pub(crate) functions: Functions,
+    /// Devices in the order of their ordinals.
+    pub(crate) devices: Vec<DeviceEntry>,
+    /// The CPUs.
+    cpus: Vec<Agent>,
+    /// Memory of the first CPU that every agent can be given access to, with its agent.
+    pub(crate) host: Option<(Agent, MemoryPool)>,
+    /// Dma-bufs can be exported.
+    pub(crate) dma_buf: bool,
+    /// Reserved addresses can be mapped.
+    pub(crate) vmm: bool,
+    /// True while the count is held.
+    held: Mutex<bool>,
+}
+
+/// One device.
+#[derive(Debug)]
+pub(crate) struct DeviceEntry {
+    pub(crate) agent: Agent,
+    pub(crate) description: iface::Device,
+    /// The memory to allocate from, and the bytes that its allocations are rounded up to.
+    pub(crate) pool: Option<(MemoryPool, usize)>,
+    /// The register that flushes inbound writes, as an address; 0 without one.
+    pub(crate) flush_register: usize,
+}
+
+impl Runtime {
+    /// Starts a runtime and lists its devices.
+    ///
+    /// # Errors
+    /// As [`Builder::open`](crate::Builder::open).
+    pub(crate) fn start(functions: Functions) -> Result<Self> {
+        // SAFETY: takes a count of the runtime; any thread may call it any number of times.
+        let code = unsafe { (functions.init)() };
+        if code != HsaStatus::HSA_STATUS_SUCCESS {
+            return Err(coded(unavailable("hsa_init", functions.library()), code).remedy(
+                match code {
+                    HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES => {
+                        let opened = File::options().read(true).write(true).open("/dev/kfd");
+                        no_driver(opened.err().map(|error| error.kind()))
+                    }
+                    _ => no_driver(None),
+                },
+            ));
+        }
+        // From here on, dropping it gives the count back.
+        let mut runtime = Self {
+            functions,
+            devices: Vec::new(),
+            cpus: Vec::new(),
+            host: None,
+            dma_buf: false,
+            vmm: false,
+            held: Mutex::new(true),
+        };
+        let functions = &runtime.functions;
+        for agent in agents(functions)? {
+            match agent_info(functions, agent, sys::HSA_AGENT_INFO_DEVICE)? {
+                sys::HSA_DEVICE_TYPE_GPU => {
+                    let id = DeviceId(runtime.devices.len() as u32);
+                    let device = describe(functions, agent, id);
+                    runtime.devices.push(device.map_err(|error| error.device(id))?);
+                }
+                sys::HSA_DEVICE_TYPE_CPU => runtime.cpus.push(agent),
+                _ => {}
+            }
+        }
+        if runtime.devices.is_empty() {
+            return Err(unavailable("hsa_iterate_agents", functions.library())
+                .context("devices", 0)
+                .remedy("no AMD GPU is visible: see `rocminfo` and ROCR_VISIBLE_DEVICES"));
+        }
+        if let Some(&cpu) = runtime.cpus.first() {
+            let rank = |flags| match flags {
+                sys::HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_FINE_GRAINED => 0,
+                flags if flags & sys::HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_FINE_GRAINED != 0 => 1,
+                _ => 2,
+            };
+            runtime.host = pool(functions, cpu, rank)?.map(|found| (cpu, found.pool));
+        }
+        // A runtime that does not know the attribute may export all the same.
+        runtime.dma_buf =
+            supports(functions, sys::HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED)?.unwrap_or(true);
+        runtime.vmm = supports(functions, sys::HSA_AMD_SYSTEM_INFO_VIRTUAL_MEM_API_SUPPORTED)?
+            .unwrap_or(false);
+        tracing::debug!(
+            library = functions.library(),
+            devices = runtime.devices.len(),
+            "ROCr opened"
+        );
+        Ok(runtime)
+    }
+
+    /// Gives the count back.
+    ///
+    /// # Errors
+    /// The runtime's error: the count is still held.
+    pub(crate) fn release(&self) -> Result<()> {
+        let mut held = self.held.lock();
+        if *held {
+            // SAFETY: gives back the one count that `start` took; `held` says that it is still
+            // there.
+            check(unsafe { (self.functions.shut_down)() }, "hsa_shut_down")?;
+            *held = false;
+        }
+        Ok(())
+    }
+
+    /// Returns the device of a number.
+    pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&DeviceEntry> {
+        self.devices.get(device.0 as usize).ok_or_else(|| {
+            Error::new(ErrorKind::InvalidArgument, operation)
+                .iface(IfaceKind::ROCR)
+                .device(device)
+                .context("devices", self.devices.len())
+                .remedy("devices count from 0")
+        })
+    }
+
+    /// Returns the device of an agent; `None` for an agent that is no device of this process.
+    pub(crate) fn device_of(&self, agent: Agent) -> Option<&DeviceEntry> {
+        self.devices.iter().find(|device| device.agent == agent)
+    }
+
+    /// Returns true if the agent is a CPU.
+    pub(crate) fn is_cpu(&self, agent: Agent) -> bool {
+        self.cpus.contains(&agent)
+    }
+
+    /// Allocates from a pool. Its own agent alone can access the memory.
+    pub(crate) fn allocate(&self, pool: MemoryPool, len: usize) -> Result<*mut c_void> {
+        let mut base = ptr::null_mut();
+        // SAFETY: the pool is one of this runtime's that allow allocation, and `base` is writable.
+        let code = unsafe { (self.functions.memory_pool_allocate)(pool, len, 0, &mut base) };
+        check(code, "hsa_amd_memory_pool_allocate").map(|()| base)
+    }
+
+    /// Allocates host memory that every device can access.
+    pub(crate) fn allocate_host(&self, len: usize) -> Result<*mut c_void> {
+        let (_, pool) = self.host.ok_or_else(|| {
+            Error::new(ErrorKind::Unsupported, "allocate")
+                .iface(IfaceKind::ROCR)
+                .context("reason", "the runtime has no pool of host memory")
+        })?;
+        let base = self.allocate(pool, len)?;
+        let agents: Vec<Agent> = self.devices.iter().map(|device| device.agent).collect();
+        // SAFETY: the list has as many agents as it says, and the memory was allocated just now.
+        let code = unsafe {
+            (self.functions.agents_allow_access)(
+                agents.len() as u32,
+                agents.as_ptr(),
+                ptr::null(),
+                base,
+            )
+        };
+        check(code, "hsa_amd_agents_allow_access").map(|()| base).inspect_err(|_| {
+            // SAFETY: allocated just now, and passed to no caller.
+            if let Err(error) = unsafe { self.free(base) } {
+                tracing::error!(%error, "host memory that no device can access stays allocated");
+            }
+        })
+    }
+
+    /// Frees memory of [`allocate`](Self::allocate) or [`allocate_host`](Self::allocate_host).
+    ///
+    /// # Safety
+    /// The memory is freed once, and nothing uses it any longer.
+    pub(crate) unsafe fn free(&self, base: *mut c_void) -> Result<()> {
+        // SAFETY: the caller's promise; the address is one that the runtime returned.
+        check(unsafe { (self.functions.memory_pool_free)(base) }, "hsa_amd_memory_pool_free")
+    }
+}
+
+impl Drop for Runtime {
+    fn drop(&mut self) {
+        if let Err(error) = self.release() {
+            tracing::warn!(%error, "a count of the HSA runtime stays behind");
+        }
+    }
+}
+
+/// Returns the remedy for a runtime that finds no driver, by the error of opening the driver's file.
+fn no_driver(opened: Option<io::ErrorKind>) -> &'static str {
+    match opened {
+        Some(io::ErrorKind::PermissionDenied) => {
+            "this user may not open /dev/kfd: add the user to the group `render` (or `video`), or pass the device to the \
+             container with --device=/dev/kfd --device=/dev/dri"
+        }
+        Some(io::ErrorKind::NotFound) => {
+            "there is no /dev/kfd: load the kernel module amdgpu, or pass the device to the container with --device=/dev/kfd \
+             --device=/dev/dri"
+        }
+        _ => "see `rocminfo` for the state of the driver",
+    }
+}
+
+fn describe(functions: &Functions, agent: Agent, id: DeviceId) -> Result<DeviceEntry> {
+    let product = text(agent_info(functions, agent, sys::HSA_AMD_AGENT_INFO_PRODUCT_NAME)?);
+    let name = if product.is_empty() {
+        text(agent_info(functions, agent, sys::HSA_AGENT_INFO_NAME)?)
+    } else {
+        product
+    };
+    let domain = agent_info(functions, agent, sys::HSA_AMD_AGENT_INFO_DOMAIN)?;
+    let bdf = agent_info(functions, agent, sys::HSA_AMD_AGENT_INFO_BDFID)?;
+    let (bus, device, function) = (bdf >> 8 & 0xff, bdf >> 3 & 0x1f, bdf & 0x7);
+    let rank = |flags| u32::from(flags & sys::HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_COARSE_GRAINED == 0);
+    let found = pool(functions, agent, rank)?;
+    let description = iface::Device {
+        id,
+        name,
+        pci_bus_id: Some(format!("{domain:04x}:{bus:02x}:{device:02x}.{function:x}")),
+        memory: found.map_or(0, |found| found.size as u64),
+    };
+    let pool = match found {
+        Some(Pool { pool, .. }) => {
+            let granule = sys::HSA_AMD_MEMORY_POOL_INFO_RUNTIME_ALLOC_GRANULE;
+            Some((pool, pool_info(functions, pool, granule)?))
+        }
+        None => None,
+    };
+    let flush = agent_info(functions, agent, sys::HSA_AMD_AGENT_INFO_HDP_FLUSH)?;
+    Ok(DeviceEntry { agent, description, pool, flush_register: flush.memory.expose_provenance() })
+}
+
+/// A pool that allocations can be made from.
+#[derive(Clone, Copy)]
+struct Pool {
+    pool: MemoryPool,
+    size: usize,
+}
+
+/// Returns the global pool that allows allocation and has the lowest rank, by its flags. Pools of
+/// one agent are views of the same memory.
+fn pool(functions: &Functions, agent: Agent, rank: impl Fn(u32) -> u32) -> Result<Option<Pool>> {
+    let mut pools: Vec<MemoryPool> = Vec::new();
+    let into = ptr::from_mut(&mut pools).cast();
+    // SAFETY: the callback gets the vector that it casts to, and is not called after the return.
+    let code =
+        unsafe { (functions.agent_iterate_memory_pools)(agent, collect::<MemoryPool>, into) };
+    check(code, "hsa_amd_agent_iterate_memory_pools")?;
+    let mut best: Option<(u32, Pool)> = None;
+    for pool in pools {
+        if pool_info(functions, pool, sys::HSA_AMD_MEMORY_POOL_INFO_SEGMENT)?
+            != sys::HSA_AMD_SEGMENT_GLOBAL
+            || pool_info(functions, pool, sys::HSA_AMD_MEMORY_POOL_INFO_RUNTIME_ALLOC_ALLOWED)? == 0
+        {
+            continue;
+        }
+        let rank = rank(pool_info(functions, pool, sys::HSA_AMD_MEMORY_POOL_INFO_GLOBAL_FLAGS)?);
+        if best.is_none_or(|(lowest, _)| rank < lowest) {
+            let size = pool_info(functions, pool, sys::HSA_AMD_MEMORY_POOL_INFO_SIZE)?;
+            best = Some((rank, Pool { pool, size }));
+        }
+    }
+    Ok(best.map(|(_, pool)| pool))
+}
+
+/// Adds an item to a vector.
+///
+/// # Safety
+/// `into` points to a `Vec<T>`, which nothing else touches meanwhile.
+unsafe extern "C" fn collect<T>(item: T, into: *mut c_void) -> HsaStatus {
+    // SAFETY: the caller's promise.
+    unsafe { &mut *into.cast::<Vec<T>>() }.push(item);
+    HsaStatus::HSA_STATUS_SUCCESS
+}
+
+fn agents(functions: &Functions) -> Result<Vec<Agent>> {
+    let mut agents: Vec<Agent> = Vec::new();
+    let into = ptr::from_mut(&mut agents).cast();
+    // SAFETY: the callback gets the vector that it casts to, and is not called after the return.
+    check(unsafe { (functions.iterate_agents)(collect::<Agent>, into) }, "hsa_iterate_agents")?;
+    Ok(agents)
+}
+
+fn agent_info<T: Copy>(functions: &Functions, agent: Agent, attribute: Attribute<T>) -> Result<T> {
+    let mut value = attribute.empty;
+    // SAFETY: `value` is writable and of the type that the attribute's constant ties to its number.
+    let code = unsafe {
+        (functions.agent_get_info)(agent, attribute.number, ptr::from_mut(&mut value).cast())
+    };
+    check(code, "hsa_agent_get_info").map(|()| value).map_err(|error| of(error, attribute.number))
+}
+
+fn pool_info<T: Copy>(
+    functions: &Functions,
+    pool: MemoryPool,
+    attribute: Attribute<T>,
+) -> Result<T> {
+    let mut value = attribute.empty;
+    // SAFETY: `value` is writable and of the type that the attribute's constant ties to its number.
+    let code = unsafe {
+        (functions.memory_pool_get_info)(pool, attribute.number, ptr::from_mut(&mut value).cast())
+    };
+    check(code, "hsa_amd_memory_pool_get_info")
+        .map(|()| value)
+        .map_err(|error| of(error, attribute.number))
+}
+
+/// Returns an ability of the system, or `None` if the runtime does not know the attribute.
+fn supports(functions: &Functions, attribute: Attribute<u8>) -> Result<Option<bool>> {
+    let mut value = attribute.empty;
+    // SAFETY: `value` is writable and of the type that the attribute's constant ties to its number.
+    let code =
+        unsafe { (functions.system_get_info)(attribute.number, ptr::from_mut(&mut value).cast()) };
+    match code {
+        HsaStatus::HSA_STATUS_ERROR_INVALID_ARGUMENT => Ok(None),
+        code => check(code, "hsa_system_get_info")
+            .map(|()| Some(value != 0))
+            .map_err(|error| of(error, attribute.number)),
+    }
+}
+
+fn of(error: Error, attribute: u32) -> Error {
+    error.context("attribute", format_args!("{attribute:#x}"))
+}
+
+/// Returns the text that a driver wrote, up to its NUL.
+fn text(buffer: [u8; 64]) -> String {
+    match CStr::from_bytes_until_nul(&buffer) {
+        Ok(text) => text.to_string_lossy().into_owned(),
+        Err(_) => String::from_utf8_lossy(&buffer).into_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// DIAG-03
+    #[test]
+    fn driver_that_is_absent_and_one_that_is_not_permitted_have_their_own_remedies() {
+        assert!(no_driver(Some(io::ErrorKind::PermissionDenied)).contains("group `render`"));
+        assert!(no_driver(Some(io::ErrorKind::NotFound)).contains("kernel module amdgpu"));
+        assert!(no_driver(None).contains("rocminfo"));
+    }
+}

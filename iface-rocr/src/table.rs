@@ -1,0 +1,337 @@
+//! Allocations that the iface has seen: their identities, those who watch them, and what is to be
+//! given back.
+//!
+//! The runtime calls back when it frees memory, and has no identities. So each allocation gets an
+//! identity here when it is seen first, and loses it in the callback: another allocation at the
+//! same address is seen anew.
+//!
+//! The lock is never held during a call of the runtime, which may hold a lock of its own around the
+//! callback.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    ffi::c_void,
+    sync::{Arc, Weak},
+};
+
+use hmem_core::{
+    Address, AddressRange, Allocation, AllocationId, Error, ErrorKind, IfaceKind, Result,
+    monitor::{InvalidationCause, Invalidator, Subscription},
+};
+use parking_lot::Mutex;
+
+use crate::sys::VmemHandle;
+
+/// Live allocations and page-locked ranges.
+#[derive(Debug, Default)]
+pub(crate) struct AllocationTable {
+    entries: Mutex<Entries>,
+    /// Held while a callback is registered, so that each allocation has one.
+    pub(crate) registering: Mutex<()>,
+}
+
+#[derive(Debug, Default)]
+struct Entries {
+    last_id: u64,
+    /// Allocations by first address.
+    live: BTreeMap<u64, Entry>,
+    /// First addresses of watched allocations by subscription.
+    watched: HashMap<u64, u64>,
+    last_subscription: u64,
+    /// Page-locked ranges by first address, with their address for devices:
+    /// `None` while the runtime is locking it.
+    page_locked: BTreeMap<u64, (AddressRange, Option<usize>)>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    id: AllocationId,
+    /// `None` until the callback is registered.
+    allocation: Option<Allocation>,
+    origin: Origin,
+    /// The runtime calls back when it frees the memory.
+    callback: bool,
+    watchers: Vec<(u64, Arc<dyn Invalidator>)>,
+}
+
+/// Call that an allocation came from, which decides how it is given back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// Allocated by somebody else.
+    Foreign,
+    /// `hsa_amd_memory_pool_allocate`.
+    Pool,
+    /// `hsa_amd_vmem_address_reserve` of `size` bytes, `hsa_amd_vmem_handle_create` and
+    /// `hsa_amd_vmem_map`. `left` is what is to be undone before the handle is released.
+    Virtual { size: usize, handle: VmemHandle, left: Left },
+    /// `hsa_amd_ipc_memory_attach`.
+    Imported,
+}
+
+/// Steps that are left to free VMM memory. The runtime may refuse each of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Left {
+    /// Addresses, and the handle mapped at them.
+    Mapping,
+    /// Addresses alone.
+    Reservation,
+    /// Neither.
+    Handle,
+}
+
+/// User data of a deallocation callback. The runtime has it until it calls back.
+struct Notice {
+    table: Weak<AllocationTable>,
+    base: u64,
+    id: AllocationId,
+}
+
+impl AllocationTable {
+    /// Returns a number that no allocation had or will have.
+    pub(crate) fn next_id(&self) -> AllocationId {
+        self.entries.lock().next_id()
+    }
+
+    /// Returns the identity of an allocation that is in the table. Its own identity is not compared.
+    pub(crate) fn id_of(&self, seen: &Allocation) -> Option<AllocationId> {
+        let entries = self.entries.lock();
+        let entry = entries.live.get(&seen.base().0)?;
+        let same = |known: Allocation| Allocation { id: entry.id, ..*seen } == known;
+        entry.allocation.filter(|known| same(*known)).map(|_| entry.id)
+    }
+
+    /// Makes room for the allocation at `base`, which replaces any other there. Returns its new
+    /// identity and the user data for its callback.
+    pub(crate) fn begin(self: &Arc<Self>, base: Address) -> (AllocationId, *mut c_void) {
+        let mut entries = self.entries.lock();
+        let replaced = entries.free(base.0, None);
+        let id = entries.next_id();
+        let entry = Entry {
+            id,
+            allocation: None,
+            origin: Origin::Foreign,
+            callback: true,
+            watchers: Vec::new(),
+        };
+        entries.live.insert(base.0, entry);
+        drop(entries);
+        drop(replaced);
+        let notice = Notice { table: Arc::downgrade(self), base: base.0, id };
+        (id, Box::into_raw(Box::new(notice)).cast())
+    }
+
+    /// Enters what is known of the allocation with this identity. Returns false if it was freed
+    /// meanwhile.
+    pub(crate) fn describe(&self, allocation: Allocation) -> bool {
+        let mut entries = self.entries.lock();
+        let entry = entries.live.get_mut(&allocation.base().0);
+        let entry = entry.filter(|entry| entry.id == allocation.id);
+        entry.map(|entry| entry.allocation = Some(allocation)).is_some()
+    }
+
+    /// Takes an allocation out whose callback could not be registered.
+    ///
+    /// # Safety
+    /// `notice` is from [`begin`](Self::begin), and the runtime does not have it.
+    pub(crate) unsafe fn cancel(&self, base: Address, id: AllocationId, notice: *mut c_void) {
+        // SAFETY: the caller's promise: nobody else takes it back.
+        drop(unsafe { Box::from_raw(notice.cast::<Notice>()) });
+        let removed = self.entries.lock().free(base.0, Some(id));
+        drop(removed);
+    }
+
+    /// Enters an allocation that this iface made. It is in the table already if it has a callback.
+    pub(crate) fn own(&self, allocation: Allocation, origin: Origin) {
+        let mut entries = self.entries.lock();
+        let fresh = || Entry {
+            id: allocation.id,
+            allocation: Some(allocation),
+            origin,
+            callback: false,
+            watchers: Vec::new(),
+        };
+        let entry = entries.live.entry(allocation.base().0).or_insert_with(fresh);
+        entry.origin = origin;
+        entry.allocation = Some(allocation);
+    }
+
+    /// Returns the allocation of this iface's own around an address, with its origin.
+    pub(crate) fn own_around(&self, address: Address) -> Option<(Allocation, Origin)> {
+        let entries = self.entries.lock();
+        // Allocations do not overlap: only the last one that begins at or before the address can
+        // contain it.
+        let (_, entry) = entries.live.range(..=address.0).next_back()?;
+        let allocation = entry.allocation.filter(|known| known.range.contains(address))?;
+        (entry.origin != Origin::Foreign).then_some((allocation, entry.origin))
+    }
+
+    /// Returns the allocation of this iface's own that begins at an address.
+    pub(crate) fn own_at(&self, base: Address) -> Option<Allocation> {
+        let entries = self.entries.lock();
+        let entry = entries.live.get(&base.0)?;
+        entry.allocation.filter(|_| entry.origin != Origin::Foreign)
+    }
+
+    /// Disowns an allocation, so that of two threads that give it back only one reaches the
+    /// runtime. Memory without a callback leaves the table, and its watchers are notified.
+    ///
+    /// # Errors
+    /// InvalidArgument if it is not this iface's own, or to be given back by the other call.
+    pub(crate) fn take(
+        &self,
+        operation: &'static str,
+        allocation: &Allocation,
+        imported: bool,
+    ) -> Result<Origin> {
+        let mut entries = self.entries.lock();
+        let entry = entries.live.get_mut(&allocation.base().0);
+        let own =
+            entry.filter(|entry| entry.id == allocation.id && entry.origin != Origin::Foreign);
+        let entry = own.ok_or_else(|| not_live(operation, allocation))?;
+        let origin = entry.origin;
+        if (origin == Origin::Imported) != imported {
+            let other = if imported { "free it with free" } else { "close it with ipc_close" };
+            return Err(not_live(operation, allocation).context("instead", other));
+        }
+        if entry.callback {
+            entry.origin = Origin::Foreign;
+        } else {
+            let removed = entries.free(allocation.base().0, Some(allocation.id));
+            drop(entries);
+            drop(removed);
+        }
+        Ok(origin)
+    }
+
+    /// Returns the number of allocations and page-locked ranges to give back.
+    pub(crate) fn owned(&self) -> usize {
+        let entries = self.entries.lock();
+        let own = entries.live.values().filter(|entry| entry.origin != Origin::Foreign).count();
+        own + entries.page_locked.len()
+    }
+
+    /// Watches the live allocation around a range. `None` if there is none.
+    pub(crate) fn watch(
+        &self,
+        range: AddressRange,
+        invalidator: Arc<dyn Invalidator>,
+    ) -> Option<Subscription> {
+        let mut entries = self.entries.lock();
+        entries.last_subscription += 1;
+        let subscription = entries.last_subscription;
+        let (base, entry) = entries.live.range_mut(..=range.start().0).next_back()?;
+        entry.allocation.filter(|known| known.range.contains_range(range))?;
+        entry.watchers.push((subscription, invalidator));
+        let base = *base;
+        entries.watched.insert(subscription, base);
+        Some(Subscription(subscription))
+    }
+
+    /// Ends a subscription. Waits for the callback that notifies it.
+    pub(crate) fn unwatch(&self, Subscription(subscription): Subscription) {
+        let mut entries = self.entries.lock();
+        let Some(base) = entries.watched.remove(&subscription) else { return };
+        let unwatched = entries.live.get_mut(&base).and_then(|entry| {
+            let at = entry.watchers.iter().position(|(known, _)| *known == subscription)?;
+            Some(entry.watchers.swap_remove(at))
+        });
+        drop(entries);
+        // Dropped without the lock: it may be the last reference to a cache.
+        drop(unwatched);
+    }
+
+    /// Reserves the entry of a range that is about to be page-locked. Returns false if there is one
+    /// that begins there.
+    pub(crate) fn begin_lock(&self, range: AddressRange) -> bool {
+        let mut entries = self.entries.lock();
+        let free = !entries.page_locked.contains_key(&range.start().0);
+        if free {
+            entries.page_locked.insert(range.start().0, (range, None));
+        }
+        free
+    }
+
+    /// Enters a page-locked range with its address for devices, or gives its entry up.
+    pub(crate) fn end_lock(&self, range: AddressRange, agent_address: Option<usize>) {
+        let mut entries = self.entries.lock();
+        match agent_address {
+            Some(_) => entries.page_locked.insert(range.start().0, (range, agent_address)),
+            None => entries.page_locked.remove(&range.start().0),
+        };
+    }
+
+    /// Takes a page-locked range out. `None` if exactly this range is not in the table.
+    pub(crate) fn take_page_locked(&self, range: AddressRange) -> Option<usize> {
+        let mut entries = self.entries.lock();
+        let (locked, agent_address) = *entries.page_locked.get(&range.start().0)?;
+        let agent_address = agent_address.filter(|_| locked == range)?;
+        entries.page_locked.remove(&range.start().0);
+        Some(agent_address)
+    }
+
+    /// Returns the devices' address of a part of a page-locked range.
+    pub(crate) fn page_locked(&self, range: AddressRange) -> Option<usize> {
+        let entries = self.entries.lock();
+        let (base, (locked, agent_address)) =
+            entries.page_locked.range(..=range.start().0).next_back()?;
+        let address = agent_address.filter(|_| locked.contains_range(range))?;
+        Some(address + (range.start().0 - base) as usize)
+    }
+}
+
+impl Drop for AllocationTable {
+    fn drop(&mut self) {
+        let left = self.owned();
+        if left > 0 {
+            tracing::warn!(left, "ROCr memory was not freed before its iface was dropped");
+        }
+    }
+}
+
+impl Entries {
+    fn next_id(&mut self) -> AllocationId {
+        self.last_id += 1;
+        AllocationId(self.last_id)
+    }
+
+    /// Takes the allocation at `base` out and notifies its watchers; with an identity, only if it
+    /// has that one. The caller drops the entry without the lock: a watcher may be the last
+    /// reference to a cache.
+    #[must_use]
+    fn free(&mut self, base: u64, id: Option<AllocationId>) -> Option<Entry> {
+        self.live.get(&base).filter(|entry| id.is_none_or(|id| entry.id == id))?;
+        let entry = self.live.remove(&base)?;
+        if let Some(allocation) = entry.allocation {
+            for (_, invalidator) in &entry.watchers {
+                invalidator.invalidate(allocation.range, InvalidationCause::Free);
+            }
+        }
+        Some(entry)
+    }
+}
+
+/// Notifies the watchers of memory that is freed. The runtime calls it on the thread that frees.
+///
+/// # Safety
+/// `notice` is from [`AllocationTable::begin`] and was registered with this function, which the
+/// runtime calls once.
+pub(crate) unsafe extern "C" fn on_free(_pointer: *mut c_void, notice: *mut c_void) {
+    // SAFETY: the caller's promise: "callbacks are automatically deregistered when they are
+    // invoked", so this is the only one to take it back.
+    let notice = unsafe { Box::from_raw(notice.cast::<Notice>()) };
+    if let Some(table) = notice.table.upgrade() {
+        let removed = table.entries.lock().free(notice.base, Some(notice.id));
+        drop(removed);
+    }
+}
+
+/// Returns the error for an allocation that is not this iface's own.
+pub(crate) fn not_live(operation: &'static str, allocation: &Allocation) -> Error {
+    Error::new(ErrorKind::InvalidArgument, operation)
+        .iface(IfaceKind::ROCR)
+        .context("allocation", allocation.range)
+        .context("identity", allocation.id.0)
+        .remedy(
+            "not a live allocation of this iface: freed already, or allocated by somebody else, who frees it",
+        )
+}

@@ -1,0 +1,245 @@
+//! The constants, layouts and signatures of `sys`, compared with AMD's headers of two releases by
+//! the C compiler. `tests/rocr/fetch` downloads them; `HMEM_ROCR=headers` makes their absence a
+//! failure.
+
+#[path = "../../tests/trials/mod.rs"]
+mod trials;
+
+use std::{
+    env,
+    fmt::Write as _,
+    fs,
+    io::Write as _,
+    mem::offset_of,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use hmem_iface_rocr::sys::{
+    AccessDesc, Agent, CONSTANTS, Functions, HdpFlush, HsaStatus, IpcMemory, MemoryPool,
+    PointerInfo, Signal, VmemHandle,
+};
+use trials::{Outcome, Skipped};
+
+/// Words that 7.2 has and 5.2 does not: a part of each such name.
+const LATER: [&str; 11] = [
+    "_dmabuf",
+    "_vmem_",
+    "_VMEM",
+    "DMABUF",
+    "VIRTUAL_MEM_API",
+    "RESERVED_ADDR",
+    "MEMORY_TYPE_PINNED",
+    "CU_MASK_REDUCED",
+    "OUT_OF_REGISTERS",
+    "STATUS_ERROR_RESOURCE_BUSY",
+    "STATUS_ERROR_NOT_SUPPORTED",
+];
+
+/// The C spelling of a type in the table.
+fn c_type(rust: &str) -> &'static str {
+    match rust {
+        "HsaStatus" => "hsa_status_t",
+        "u32" => "uint32_t",
+        "u64" => "uint64_t",
+        "i32" => "int",
+        "i64" => "hsa_signal_value_t",
+        "usize" => "size_t",
+        "Agent" => "hsa_agent_t",
+        "*const Agent" => "const hsa_agent_t *",
+        "*mut Agent" => "hsa_agent_t *",
+        "*mut *mut Agent" => "hsa_agent_t **",
+        "MemoryPool" => "hsa_amd_memory_pool_t",
+        "Signal" => "hsa_signal_t",
+        "*const Signal" => "const hsa_signal_t *",
+        "*mut Signal" => "hsa_signal_t *",
+        "VmemHandle" => "hsa_amd_vmem_alloc_handle_t",
+        "*mut VmemHandle" => "hsa_amd_vmem_alloc_handle_t *",
+        "*const AccessDesc" => "const hsa_amd_memory_access_desc_t *",
+        "*const IpcMemory" => "const hsa_amd_ipc_memory_t *",
+        "*mut IpcMemory" => "hsa_amd_ipc_memory_t *",
+        "*mut PointerInfo" => "hsa_amd_pointer_info_t *",
+        "*mut u32" => "uint32_t *",
+        "*const u32" => "const uint32_t *",
+        "*mut u64" => "uint64_t *",
+        "*mut i32" => "int *",
+        "*mut c_void" => "void *",
+        "*const c_void" => "const void *",
+        "*mut *mut c_void" => "void **",
+        "AgentCallback" => "hsa_status_t (*)(hsa_agent_t, void *)",
+        "PoolCallback" => "hsa_status_t (*)(hsa_amd_memory_pool_t, void *)",
+        "DeallocationCallback" => "void (*)(void *, void *)",
+        "ListAllocator" => "void *(*)(size_t)",
+        other => panic!("say in this test what {other} is in C"),
+    }
+}
+
+/// Arguments that the table has as plain integers and the headers as enumerations of the same
+/// width.
+const ENUMERATIONS: [(&str, usize, &str); 6] = [
+    ("hsa_system_get_info", 0, "hsa_system_info_t"),
+    ("hsa_agent_get_info", 1, "hsa_agent_info_t"),
+    ("hsa_amd_memory_pool_get_info", 1, "hsa_amd_memory_pool_info_t"),
+    ("hsa_signal_wait_scacquire", 1, "hsa_signal_condition_t"),
+    ("hsa_signal_wait_scacquire", 4, "hsa_wait_state_t"),
+    ("hsa_amd_vmem_handle_create", 2, "hsa_amd_memory_type_t"),
+];
+
+/// A C file that compiles only if the headers say what this crate says.
+fn program(headers: &str, release: &str) -> String {
+    let has = |name: &str| {
+        let mut words = headers.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+        let there = words.any(|word| word == name);
+        let later = release == "5.2" && LATER.iter().any(|part| name.contains(part));
+        assert!(there || later, "the headers of {release} have no {name}");
+        there
+    };
+    let mut code = "#include <stdbool.h>\n#include <stddef.h>\n#include <hsa/hsa.h>\n\
+                    #include <hsa/hsa_ext_amd.h>\n"
+        .to_owned();
+    let mut same = |c: &str, ours: u64| {
+        writeln!(code, "_Static_assert({c} == {ours}u, \"{c} is not {ours}\");").expect("a string");
+    };
+    for code in HsaStatus::ALL {
+        let name = code.name().expect("named");
+        if has(name) {
+            same(&format!("(uint32_t){name}"), code.0.into());
+        }
+    }
+    for (name, value) in CONSTANTS.into_iter().flatten() {
+        if has(name) {
+            same(name, *value);
+        }
+    }
+    for (name, size) in [
+        ("hsa_status_t", size_of::<HsaStatus>()),
+        ("hsa_agent_t", size_of::<Agent>()),
+        ("hsa_amd_memory_pool_t", size_of::<MemoryPool>()),
+        ("hsa_signal_t", size_of::<Signal>()),
+        ("hsa_signal_value_t", size_of::<i64>()),
+        ("hsa_amd_ipc_memory_t", size_of::<IpcMemory>()),
+        ("hsa_amd_hdp_flush_t", size_of::<HdpFlush>()),
+        ("hsa_amd_pointer_info_t", size_of::<PointerInfo>()),
+        ("hsa_amd_vmem_alloc_handle_t", size_of::<VmemHandle>()),
+        ("hsa_amd_memory_access_desc_t", size_of::<AccessDesc>()),
+    ] {
+        // What 5.2 lacks belongs to functions that it lacks.
+        if headers.contains(name) {
+            same(&format!("sizeof({name})"), size as u64);
+        }
+    }
+    for (_, _, enumeration) in ENUMERATIONS {
+        if headers.contains(enumeration) {
+            same(&format!("sizeof({enumeration})"), 4);
+        }
+    }
+    for (c, field, ours) in [
+        ("hsa_amd_pointer_info_t", "size", offset_of!(PointerInfo, size)),
+        ("hsa_amd_pointer_info_t", "type", offset_of!(PointerInfo, kind)),
+        ("hsa_amd_pointer_info_t", "agentBaseAddress", offset_of!(PointerInfo, agent_base)),
+        ("hsa_amd_pointer_info_t", "hostBaseAddress", offset_of!(PointerInfo, host_base)),
+        ("hsa_amd_pointer_info_t", "sizeInBytes", offset_of!(PointerInfo, len)),
+        ("hsa_amd_pointer_info_t", "userData", offset_of!(PointerInfo, user_data)),
+        ("hsa_amd_pointer_info_t", "agentOwner", offset_of!(PointerInfo, owner)),
+        ("hsa_amd_pointer_info_t", "global_flags", offset_of!(PointerInfo, global_flags)),
+        ("hsa_amd_hdp_flush_t", "HDP_MEM_FLUSH_CNTL", offset_of!(HdpFlush, memory)),
+        ("hsa_amd_memory_access_desc_t", "permissions", offset_of!(AccessDesc, permissions)),
+        ("hsa_amd_memory_access_desc_t", "agent_handle", offset_of!(AccessDesc, agent)),
+    ] {
+        if headers.contains(c) {
+            same(&format!("offsetof({c}, {field})"), ours as u64);
+        }
+    }
+    for (symbol, arguments, returns) in Functions::SIGNATURES {
+        if !has(symbol) {
+            continue;
+        }
+        let arguments: Vec<_> = arguments
+            .iter()
+            .enumerate()
+            .map(|(at, rust)| {
+                let written =
+                    ENUMERATIONS.iter().find(|(name, index, _)| (*name, *index) == (*symbol, at));
+                written.map_or_else(|| c_type(rust), |(.., enumeration)| enumeration)
+            })
+            .collect();
+        let arguments = if arguments.is_empty() { "void".into() } else { arguments.join(", ") };
+        let returns = c_type(returns);
+        writeln!(code, "{returns} (*const p_{symbol})({arguments}) = {symbol};").expect("a string");
+    }
+    code
+}
+
+fn compile(include: &Path, code: &str) -> Result<(), String> {
+    let compiler = env::var("CC").unwrap_or_else(|_| "cc".into());
+    let mut compiler = Command::new(compiler)
+        .args(["-std=c11", "-fsyntax-only", "-Werror=incompatible-pointer-types"])
+        .args(["-x", "c", "-", "-I"])
+        .arg(include)
+        .stdin(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("a C compiler");
+    compiler
+        .stdin
+        .take()
+        .expect("a pipe")
+        .write_all(code.as_bytes())
+        .expect("hand the program over");
+    let output = compiler.wait_with_output().expect("a C compiler");
+    if output.status.success() {
+        Ok(())
+    } else {
+        Err(String::from_utf8_lossy(&output.stderr).into_owned())
+    }
+}
+
+fn include(release: &str) -> Result<PathBuf, Skipped> {
+    let home = || PathBuf::from(env::var_os("HOME").unwrap_or_default()).join(".cache/hmem-rocr");
+    let cache = env::var_os("HMEM_ROCR_CACHE").map_or_else(home, PathBuf::from);
+    let include = cache.join(release).join("usr/include");
+    if include.join("hsa/hsa_ext_amd.h").exists() {
+        return Ok(include);
+    }
+    let asked = env::var("HMEM_ROCR").is_ok_and(|name| name == "headers");
+    assert!(!asked, "no headers below {}", include.display());
+    Err(Skipped(format!("no headers below {}: see tests/rocr/fetch", include.display())))
+}
+
+fn read(include: &Path) -> String {
+    let read = |name| fs::read_to_string(include.join(name)).expect("a header");
+    ["hsa/hsa.h", "hsa/hsa_ext_amd.h"].map(read).concat()
+}
+
+fn headers_of_two_releases_say_the_same() -> Outcome {
+    for release in ["5.2", "7.2"] {
+        let include = include(release)?;
+        let code = program(&read(&include), release);
+        compile(&include, &code).unwrap_or_else(|error| panic!("{release}: {error}"));
+    }
+    Ok(())
+}
+
+fn a_wrong_constant_layout_or_signature_is_noticed() -> Outcome {
+    let include = include("7.2")?;
+    let code = program(&read(&include), "7.2");
+    for (right, wrong) in [
+        ("(uint32_t)HSA_STATUS_ERROR_FATAL == ", "(uint32_t)HSA_STATUS_ERROR_FATAL == 1"),
+        (
+            "offsetof(hsa_amd_pointer_info_t, agentOwner) == ",
+            "offsetof(hsa_amd_pointer_info_t, agentOwner) == 1",
+        ),
+        ("(*const p_hsa_amd_memory_lock)(void *,", "(*const p_hsa_amd_memory_lock)(const void *,"),
+    ] {
+        assert!(code.contains(right), "{right} is not compared");
+        compile(&include, &code.replace(right, wrong)).expect_err(wrong);
+    }
+    Ok(())
+}
+
+trials::trials! {
+    /// HM-04
+    headers_of_two_releases_say_the_same,
+    /// HM-04
+    a_wrong_constant_layout_or_signature_is_noticed,
+}

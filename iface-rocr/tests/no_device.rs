@@ -1,0 +1,72 @@
+//! AMD's own runtime without a device: `tests/rocr/run` starts this test through the loader of each
+//! release, which `HMEM_ROCR` names.
+
+#[path = "../../tests/trials/mod.rs"]
+mod trials;
+
+use std::{env, path::Path};
+
+use hmem_core::{ErrorKind, IfaceKind};
+use hmem_iface_rocr::{Rocr, sys::Functions};
+use libloading::os::unix::Library;
+use trials::{Outcome, Skipped};
+
+const RELEASES: [&str; 4] = ["5.2", "6.1", "6.4", "7.2"];
+
+/// Optional functions that a release lacks, by a part of their names.
+fn lacks(release: &str) -> &'static [&'static str] {
+    match release {
+        "5.2" => &["_dmabuf", "_vmem_"],
+        "6.1" | "6.4" => &["_dmabuf_v2"],
+        _ => &[],
+    }
+}
+
+fn release() -> Result<String, Skipped> {
+    let asked = env::var("HMEM_ROCR").unwrap_or_default();
+    if RELEASES.contains(&asked.as_str()) {
+        return Ok(asked);
+    }
+    Err(Skipped("no release is named in HMEM_ROCR: see tests/rocr/run".into()))
+}
+
+fn every_function_is_there_but_for_those_that_came_later() -> Outcome {
+    let release = release()?;
+    // SAFETY: AMD's runtime, whose initialisers have no precondition.
+    let library = unsafe { Library::new(Functions::LIBRARY) }.expect("AMD's runtime");
+    // SAFETY: the symbols are only looked up.
+    let has = |name: &&str| unsafe { library.get::<*const ()>(*name) }.is_ok();
+    let required: Vec<_> = Functions::SYMBOLS.iter().filter(|name| !has(name)).collect();
+    assert!(required.is_empty(), "{release} lacks {required:?}");
+    for name in Functions::OPTIONAL_SYMBOLS {
+        let later = lacks(&release).iter().any(|part| name.contains(part));
+        assert_eq!(has(name), !later, "{release}: {name}");
+    }
+    std::mem::forget(library);
+    Ok(())
+}
+
+fn runtime_without_a_device_is_unavailable_and_says_so() -> Outcome {
+    let release = release()?;
+    if Path::new("/dev/kfd").exists() {
+        return Err(Skipped("this machine has a driver of its own".into()));
+    }
+    for _ in 0..2 {
+        let error = Rocr::open().expect_err("no device");
+        assert_eq!(error.kind(), ErrorKind::Unavailable, "{release}: {error}");
+        assert_eq!(error.operation(), "hsa_init", "{release}: {error}");
+        assert_eq!(error.iface_kind(), Some(IfaceKind::ROCR));
+        let code = error.driver().expect("the runtime's code");
+        assert_eq!((code.name.as_ref(), code.code), ("HSA_STATUS_ERROR_OUT_OF_RESOURCES", 0x1008));
+        assert_eq!(error.context_value("library"), Some(Functions::LIBRARY));
+        assert!(error.remedy_text().expect("a remedy").contains("/dev/kfd"), "{error}");
+    }
+    Ok(())
+}
+
+trials::trials! {
+    /// HM-04
+    every_function_is_there_but_for_those_that_came_later,
+    /// HM-04
+    runtime_without_a_device_is_unavailable_and_says_so,
+}

@@ -1,0 +1,127 @@
+//! The iface, and the builder that opens it.
+
+use std::{
+    env,
+    path::{Path, PathBuf},
+};
+
+use hmem_core::Result;
+use hmem_iface_announced::{Announced, Open, library_path};
+
+use crate::{
+    driver::Synapse,
+    sys::{hlthunk, synapse},
+};
+
+/// Intel Gaudi memory, over `libSynapse.so` and `libhl-thunk.so`. The device that the process
+/// acquired is device 0.
+///
+/// # Examples
+/// ```
+/// use hmem_core::{Address, Iface};
+/// use hmem_iface_synapseai::SynapseAi;
+///
+/// if let Ok(gaudi) = SynapseAi::open() {
+///     let on_the_stack = 0u8;
+///     assert_eq!(gaudi.query(Address::of_ptr(&on_the_stack))?, None);
+/// }
+/// # Ok::<(), hmem_core::Error>(())
+/// ```
+pub type SynapseAi = Announced<Synapse>;
+
+/// Environment variable that names the library to load, unless the builder names one.
+pub const LIBRARY_VARIABLE: &str = "HMEM_SYNAPSEAI_LIBRARY";
+
+/// Environment variable that names libhl-thunk, unless the builder names it.
+pub const HLTHUNK_VARIABLE: &str = "HMEM_HLTHUNK_LIBRARY";
+
+/// Environment variable that lets the iface acquire a device if it is 1, unless the builder says.
+pub const ACQUIRE_VARIABLE: &str = "HMEM_SYNAPSEAI_ACQUIRE";
+
+/// Opens [`SynapseAi`] over libraries of choice.
+///
+/// # Examples
+/// ```
+/// use hmem_core::ErrorKind;
+/// use hmem_iface_synapseai::SynapseAi;
+///
+/// let error = SynapseAi::builder().library("/nowhere/libSynapse.so").open().unwrap_err();
+/// assert_eq!(error.kind(), ErrorKind::Unavailable);
+/// assert_eq!(error.context_value("library"), Some("/nowhere/libSynapse.so"));
+/// ```
+#[derive(Debug, Default)]
+#[must_use = "a builder does nothing until it opens"]
+pub struct Builder {
+    library: Option<PathBuf>,
+    hlthunk: Option<PathBuf>,
+    functions: Option<(synapse::Functions, Option<hlthunk::Functions>)>,
+    acquire: Option<bool>,
+}
+
+impl Builder {
+    /// Loads the library at `path` instead of the one that `HMEM_SYNAPSEAI_LIBRARY` names or the
+    /// dynamic loader finds.
+    pub fn library(mut self, path: impl AsRef<Path>) -> Self {
+        self.library = Some(path.as_ref().to_owned());
+        self
+    }
+
+    /// Loads libhl-thunk at `path` instead of the one that `HMEM_HLTHUNK_LIBRARY` names or the
+    /// dynamic loader finds. Without it there are no dma-bufs.
+    pub fn hlthunk(mut self, path: impl AsRef<Path>) -> Self {
+        self.hlthunk = Some(path.as_ref().to_owned());
+        self
+    }
+
+    /// Calls these functions instead of loading libSynapse, and those of libhl-thunk if they are
+    /// given.
+    pub fn functions(
+        mut self,
+        synapse: synapse::Functions,
+        hlthunk: Option<hlthunk::Functions>,
+    ) -> Self {
+        self.functions = Some((synapse, hlthunk));
+        self
+    }
+
+    /// Lets the iface acquire a device when memory is first allocated and the process has none. It
+    /// overrides `HMEM_SYNAPSEAI_ACQUIRE`; the default is false.
+    ///
+    /// The device stays acquired until the process ends.
+    pub fn acquire_device(mut self, acquire: bool) -> Self {
+        self.acquire = Some(acquire);
+        self
+    }
+
+    /// Loads the libraries, initialises SynapseAI and counts the devices. Acquires none.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`](hmem_core::ErrorKind::Unavailable) without libSynapse, without a
+    /// symbol of it, without a device, or if it does not start. The error names the library, and
+    /// the runtime's code if there is one.
+    pub fn open(self) -> Result<SynapseAi> {
+        Synapse::open(self).map(Announced::new)
+    }
+}
+
+impl Open for Synapse {
+    type Builder = Builder;
+
+    fn open(builder: Builder) -> Result<Self> {
+        let load_hlthunk = |named| {
+            let library = hlthunk::Functions::LIBRARY;
+            hlthunk::Functions::load(&library_path(named, HLTHUNK_VARIABLE, library))
+        };
+        let (synapse, hlthunk) = match builder.functions {
+            Some((synapse, Some(hlthunk))) => (synapse, Ok(hlthunk)),
+            Some((synapse, None)) => (synapse, load_hlthunk(builder.hlthunk)),
+            None => {
+                let library = synapse::Functions::LIBRARY;
+                let path = library_path(builder.library, LIBRARY_VARIABLE, library);
+                (synapse::Functions::load(&path)?, load_hlthunk(builder.hlthunk))
+            }
+        };
+        let in_environment = || env::var_os(ACQUIRE_VARIABLE).is_some_and(|value| value == "1");
+        Self::start(synapse, hlthunk, builder.acquire.unwrap_or_else(in_environment))
+    }
+}

@@ -1,0 +1,164 @@
+//! Copies between host and device memory.
+//!
+//! The device reads and writes only host memory that is mapped for it, so that copies go through a
+//! buffer of `synHostMalloc`. There is one buffer and one stream: copies take turns.
+
+use std::{ffi::c_void, ptr, sync::Arc};
+
+use hmem_core::{Address, Error, ErrorKind, IfaceKind, Result};
+use parking_lot::Mutex;
+
+use crate::{
+    error::check,
+    sys::{DRAM_TO_HOST, DeviceInfo, HOST_TO_DRAM, SynStatus, synapse::Functions},
+};
+
+/// Bytes of the buffer.
+const BUFFER: u64 = 4 << 20;
+
+/// Copies for one device.
+#[derive(Debug)]
+pub(crate) struct Staging {
+    functions: Arc<Functions>,
+    /// Created for the first copy.
+    lane: Mutex<Option<Lane>>,
+}
+
+/// A buffer that the device reaches, and a stream.
+#[derive(Debug)]
+struct Lane {
+    buffer: *mut c_void,
+    stream: *mut c_void,
+}
+
+// SAFETY: both are handles of the runtime, which any thread may use.
+unsafe impl Send for Lane {}
+
+/// The direction of a copy, with its host side.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Host {
+    /// Copies from host memory.
+    Source(Address),
+    /// Copies to host memory.
+    Destination(Address),
+}
+
+impl Staging {
+    pub(crate) fn new(functions: Arc<Functions>) -> Self {
+        Self { functions, lane: Mutex::default() }
+    }
+
+    /// Copies `len` bytes between host memory and device memory at `device`.
+    ///
+    /// # Safety
+    /// The host side is valid for `len` bytes. The device memory is not freed meanwhile.
+    pub(crate) unsafe fn copy(&self, device: Address, host: Host, len: u64) -> Result<()> {
+        let mut slot = self.lane.lock();
+        let lane = match slot.take() {
+            Some(lane) => lane,
+            None => self.new_lane()?,
+        };
+        let mut done = 0;
+        while done < len {
+            let piece = (len - done).min(BUFFER);
+            let at = Address(device.0 + done);
+            // SAFETY: the piece lies in the caller's memory, on both sides.
+            let copied = unsafe { self.piece(&lane, at, host, done, piece) };
+            if let Err(error) = copied {
+                // The device may still use the buffer: neither is used again.
+                tracing::warn!(%error, "the staging buffer of a failed copy is abandoned");
+                return Err(error);
+            }
+            done += piece;
+        }
+        *slot = Some(lane);
+        Ok(())
+    }
+
+    /// # Safety
+    /// As [`Staging::copy`], for `len` bytes that are `done` bytes into the host side.
+    unsafe fn piece(
+        &self,
+        lane: &Lane,
+        device: Address,
+        host: Host,
+        done: u64,
+        len: u64,
+    ) -> Result<()> {
+        let staged = lane.buffer.expose_provenance() as u64;
+        let buffer: *mut u8 = lane.buffer.cast();
+        match host {
+            Host::Source(from) => {
+                let from = ptr::with_exposed_provenance::<u8>((from.0 + done) as usize);
+                // SAFETY: `len` bytes fit the buffer, which no other copy uses; the caller's memory
+                // is readable.
+                unsafe { ptr::copy_nonoverlapping(from, buffer, len as usize) };
+                self.transfer(lane, staged, len, device.0, HOST_TO_DRAM)
+            }
+            Host::Destination(to) => {
+                self.transfer(lane, device.0, len, staged, DRAM_TO_HOST)?;
+                let to = ptr::with_exposed_provenance_mut::<u8>((to.0 + done) as usize);
+                // SAFETY: likewise; the caller's memory is writable.
+                unsafe { ptr::copy_nonoverlapping(buffer, to, len as usize) };
+                Ok(())
+            }
+        }
+    }
+
+    fn transfer(&self, lane: &Lane, from: u64, len: u64, to: u64, direction: i32) -> Result<()> {
+        // SAFETY: one side is the buffer, the other device memory that the caller keeps allocated.
+        let code =
+            unsafe { (self.functions.mem_copy_async)(lane.stream, from, len, to, direction) };
+        check(code, "synMemCopyAsync")?;
+        // SAFETY: the lane's own stream.
+        check(unsafe { (self.functions.stream_synchronize)(lane.stream) }, "synStreamSynchronize")
+    }
+
+    fn new_lane(&self) -> Result<Lane> {
+        let mut buffer = ptr::null_mut();
+        // SAFETY: `buffer` is writable.
+        let code = unsafe { (self.functions.host_malloc)(0, BUFFER, 0, &mut buffer) };
+        check(code, "synHostMalloc")?;
+        if buffer.is_null() {
+            return Err(Error::new(ErrorKind::Driver, "synHostMalloc")
+                .iface(IfaceKind::SYNAPSEAI)
+                .context("reason", "the call succeeded and returned nothing"));
+        }
+        let mut stream = ptr::null_mut();
+        // SAFETY: `stream` is writable.
+        let code = unsafe { (self.functions.stream_create)(&mut stream, 0, 0) };
+        if let Err(error) = check(code, "synStreamCreateGeneric") {
+            self.free_buffer(buffer);
+            return Err(error);
+        }
+        Ok(Lane { buffer, stream })
+    }
+
+    fn free_buffer(&self, buffer: *mut c_void) {
+        // SAFETY: a buffer of `synHostMalloc` that no copy uses.
+        let code = unsafe { (self.functions.host_free)(0, buffer, 0) };
+        if let Err(error) = check(code, "synHostFree") {
+            tracing::warn!(%error, "cannot free the staging buffer");
+        }
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        let Some(lane) = self.lane.lock().take() else { return };
+        let mut info = DeviceInfo::default();
+        // SAFETY: `info` is writable, with room for more members.
+        let code = unsafe { (self.functions.device_get_info)(0, &mut info) };
+        if code != SynStatus::SUCCESS {
+            // Both went with the device, and their handles may be others' by now.
+            tracing::warn!("the device was released before the iface was dropped");
+            return;
+        }
+        // SAFETY: the lane's own stream, on which nothing is in flight.
+        let code = unsafe { (self.functions.stream_destroy)(lane.stream) };
+        if let Err(error) = check(code, "synStreamDestroy") {
+            tracing::warn!(%error, "cannot destroy the stream of copies");
+        }
+        self.free_buffer(lane.buffer);
+    }
+}

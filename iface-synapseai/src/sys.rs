@@ -1,0 +1,155 @@
+//! The functions of `libSynapse.so` and `libhl-thunk.so` that this crate calls.
+
+use std::ffi::{c_char, c_int, c_void};
+
+/// `synStatus`
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SynStatus(pub c_int);
+
+macro_rules! statuses {
+    ($($constant:ident = $name:literal $value:literal,)+) => {
+        impl SynStatus {
+            $(#[doc = concat!("`", $name, "`")] pub const $constant: Self = Self($value);)+
+
+            /// Returns the name in the header.
+            #[must_use]
+            pub const fn name(self) -> Option<&'static str> {
+                match self.0 {
+                    $($value => Some($name),)+
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+statuses! {
+    SUCCESS = "synSuccess" 0,
+    INVALID_ARGUMENT = "synInvalidArgument" 1,
+    OUT_OF_HOST_MEMORY = "synOutOfHostMemory" 3,
+    OUT_OF_DEVICE_MEMORY = "synOutOfDeviceMemory" 4,
+    OBJECT_ALREADY_INITIALIZED = "synObjectAlreadyInitialized" 5,
+    OBJECT_NOT_INITIALIZED = "synObjectNotInitialized" 6,
+    NO_DEVICE_FOUND = "synNoDeviceFound" 8,
+    DEVICE_TYPE_MISMATCH = "synDeviceTypeMismatch" 9,
+    FAILED_TO_ALLOCATE_DEVICE_MEMORY = "synFailedToAllocateDeviceMemory" 14,
+    FAILED_TO_FREE_DEVICE_MEMORY = "synFailedToFreeDeviceMemory" 15,
+    FAILED_NOT_ENOUGH_DEVICES_FOUND = "synFailedNotEnoughDevicesFound" 16,
+    DEVICE_RESET = "synDeviceReset" 17,
+    UNSUPPORTED = "synUnsupported" 18,
+    DEVICE_ALREADY_ACQUIRED = "synDeviceAlreadyAcquired" 20,
+    BUSY = "synBusy" 22,
+    ALL_RESOURCES_TAKEN = "synAllResourcesTaken" 23,
+    UNAVAILABLE = "synUnavailable" 24,
+    FAIL = "synFail" 26,
+    OUT_OF_RESOURCES = "synOutOfResources" 27,
+    UNINITIALIZED = "synUninitialized" 28,
+    ALREADY_INITIALIZED = "synAlreadyInitialized" 29,
+    MAPPING_NOT_FOUND = "synMappingNotFound" 34,
+    TIMEOUT = "synTimeout" 42,
+}
+
+/// `HOST_TO_DRAM` of `synDmaDir`
+pub const HOST_TO_DRAM: c_int = 0;
+/// `DRAM_TO_HOST` of `synDmaDir`
+pub const DRAM_TO_HOST: c_int = 1;
+
+/// `synDeviceGaudi2` of `synDeviceType`. Later devices have higher numbers.
+pub const SYN_DEVICE_GAUDI2: c_int = 4;
+
+/// `synDeviceInfoV2`
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DeviceInfo {
+    /// First address of the SRAM.
+    pub sram_base: u64,
+    /// First address of the DRAM.
+    pub dram_base: u64,
+    /// Bytes of SRAM.
+    pub sram_size: u32,
+    /// Bytes of DRAM.
+    pub dram_size: u64,
+    /// Bits of the compute units in use.
+    pub tpc_enabled_mask: u64,
+    /// 1 if there is DRAM.
+    pub dram_enabled: u8,
+    /// The number of the device in this process.
+    pub device_id: u32,
+    /// The kernel driver's file.
+    pub fd: u32,
+    /// `synDeviceType`.
+    pub device_type: c_int,
+    /// The number of the device on the machine.
+    pub device_index: u8,
+    /// First address of the mapping of all device memory; 0 from software that does not know it.
+    pub global_hbm_base: u64,
+    /// Room for members of newer software.
+    pub reserved: [u64; 23],
+}
+
+const _: () = assert!(size_of::<SynStatus>() == 4);
+const _: () = assert!(size_of::<DeviceInfo>() == 256);
+const _: () = assert!(std::mem::offset_of!(DeviceInfo, dram_size) == 24);
+const _: () = assert!(std::mem::offset_of!(DeviceInfo, device_id) == 44);
+const _: () = assert!(std::mem::offset_of!(DeviceInfo, fd) == 48);
+const _: () = assert!(std::mem::offset_of!(DeviceInfo, device_type) == 52);
+const _: () = assert!(std::mem::offset_of!(DeviceInfo, global_hbm_base) == 64);
+
+/// `libSynapse.so`.
+pub mod synapse {
+    use hmem_core::IfaceKind;
+
+    use super::{DeviceInfo, SynStatus, c_char, c_int, c_void};
+
+    hmem_iface_announced::function_table! {
+        /// The functions of libSynapse.so that this crate calls.
+        library "libSynapse.so" of IfaceKind::SYNAPSEAI, "install the SynapseAI software (habanalabs-graph), or name its library with SynapseAi::builder().library(path) or HMEM_SYNAPSEAI_LIBRARY";
+        required {
+            /// `synInitialize()`
+            initialize: synInitialize = fn() -> SynStatus;
+            /// `synDeviceGetCount(count)`
+            device_get_count: synDeviceGetCount = fn(*mut u32) -> SynStatus;
+            /// `synDeviceGetInfoV2(device, info)`
+            device_get_info: synDeviceGetInfoV2 = fn(u32, *mut DeviceInfo) -> SynStatus;
+            /// `synDeviceAcquire(device, pci_bus_id)`
+            device_acquire: synDeviceAcquire = fn(*mut u32, *const c_char) -> SynStatus;
+            /// `synDeviceMalloc(device, size, address, flags, buffer)`
+            device_malloc: synDeviceMalloc = fn(u32, u64, u64, u32, *mut u64) -> SynStatus;
+            /// `synDeviceFree(device, buffer, flags)`
+            device_free: synDeviceFree = fn(u32, u64, u32) -> SynStatus;
+            /// `synHostMalloc(device, size, flags, buffer)`
+            host_malloc: synHostMalloc = fn(u32, u64, u32, *mut *mut c_void) -> SynStatus;
+            /// `synHostFree(device, buffer, flags)`
+            host_free: synHostFree = fn(u32, *const c_void, u32) -> SynStatus;
+            /// `synStreamCreateGeneric(stream, device, flags)`
+            stream_create: synStreamCreateGeneric = fn(*mut *mut c_void, u32, u32) -> SynStatus;
+            /// `synStreamDestroy(stream)`
+            stream_destroy: synStreamDestroy = fn(*mut c_void) -> SynStatus;
+            /// `synStreamSynchronize(stream)`
+            stream_synchronize: synStreamSynchronize = fn(*mut c_void) -> SynStatus;
+            /// `synMemCopyAsync(stream, source, size, destination, direction)`
+            mem_copy_async: synMemCopyAsync = fn(*mut c_void, u64, u64, u64, c_int) -> SynStatus;
+        }
+        optional {}
+    }
+}
+
+/// `libhl-thunk.so`.
+pub mod hlthunk {
+    use hmem_core::IfaceKind;
+
+    use super::{c_char, c_int};
+
+    hmem_iface_announced::function_table! {
+        /// The functions of libhl-thunk.so that this crate calls. From version 6.3 (2023) on.
+        library "libhl-thunk.so" of IfaceKind::SYNAPSEAI, "install habanalabs-thunk, or name its library with SynapseAi::builder().hlthunk(path) or HMEM_HLTHUNK_LIBRARY";
+        required {
+            /// `hlthunk_device_mapped_memory_export_dmabuf_fd(fd, address, size, offset, flags)`
+            export_dmabuf_fd: hlthunk_device_mapped_memory_export_dmabuf_fd = fn(c_int, u64, u64, u64, u32) -> c_int;
+            /// `hlthunk_get_pci_bus_id_from_fd(fd, bus_id, len)`
+            get_pci_bus_id: hlthunk_get_pci_bus_id_from_fd = fn(c_int, *mut c_char, c_int) -> c_int;
+        }
+        optional {}
+    }
+}

@@ -1,0 +1,141 @@
+//! Opening: a typed error that names what is missing, and a device that is acquired when asked.
+#![allow(unsafe_code)]
+
+use std::path::Path;
+
+use hmem_core::{
+    AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt, IfaceKind,
+    iface::{AllocRequest, Facet},
+};
+use hmem_fake_accelerators::{Fake, Profile};
+use hmem_iface_synapseai::{
+    Builder, HLTHUNK_VARIABLE, LIBRARY_VARIABLE, SynapseAi,
+    sys::{hlthunk, synapse},
+};
+
+fn refused(library: impl AsRef<Path>) -> Error {
+    let library = library.as_ref();
+    let error = SynapseAi::builder().library(library).open().expect_err("no runtime there");
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert_eq!(error.iface_kind(), Some(IfaceKind::SYNAPSEAI));
+    assert_eq!(error.context_value("library"), Some(library.display().to_string().as_str()));
+    assert!(error.remedy_text().is_some());
+    error
+}
+
+fn synapse(fake: &Fake) -> synapse::Functions {
+    // SAFETY: the fake's functions have the signatures of their names and live forever.
+    unsafe { synapse::Functions::from_lookup(|name| fake.symbol(name)) }.expect("all functions")
+}
+
+fn builder(fake: &Fake) -> Builder {
+    // SAFETY: as above.
+    let hlthunk = unsafe { hlthunk::Functions::from_lookup(|name| fake.symbol(name)) };
+    SynapseAi::builder().functions(synapse(fake), Some(hlthunk.expect("all functions")))
+}
+
+const REQUEST: AllocRequest =
+    AllocRequest { len: 100, device: DeviceId(0), kind: AllocationKind::Device };
+
+/// HM-04
+#[test]
+fn an_absent_library_is_unavailable_with_the_variable_that_names_another() {
+    let error = refused("/nowhere/libSynapse.so");
+    assert!(error.to_string().contains("cannot open shared object file"), "{error}");
+    assert!(error.remedy_text().is_some_and(|text| text.contains(LIBRARY_VARIABLE)), "{error}");
+}
+
+/// HM-04
+#[test]
+fn another_library_is_unavailable_naming_the_symbol_that_it_lacks() {
+    let error = refused("libm.so.6");
+    assert_eq!(error.context_value("symbol"), Some(synapse::Functions::SYMBOLS[0]));
+}
+
+/// HM-04 HM-06
+#[test]
+fn without_libhl_thunk_there_are_no_dma_bufs_and_the_error_says_why() {
+    let fake = Fake::start(Profile::running());
+    let gaudi = SynapseAi::builder()
+        .functions(synapse(&fake), None)
+        .hlthunk("/nowhere/libhl-thunk.so")
+        .open()
+        .expect("a device");
+    assert!(gaudi.dma_buf().is_none());
+    let error = gaudi.unavailable(Facet::DmaBuf);
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(error.remedy_text().is_some_and(|text| text.contains(HLTHUNK_VARIABLE)), "{error}");
+    assert!(error.to_string().contains("/nowhere/libhl-thunk.so"), "{error}");
+    let own = gaudi.allocate(&REQUEST).expect("allocate");
+    // SAFETY: nothing uses it.
+    unsafe { gaudi.free(&own) }.expect("free");
+}
+
+/// HM-04
+#[test]
+fn a_machine_without_gaudi_devices_is_unavailable() {
+    let fake = Fake::start(Profile { devices: 0, ..Profile::default() });
+    let error = builder(&fake).open().expect_err("no device");
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert_eq!(error.context_value("devices"), Some("0"));
+    for symbol in ["synInitialize", "synDeviceGetCount"] {
+        fake.fail(symbol, 26);
+        let error = builder(&fake).open().expect_err("no answer");
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+        assert_eq!(error.operation(), symbol);
+        assert_eq!(error.driver().map(|driver| &*driver.name), Some("synFail"));
+    }
+}
+
+/// HM-05
+#[test]
+fn a_process_without_a_device_is_told_so_and_acquires_one_only_if_asked() {
+    let fake = Fake::start(Profile::default());
+    let gaudi = builder(&fake).acquire_device(false).open().expect("a device");
+    assert!(!gaudi.is_device_active(DeviceId(0)).expect("a device"));
+    let error = gaudi.allocate(&REQUEST).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert!(error.remedy_text().is_some_and(|text| text.contains("HMEM_SYNAPSEAI_ACQUIRE")));
+    assert_eq!(fake.calls("synDeviceAcquire"), 0);
+
+    let gaudi = builder(&fake).acquire_device(true).open().expect("a device");
+    let own = std::thread::scope(|scope| {
+        let threads = [(); 4].map(|()| scope.spawn(|| gaudi.allocate(&REQUEST)));
+        threads.map(|thread| thread.join().expect("no panic").expect("allocate"))
+    });
+    assert_eq!(fake.calls("synDeviceAcquire"), 1);
+    let device = &gaudi.devices().expect("devices")[0];
+    assert_eq!((device.name.as_str(), device.memory), ("Gaudi 2", 1 << 34));
+    assert_eq!(device.pci_bus_id.as_deref(), Some("0000:19:00.0"));
+    for own in own {
+        // SAFETY: nothing uses it.
+        unsafe { gaudi.free(&own) }.expect("free");
+    }
+}
+
+/// HM-03
+#[test]
+fn the_buffer_and_the_stream_of_copies_go_with_the_iface() {
+    let fake = Fake::start(Profile::running());
+    let gaudi = builder(&fake).open().expect("a device");
+    let own = gaudi.allocate(&REQUEST).expect("allocate");
+    // SAFETY: live memory, which is freed after the copies.
+    unsafe {
+        gaudi.write(own.base(), &[7; 100]).expect("write");
+        gaudi.write(own.base(), &[8; 100]).expect("write");
+        let live = fake.live();
+        assert_eq!((live.host_buffers, live.streams), (1, 1), "one of each for all copies");
+        // The device may still write to a buffer of a failed copy.
+        fake.fail("synStreamSynchronize", 17);
+        let error = gaudi.read(own.base(), &mut [0; 100]).unwrap_err();
+        assert_eq!(error.driver().map(|driver| driver.code), Some(17));
+        let mut back = [0; 100];
+        gaudi.read(own.base(), &mut back).expect("read");
+        assert_eq!(back, [8; 100]);
+        assert_eq!(fake.live().host_buffers, 2, "the buffer of the failed copy is not used again");
+        gaudi.free(&own).expect("free");
+    }
+    drop(gaudi);
+    let live = fake.live();
+    assert_eq!((live.host_buffers, live.streams), (1, 1), "those of the failed copy are left");
+}

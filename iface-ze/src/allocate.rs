@@ -1,0 +1,125 @@
+//! Allocating and freeing device, host and shared memory.
+
+use std::{ffi::c_void, ptr, sync::Arc};
+
+use hmem_core::{
+    Address, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
+    iface::{AllocRequest, Allocator},
+};
+
+use crate::{
+    driver::DeviceEntry,
+    error::{check, lacks},
+    memory::Memory,
+    sys::{self, ContextHandle, DeviceMemoryDescription, ExportDescription, HostMemoryDescription},
+};
+
+/// Allocates and frees memory of the driver.
+#[derive(Debug)]
+pub(crate) struct DeviceAllocator {
+    pub(crate) memory: Arc<Memory>,
+}
+
+impl Allocator for DeviceAllocator {
+    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
+        const OPERATION: &str = "allocate";
+        let entry = self.memory.driver.device(OPERATION, request.device)?;
+        let described = |error: Error| {
+            error
+                .device(request.device)
+                .context("kind", request.kind.name())
+                .context("length", request.len)
+        };
+        match request.kind {
+            AllocationKind::Device | AllocationKind::Host | AllocationKind::Managed => {}
+            AllocationKind::Imported => {
+                let reason = "another process's memory is opened, not allocated";
+                return Err(described(lacks(OPERATION, reason)));
+            }
+            _ => return Err(described(lacks(OPERATION, "Level Zero has no such kind of memory"))),
+        }
+        if request.len == 0 {
+            return Err(described(
+                Error::new(ErrorKind::ZeroLength, OPERATION).iface(IfaceKind::ZE),
+            ));
+        }
+        let base = self.call(entry, request).map_err(described)?;
+        let entered = self.memory.enter(entry.driver, base, false);
+        if entered.is_err()
+            && let Err(error) = self.memory.free(entry.driver, Address::of_ptr(base))
+        {
+            tracing::error!(%error, "an allocation that failed stays behind");
+        }
+        entered.map_err(described)
+    }
+
+    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        let owned = self.memory.take("free", allocation, false)?;
+        self.memory.free(owned.driver, allocation.base()).map_err(|error| {
+            self.memory.put_back(allocation, owned);
+            error.context("allocation", allocation.range)
+        })
+    }
+}
+
+impl DeviceAllocator {
+    /// Allocates memory that can be exported. Where the driver exports none, the memory is
+    /// allocated without.
+    fn call(&self, entry: &DeviceEntry, request: &AllocRequest) -> Result<*mut c_void> {
+        let export = ExportDescription {
+            flags: sys::ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF,
+            ..ExportDescription::default()
+        };
+        let exportable = (&raw const export).cast();
+        self.memory.driver.with_context(entry.driver, |context| {
+            let allocate = |next| self.call_with(context, entry, request, next);
+            if !entry.exports_dma_bufs() || request.kind != AllocationKind::Device {
+                return allocate(ptr::null());
+            }
+            match allocate(exportable) {
+                Err(error) if error.is_unsupported() => {
+                    tracing::debug!(%error, "allocated without a way to export it");
+                    allocate(ptr::null())
+                }
+                allocated => allocated,
+            }
+        })
+    }
+
+    /// `next` is null or an [`ExportDescription`].
+    fn call_with(
+        &self,
+        context: ContextHandle,
+        entry: &DeviceEntry,
+        request: &AllocRequest,
+        next: *const c_void,
+    ) -> Result<*mut c_void> {
+        let functions = &self.memory.driver.functions;
+        let (size, handle) = (request.len as usize, entry.handle);
+        let on_device = DeviceMemoryDescription { next, ..DeviceMemoryDescription::default() };
+        let on_host = HostMemoryDescription { next, ..HostMemoryDescription::default() };
+        let mut base = ptr::null_mut();
+        // SAFETY: the caller keeps the context, which is of the device's driver; each description
+        // says its type, and its chain ends with `next`; `base` is writable. An alignment of 0 is
+        // the driver's choice.
+        let (code, call) = unsafe {
+            match request.kind {
+                AllocationKind::Host => (
+                    (functions.mem_alloc_host)(context, &on_host, size, 0, &mut base),
+                    "zeMemAllocHost",
+                ),
+                AllocationKind::Managed => {
+                    let allocate = functions.mem_alloc_shared;
+                    let code = allocate(context, &on_device, &on_host, size, 0, handle, &mut base);
+                    (code, "zeMemAllocShared")
+                }
+                _ => (
+                    (functions.mem_alloc_device)(context, &on_device, size, 0, handle, &mut base),
+                    "zeMemAllocDevice",
+                ),
+            }
+        };
+        check(code, call)?;
+        Ok(base)
+    }
+}

@@ -1,0 +1,270 @@
+//! Copies between host memory and memory of the devices.
+//!
+//! Each copy of a device runs on a [`Lane`] of its own. The device reads and writes its own memory
+//! and the driver's host memory only. Other host memory goes through the lane's buffer, since a
+//! device need not be able to access it.
+//!
+//! No lane is ordered behind the queues of the application: the application waits for its own work
+//! that writes the source.
+
+use std::{cell::RefCell, fmt, sync::Arc};
+
+use hmem_core::{
+    Address, AddressRange, AllocationKind, Error, ErrorKind, IfaceKind, Result,
+    iface::{CopyEngine, CopyEvent, FinishedCopy},
+};
+
+use crate::{
+    driver::DeviceEntry,
+    lanes::{BUFFER, CopyRange, Lane, Lanes, copy_host},
+    memory::Memory,
+    sys::ZeResult,
+};
+
+/// Copies memory. The lanes are shared with each copy in flight.
+#[derive(Debug)]
+pub(crate) struct Copier(Arc<Lanes>);
+
+/// One side of a copy.
+#[derive(Clone, Copy, Debug)]
+enum Side<'a> {
+    Device(&'a DeviceEntry),
+    /// Host memory of a driver.
+    DriverHost(usize),
+    /// Shared memory, which the CPU accesses.
+    Shared,
+    /// Host memory, as far as the drivers know.
+    Unknown,
+}
+
+/// The way of a copy.
+enum Route<'a> {
+    /// The CPU has copied.
+    Done,
+    /// The device accesses both sides.
+    Direct(&'a DeviceEntry),
+    /// Through the buffer of a lane of each device: from the first, or to the second.
+    Buffered(Option<&'a DeviceEntry>, Option<&'a DeviceEntry>),
+}
+
+impl Copier {
+    pub(crate) fn new(memory: Arc<Memory>) -> Self {
+        Self(Arc::new(Lanes::new(memory)))
+    }
+
+    /// Returns the number of asynchronous copies whose events were not dropped yet.
+    pub(crate) fn in_flight(&self) -> usize {
+        Arc::strong_count(&self.0) - 1
+    }
+
+    /// Destroys the lanes. The next copy makes new ones.
+    pub(crate) fn release(&self) -> Result<()> {
+        self.0.release()
+    }
+
+    /// # Safety
+    /// As [`hmem_core::Iface::copy`].
+    pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
+        let copy = CopyRange { to, from, len };
+        // SAFETY: the caller's promise is the same.
+        let copied = match unsafe { self.route(copy) }? {
+            Route::Done => Ok(()),
+            Route::Direct(entry) => self.0.with_lane(entry, |lane| self.0.run(lane, copy)),
+            // SAFETY: the caller's promise is the same, and sides without a device are host memory.
+            Route::Buffered(from, to) => unsafe { self.0.run_buffered(copy, from, to) },
+        };
+        copied.map_err(|error| copy.described(error))
+    }
+
+    /// Finds the way of a copy. The CPU copies at once if it can access both sides.
+    ///
+    /// # Safety
+    /// As [`hmem_core::Iface::copy`].
+    unsafe fn route(&self, copy: CopyRange) -> Result<Route<'_>> {
+        let CopyRange { to, from, len } = copy;
+        let (target, source) = (self.side(to, len)?, self.side(from, len)?);
+        if len == 0 {
+            return Ok(Route::Done);
+        }
+        Ok(match (target, source) {
+            (Side::Unknown, Side::Unknown) => {
+                // The address of freed memory may belong to host memory by now.
+                return Err(copy.described(
+                    Error::new(ErrorKind::OutOfBounds, "copy")
+                        .iface(IfaceKind::ZE)
+                        .context("why", "neither side is memory that the driver knows")
+                        .remedy("copy memory of this iface before it is freed"),
+                ));
+            }
+            (Side::Device(to), Side::Device(from)) if to.handle == from.handle => {
+                let ranges = (AddressRange::new(copy.to, len)?, AddressRange::new(copy.from, len)?);
+                if ranges.0.overlaps(ranges.1) {
+                    return Err(copy.described(
+                        Error::new(ErrorKind::InvalidArgument, "copy")
+                            .iface(IfaceKind::ZE)
+                            .context("why", "the sides overlap, which Level Zero does not allow")
+                            .remedy("copy through memory beside them"),
+                    ));
+                }
+                Route::Direct(to)
+            }
+            (Side::Device(to), Side::Device(from)) => Route::Buffered(Some(from), Some(to)),
+            (Side::Device(to), Side::DriverHost(driver)) if to.driver == driver => {
+                Route::Direct(to)
+            }
+            (Side::DriverHost(driver), Side::Device(from)) if from.driver == driver => {
+                Route::Direct(from)
+            }
+            (Side::Device(to), _) => Route::Buffered(None, Some(to)),
+            (_, Side::Device(from)) => Route::Buffered(Some(from), None),
+            _ => {
+                // SAFETY: both sides are host or shared memory, which the caller promises to be
+                // valid.
+                unsafe { copy_host(to, from, len) };
+                Route::Done
+            }
+        })
+    }
+
+    /// Returns one side of a copy. Fails if the side begins in an allocation and does not lie
+    /// within it.
+    fn side(&self, address: Address, len: u64) -> Result<Side<'_>> {
+        let range = AddressRange::new(address, len)?;
+        let Some(found) = self.0.memory.find(address)? else { return Ok(Side::Unknown) };
+        let allocation = found.allocation;
+        if !allocation.range.contains_range(range) {
+            return Err(Error::new(ErrorKind::OutOfBounds, "copy")
+                .iface(IfaceKind::ZE)
+                .context("range", range)
+                .context("allocation", allocation.range)
+                .remedy("the range must lie in one allocation of this iface"));
+        }
+        match (allocation.kind, found.device) {
+            (AllocationKind::Host, _) => Ok(Side::DriverHost(found.driver)),
+            (AllocationKind::Managed, _) => Ok(Side::Shared),
+            (_, Some(entry)) => Ok(Side::Device(entry)),
+            (_, None) => Err(Error::new(ErrorKind::Driver, "copy")
+                .iface(IfaceKind::ZE)
+                .context("reason", "the memory belongs to a device that the driver does not list")
+                .context("allocation", allocation.range)),
+        }
+    }
+}
+
+impl CopyEngine for Copier {
+    unsafe fn start_copy(
+        &self,
+        to: Address,
+        from: Address,
+        len: u64,
+    ) -> Result<Box<dyn CopyEvent>> {
+        let copy = CopyRange { to, from, len };
+        let finished = || -> Result<Box<dyn CopyEvent>> { Ok(Box::new(FinishedCopy(Ok(())))) };
+        // SAFETY: the caller's promise is the same.
+        let started = match unsafe { self.route(copy) }? {
+            Route::Done => return finished(),
+            Route::Direct(entry) => self.begin(entry, |_| Ok((copy, None))),
+            Route::Buffered(None, Some(entry)) if len <= BUFFER => self.begin(entry, |buffer| {
+                // SAFETY: the source is host memory, and the buffer is of a lane in use.
+                unsafe { copy_host(buffer, from, len) };
+                Ok((CopyRange { from: buffer, ..copy }, None))
+            }),
+            Route::Buffered(Some(entry), None) if len <= BUFFER => self.begin(entry, |buffer| {
+                let rest = CopyRange { from: buffer, ..copy };
+                Ok((CopyRange { to: buffer, ..copy }, Some(rest)))
+            }),
+            // SAFETY: the caller's promise is the same, and sides without a device are host memory.
+            Route::Buffered(from, to) => match unsafe { self.0.run_buffered(copy, from, to) } {
+                Ok(()) => return finished(),
+                Err(error) => Err(error),
+            },
+        };
+        let event = started.map_err(|error| copy.described(error))?;
+        Ok(Box::new(event))
+    }
+}
+
+impl Copier {
+    /// Starts a copy of a device. `plan` gets the lane's buffer, and returns the copy of the device
+    /// and the one that the CPU makes after it.
+    fn begin(
+        &self,
+        entry: &DeviceEntry,
+        plan: impl FnOnce(Address) -> Result<(CopyRange, Option<CopyRange>)>,
+    ) -> Result<CopyInFlight> {
+        let mut lane = self.0.take(entry)?;
+        let started = plan(Address(lane.buffer)).and_then(|(copy, rest)| {
+            self.0.start(&mut lane, copy)?;
+            Ok(rest)
+        });
+        match started {
+            Ok(rest) => Ok(CopyInFlight {
+                lanes: Arc::clone(&self.0),
+                running: RefCell::new(Some((lane, rest))),
+                result: RefCell::new(Ok(())),
+            }),
+            Err(error) => {
+                self.0.leave(lane, Some(&error));
+                Err(error)
+            }
+        }
+    }
+}
+
+/// A copy on a lane. Dropping it waits for the end of the copy, so that its memory is not freed
+/// meanwhile.
+struct CopyInFlight {
+    lanes: Arc<Lanes>,
+    /// The lane until the copy has ended, and what the CPU copies then.
+    running: RefCell<Option<(Lane, Option<CopyRange>)>>,
+    result: RefCell<Result<()>>,
+}
+
+impl CopyInFlight {
+    /// Waits for the end.
+    fn finish(&self) {
+        let Some((mut lane, rest)) = self.running.take() else { return };
+        let result = self.lanes.finish(&mut lane);
+        if let (Ok(()), Some(rest)) = (&result, rest) {
+            // SAFETY: the buffer is of a lane in use, and the caller of `start_copy` keeps the
+            // other side until the event is done.
+            unsafe { copy_host(rest.to, rest.from, rest.len) };
+        }
+        self.lanes.leave(lane, result.as_ref().err());
+        *self.result.borrow_mut() = result;
+    }
+}
+
+impl CopyEvent for CopyInFlight {
+    fn is_done(&self) -> bool {
+        if let Some((lane, _)) = &*self.running.borrow() {
+            let query = self.lanes.memory.driver.functions.event_query_status;
+            // SAFETY: the event is this copy's own. An error ends the copy too; `wait` returns it.
+            if unsafe { query(lane.event) } == ZeResult::ZE_RESULT_NOT_READY {
+                return false;
+            }
+        }
+        self.finish();
+        true
+    }
+
+    fn wait(self: Box<Self>) -> Result<()> {
+        self.finish();
+        self.result.replace(Ok(()))
+    }
+}
+
+impl Drop for CopyInFlight {
+    fn drop(&mut self) {
+        self.finish();
+        if let Err(error) = &*self.result.borrow() {
+            tracing::warn!(%error, "a copy that nobody waited for");
+        }
+    }
+}
+
+impl fmt::Debug for CopyInFlight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CopyInFlight").finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,306 @@
+//! The opened driver: its functions, its devices and a context for each driver behind the loader.
+
+use std::{
+    ffi::{CStr, c_char},
+    ptr,
+};
+
+use hmem_core::{DeviceId, Error, ErrorKind, IfaceKind, Result, iface::Device};
+use parking_lot::RwLock;
+
+use crate::{
+    error::{check, coded, unavailable},
+    sys::{
+        self, ContextDescription, ContextHandle, DeviceExternalMemoryProperties, DeviceHandle,
+        DeviceMemoryProperties, DeviceProperties, DriverHandle, Functions, PciProperties,
+        QueueGroupProperties, ZE_MAX_DEVICE_NAME, ZeResult,
+    },
+};
+
+/// One root device.
+#[derive(Debug)]
+pub(crate) struct DeviceEntry {
+    pub(crate) description: Device,
+    pub(crate) handle: DeviceHandle,
+    /// Its sub-devices, whose memory counts as its own.
+    parts: Vec<DeviceHandle>,
+    /// Number of its driver among those with a context.
+    pub(crate) driver: usize,
+    /// Ways in which its memory can be exported, as `ZE_EXTERNAL_MEMORY_TYPE_FLAG_*` bits.
+    pub(crate) exports: u32,
+    /// Ways in which others' memory can be imported, in the same bits.
+    imports: u32,
+    /// Name that the device has in every process.
+    pub(crate) uuid: [u8; 16],
+    /// Group of queues that copy.
+    pub(crate) copy_group: u32,
+}
+
+impl DeviceEntry {
+    /// Returns true if memory of the device can be exported as a dma-buf.
+    pub(crate) fn exports_dma_bufs(&self) -> bool {
+        self.exports & sys::ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF != 0
+    }
+
+    /// Returns true if dma-bufs can be imported as memory of the device.
+    pub(crate) fn imports_dma_bufs(&self) -> bool {
+        self.imports & sys::ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF != 0
+    }
+}
+
+/// The functions, the devices and the contexts of this iface.
+#[derive(Debug)]
+pub(crate) struct Driver {
+    pub(crate) functions: Functions,
+    pub(crate) devices: Vec<DeviceEntry>,
+    /// One context for each driver that has a GPU. Calls that use one hold the lock, so that no
+    /// context is destroyed under them.
+    pub(crate) contexts: RwLock<Vec<ContextHandle>>,
+}
+
+impl Driver {
+    pub(crate) fn start(functions: Functions) -> Result<Self> {
+        // SAFETY: the flag is one of the header's; any thread may call it any number of times.
+        let code = unsafe { (functions.init)(sys::ZE_INIT_FLAG_GPU_ONLY) };
+        if code != ZeResult::ZE_RESULT_SUCCESS {
+            return Err(coded(unavailable("zeInit", functions.library()), code).remedy(match code {
+                ZeResult::ZE_RESULT_ERROR_UNINITIALIZED => {
+                    "no Level Zero driver starts: see whether a GPU driver for Level Zero is installed and this user \
+                     may open /dev/dri/renderD*"
+                }
+                _ => "see ZE_ENABLE_LOADER_DEBUG_TRACE=1 for what the loader tried",
+            }));
+        }
+        // From here on, dropping it gives the contexts back.
+        let mut driver = Self { functions, devices: Vec::new(), contexts: RwLock::default() };
+        for (index, handle) in driver.drivers()?.into_iter().enumerate() {
+            driver.add(index as u32, handle)?;
+        }
+        if driver.devices.is_empty() {
+            return Err(unavailable("zeDeviceGet", driver.functions.library())
+                .context("devices", 0)
+                .remedy("no GPU is visible: see ZE_AFFINITY_MASK, and whether this user may open /dev/dri/renderD*"));
+        }
+        Ok(driver)
+    }
+
+    /// Adds the GPUs of one driver, and a context if it has any.
+    fn add(&mut self, index: u32, driver: DriverHandle) -> Result<()> {
+        let number = self.contexts.read().len();
+        let mut found = Vec::new();
+        for (place, handle) in self.handles_of(driver)?.into_iter().enumerate() {
+            // libfabric's fi_hmem_ze_device(driver index, device index).
+            let id = DeviceId(index << 16 | place as u32);
+            found.extend(self.describe(handle, id, number).map_err(|error| error.device(id))?);
+        }
+        if found.is_empty() {
+            return Ok(());
+        }
+        let (description, mut context) = (ContextDescription::default(), ContextHandle::NULL);
+        // SAFETY: the driver is one that the loader listed, the description is complete, `context`
+        // is writable.
+        let code = unsafe { (self.functions.context_create)(driver, &description, &mut context) };
+        check(code, "zeContextCreate")?;
+        self.contexts.write().push(context);
+        self.devices.extend(found);
+        Ok(())
+    }
+
+    /// Returns the entry of a device.
+    ///
+    /// # Errors
+    /// InvalidArgument for a device that is none.
+    pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&DeviceEntry> {
+        let entry = self.devices.iter().find(|entry| entry.description.id == device);
+        entry.ok_or_else(|| {
+            Error::new(ErrorKind::InvalidArgument, operation)
+                .iface(IfaceKind::ZE)
+                .device(device)
+                .context("devices", self.devices.len())
+                .remedy("a device's number is its driver's in bits 16 and up, and its own below")
+        })
+    }
+
+    /// Returns the device that a handle, a sub-device's for one, belongs to.
+    pub(crate) fn device_of(&self, handle: DeviceHandle) -> Option<&DeviceEntry> {
+        self.devices.iter().find(|entry| entry.handle == handle || entry.parts.contains(&handle))
+    }
+
+    /// Calls a function with the context of a driver, which stays for the length of the call.
+    ///
+    /// # Errors
+    /// BadState if the iface was closed; otherwise the result of the call.
+    pub(crate) fn with_context<T>(
+        &self,
+        driver: usize,
+        call: impl FnOnce(ContextHandle) -> Result<T>,
+    ) -> Result<T> {
+        let contexts = self.contexts.read();
+        let context = contexts.get(driver).copied().ok_or_else(|| {
+            Error::new(ErrorKind::BadState, "context")
+                .iface(IfaceKind::ZE)
+                .remedy("the iface was closed: open it anew")
+        })?;
+        call(context)
+    }
+
+    /// Destroys the contexts.
+    pub(crate) fn release(&self) -> Result<()> {
+        let mut contexts = self.contexts.write();
+        while let Some(context) = contexts.last() {
+            // SAFETY: `add` created it, nobody else knows it, and it leaves the list once
+            // destroyed.
+            check(unsafe { (self.functions.context_destroy)(*context) }, "zeContextDestroy")?;
+            contexts.pop();
+        }
+        Ok(())
+    }
+
+    /// Describes a device. Returns `None` if it is no GPU.
+    fn describe(
+        &self,
+        handle: DeviceHandle,
+        id: DeviceId,
+        driver: usize,
+    ) -> Result<Option<DeviceEntry>> {
+        let functions = &self.functions;
+        let mut properties = DeviceProperties::default();
+        check(
+            // SAFETY: the device is one that its driver listed; the structure says its type and
+            // ends the chain.
+            unsafe { (functions.device_get_properties)(handle, &mut properties) },
+            "zeDeviceGetProperties",
+        )?;
+        if properties.kind != sys::ZE_DEVICE_TYPE_GPU {
+            return Ok(None);
+        }
+        let mut external = DeviceExternalMemoryProperties::default();
+        check(
+            // SAFETY: the device is one that its driver listed; the structure says its type and
+            // ends the chain.
+            unsafe { (functions.device_get_external_memory_properties)(handle, &mut external) },
+            "zeDeviceGetExternalMemoryProperties",
+        )?;
+        let description = Device {
+            id,
+            name: text(properties.name),
+            pci_bus_id: self.pci_bus_id(handle),
+            memory: self.memory_of(handle)?,
+        };
+        Ok(Some(DeviceEntry {
+            description,
+            handle,
+            parts: self.sub_devices(handle)?,
+            driver,
+            exports: external.memory_export_types,
+            imports: external.memory_import_types,
+            uuid: properties.uuid,
+            copy_group: self.copy_group(handle)?,
+        }))
+    }
+
+    /// Returns the PCI address of a device, or `None` if its driver does not say.
+    ///
+    /// A driver without the extension says unsupported; Intel's says uninitialized of a device that
+    /// is on no PCI bus.
+    fn pci_bus_id(&self, handle: DeviceHandle) -> Option<String> {
+        let mut pci = PciProperties::default();
+        // SAFETY: the device is one that its driver listed; the structure says its type and ends
+        // the chain.
+        let code = unsafe { (self.functions.device_pci_get_properties)(handle, &mut pci) };
+        match check(code, "zeDevicePciGetPropertiesExt") {
+            Ok(()) => Some(format!(
+                "{:04x}:{:02x}:{:02x}.{:x}",
+                pci.domain, pci.bus, pci.device, pci.function
+            )),
+            Err(error) => {
+                tracing::debug!(%error, "a device without a PCI bus id");
+                None
+            }
+        }
+    }
+
+    /// Returns the sum of the device's memories.
+    fn memory_of(&self, handle: DeviceHandle) -> Result<u64> {
+        let empty = DeviceMemoryProperties::default();
+        let memories = list(empty, "zeDeviceGetMemoryProperties", |count, into| {
+            // SAFETY: the device is one that its driver listed; `list` keeps the two pointers'
+            // promises.
+            unsafe { (self.functions.device_get_memory_properties)(handle, count, into) }
+        })?;
+        Ok(memories.iter().map(|memory| memory.total_size).fold(0, u64::saturating_add))
+    }
+
+    /// Returns the group of queues to copy on: one of copy engines, else one that copies besides.
+    fn copy_group(&self, handle: DeviceHandle) -> Result<u32> {
+        const CALL: &str = "zeDeviceGetCommandQueueGroupProperties";
+        let groups = list(QueueGroupProperties::default(), CALL, |count, into| {
+            // SAFETY: the device is one that its driver listed; `list` keeps the two pointers'
+            // promises.
+            unsafe { (self.functions.device_get_queue_groups)(handle, count, into) }
+        })?;
+        let copy = sys::ZE_COMMAND_QUEUE_GROUP_PROPERTY_FLAG_COPY;
+        let both = copy | sys::ZE_COMMAND_QUEUE_GROUP_PROPERTY_FLAG_COMPUTE;
+        let engines = groups.iter().position(|group| group.flags & both == copy);
+        let any = || groups.iter().position(|group| group.flags & copy != 0);
+        // Every group of compute queues copies, whatever it says.
+        Ok(engines.or_else(any).unwrap_or(0) as u32)
+    }
+
+    fn drivers(&self) -> Result<Vec<DriverHandle>> {
+        list(DriverHandle::NULL, "zeDriverGet", |count, into| {
+            // SAFETY: `list` keeps the two pointers' promises.
+            unsafe { (self.functions.driver_get)(count, into) }
+        })
+    }
+
+    fn handles_of(&self, driver: DriverHandle) -> Result<Vec<DeviceHandle>> {
+        list(DeviceHandle::NULL, "zeDeviceGet", |count, into| {
+            // SAFETY: the driver is one that the loader listed; `list` keeps the two pointers'
+            // promises.
+            unsafe { (self.functions.device_get)(driver, count, into) }
+        })
+    }
+
+    fn sub_devices(&self, device: DeviceHandle) -> Result<Vec<DeviceHandle>> {
+        list(DeviceHandle::NULL, "zeDeviceGetSubDevices", |count, into| {
+            // SAFETY: the device is one that its driver listed; `list` keeps the two pointers'
+            // promises.
+            unsafe { (self.functions.device_get_sub_devices)(device, count, into) }
+        })
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        if let Err(error) = self.release() {
+            tracing::warn!(%error, "a Level Zero context stays behind");
+        }
+    }
+}
+
+/// Asks for the count, then for as many elements: the first pointer is a writable count, the second
+/// null or the start of that many elements.
+fn list<T: Clone>(
+    empty: T,
+    operation: &'static str,
+    get: impl Fn(*mut u32, *mut T) -> ZeResult,
+) -> Result<Vec<T>> {
+    let mut count = 0u32;
+    check(get(&mut count, ptr::null_mut()), operation)?;
+    let mut elements = vec![empty; count as usize];
+    if !elements.is_empty() {
+        check(get(&mut count, elements.as_mut_ptr()), operation)?;
+        elements.truncate(count as usize);
+    }
+    Ok(elements)
+}
+
+/// Returns the text that a driver wrote, up to its NUL.
+fn text(buffer: [c_char; ZE_MAX_DEVICE_NAME]) -> String {
+    let bytes = buffer.map(|character| character as u8);
+    match CStr::from_bytes_until_nul(&bytes) {
+        Ok(text) => text.to_string_lossy().into_owned(),
+        Err(_) => String::from_utf8_lossy(&bytes).into_owned(),
+    }
+}

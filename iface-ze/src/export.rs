@@ -1,0 +1,277 @@
+//! Exports of device memory to NICs, as dma-bufs.
+//!
+//! A dma-buf is one buffer of the kernel driver. It begins where the allocation begins, with two
+//! exceptions, which are refused because no call says where the allocation lies in the buffer:
+//! small allocations that the driver cut out of a pool, and physical memory that the application
+//! mapped in part. Memory that spans several tiles is several buffers, of which the driver exports
+//! the first: the size of the dma-buf shows it.
+
+use std::{
+    ffi::c_int,
+    os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd},
+    sync::Arc,
+};
+
+use hmem_core::{
+    Address, AddressRange, AllocOffset, AllocationKind, DmaBufOffset, Error, ErrorKind, IfaceKind,
+    Result,
+    iface::{DmaBufExport, DmaBufExporter, DmaBufMapping, Facet},
+    provider::Nic,
+};
+use parking_lot::Mutex;
+use rustix::fs::{FileType, SeekFrom};
+
+use crate::{
+    driver::Driver,
+    error::{check, lacks},
+    memory::{FoundAllocation, Memory, pointer},
+    sys::{
+        self, ContextHandle, DeviceHandle, ExportFd, IpcMemoryHandle, MemoryAllocationProperties,
+        ZeResult,
+    },
+};
+
+/// Exports device memory.
+#[derive(Debug)]
+pub(crate) struct Exporter {
+    pub(crate) memory: Arc<Memory>,
+}
+
+const OPERATION: &str = Facet::DmaBuf.operation();
+
+/// Held from the export until the driver has its fd back. A driver may have one fd for each
+/// allocation, whichever iface asks, and `zeMemPutIpcHandle` may not get one handle twice at once.
+static EXPORTING: Mutex<()> = Mutex::new(());
+
+impl DmaBufExporter for Exporter {
+    fn mappings(&self) -> &'static [DmaBufMapping] {
+        if exports_dma_bufs(&self.memory.driver) { &[DmaBufMapping::Default] } else { &[] }
+    }
+
+    fn export(
+        &self,
+        range: AddressRange,
+        nic: &Nic,
+        mapping: DmaBufMapping,
+    ) -> Result<DmaBufExport> {
+        let described = |error: Error| error.context("range", range).context("nic", nic);
+        if mapping != DmaBufMapping::Default {
+            return Err(described(lacks(OPERATION, "Level Zero has no mapping but the default")));
+        }
+        let found = self.exportable(range).map_err(described)?;
+        let fd = self.export_whole(&found).map_err(described)?;
+        let offset = found.allocation.offset_of(range.start()).unwrap_or(AllocOffset(0));
+        let len = range.len();
+        Ok(DmaBufExport { fd, offset: DmaBufOffset(offset.0), alloc_offset: offset, len, mapping })
+    }
+}
+
+impl Exporter {
+    /// Returns the allocation around a range, if it is of a kind that is exported.
+    fn exportable(&self, range: AddressRange) -> Result<FoundAllocation<'_>> {
+        let outside = || {
+            Error::new(ErrorKind::OutOfBounds, OPERATION)
+                .iface(IfaceKind::ZE)
+                .remedy("the range must lie in one live allocation")
+        };
+        let found = self.memory.find(range.start())?.ok_or_else(outside)?;
+        if !found.allocation.range.contains_range(range) {
+            return Err(outside().context("allocation", found.allocation.range));
+        }
+        match found.allocation.kind {
+            AllocationKind::Managed => {
+                Err(lacks(OPERATION, "shared memory migrates, and has no place to export")
+                    .remedy("register its host pages, stage it, or use zeMemAllocDevice"))
+            }
+            AllocationKind::Host => {
+                Err(lacks(OPERATION, "host memory of the driver is host memory")
+                    .remedy("register its host pages"))
+            }
+            _ => Ok(found),
+        }
+    }
+
+    /// Exports the whole allocation. The caller owns the fd.
+    pub(crate) fn export_whole(&self, found: &FoundAllocation<'_>) -> Result<OwnedFd> {
+        let driver = &self.memory.driver;
+        let entry = found.device.ok_or_else(|| {
+            lacks(OPERATION, "the memory belongs to a device that the driver does not list")
+        })?;
+        let id = entry.description.id;
+        // Intel's driver lets such an export succeed on a device without the ability, with the fd
+        // 0.
+        if !entry.exports_dma_bufs() {
+            return Err(lacks(OPERATION, "the device exports no dma-bufs")
+                .device(id)
+                .context("memoryAllocationExportTypes", entry.exports)
+                .remedy(
+                    "dma-bufs need the kernel driver (i915 or xe), and a user who may open /dev/dri/renderD*",
+                ));
+        }
+        if found.pooled {
+            return Err(lacks(OPERATION, "the driver cut the memory out of a pool")
+                .device(id)
+                .context("allocation", found.allocation.range)
+                .remedy(
+                    "allocate it with ze_external_memory_export_desc_t, or more than 2 MiB of it",
+                ));
+        }
+        let (base, len) = (found.allocation.base(), found.allocation.range.len());
+        let fd = driver.with_context(found.driver, |context| {
+            let _exporting = EXPORTING.lock();
+            let exported = Exported::of(ask(driver, context, base)?)?;
+            let own = exported.duplicate(len);
+            exported.give_back(driver, context, base);
+            own
+        });
+        let fd = fd.map_err(|error| error.device(id))?;
+        // An fd of memory that was freed meanwhile may be another file's by now.
+        let still = self.memory.find(base)?.map(|now| now.allocation);
+        if still != Some(found.allocation) {
+            return Err(Error::new(ErrorKind::OutOfBounds, OPERATION)
+                .iface(IfaceKind::ZE)
+                .remedy("the memory was freed while it was exported"));
+        }
+        // The buffer of memory that others allocated may begin elsewhere: then it is larger.
+        let size = size_of_file(fd.as_fd()).unwrap_or(u64::MAX);
+        if !found.owned && size - len >= found.page_size.max(1) {
+            return Err(lacks(OPERATION, "no call says where the memory lies in its dma-buf")
+                .device(id)
+                .context("dma-buf", size)
+                .context("allocation", found.allocation.range)
+                .remedy("allocate it with zeMemAllocDevice"));
+        }
+        Ok(fd)
+    }
+}
+
+/// Returns true if memory of a device can be exported.
+pub(crate) fn exports_dma_bufs(driver: &Driver) -> bool {
+    driver.devices.iter().any(|entry| entry.exports_dma_bufs())
+}
+
+/// Answer of the driver to an export.
+struct Answer {
+    fd: c_int,
+    /// Number that the driver gives the allocation.
+    allocation: u64,
+}
+
+/// Has the driver export the allocation at an address.
+fn ask(driver: &Driver, context: ContextHandle, base: Address) -> Result<Answer> {
+    let mut export = ExportFd {
+        flags: sys::ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF,
+        fd: -1,
+        ..ExportFd::default()
+    };
+    let mut properties = MemoryAllocationProperties {
+        next: (&raw mut export).cast(),
+        ..MemoryAllocationProperties::default()
+    };
+    let mut device = DeviceHandle::NULL;
+    let get = driver.functions.mem_get_alloc_properties;
+    // SAFETY: the caller keeps the context; the structures say their types, and the second ends the
+    // chain; `device` is writable. The address is only looked up.
+    let code = unsafe { get(context, pointer(base), &mut properties, &mut device) };
+    check(code, "zeMemGetAllocProperties")?;
+    Ok(Answer { fd: export.fd, allocation: properties.id })
+}
+
+/// The driver's fd of an export.
+struct Exported {
+    fd: c_int,
+    /// Number that the driver gives the allocation.
+    allocation: u64,
+    /// Bytes of the dma-buf.
+    size: u64,
+}
+
+impl Exported {
+    /// # Errors
+    /// Unsupported if the number is no dma-buf's. Then there is nothing to give back.
+    fn of(Answer { fd, allocation }: Answer) -> Result<Self> {
+        // SAFETY: not negative. If the number is no open fd, the calls on it return an error.
+        let file = (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) });
+        match file.and_then(size_of_file) {
+            Some(size) => Ok(Self { fd, allocation, size }),
+            None => Err(lacks(OPERATION, "the driver reported success, and its fd is no dma-buf")
+                .context("fd", fd)),
+        }
+    }
+
+    /// Returns an fd of the caller's own.
+    fn duplicate(&self, len: u64) -> Result<OwnedFd> {
+        if self.size < len {
+            return Err(lacks(OPERATION, "the dma-buf is smaller than the memory")
+                .context("dma-buf", self.size)
+                .context("length", len)
+                .remedy(
+                    "memory that spans tiles is several buffers: allocate it on one sub-device",
+                ));
+        }
+        // SAFETY: the driver opened the fd for this export and has not got it back yet.
+        let file = unsafe { BorrowedFd::borrow_raw(self.fd) };
+        rustix::io::fcntl_dupfd_cloexec(file, 3).map_err(|errno| {
+            Error::os(errno, "fcntl(F_DUPFD_CLOEXEC)")
+                .iface(IfaceKind::ZE)
+                .remedy("the process may be out of file descriptors (`ulimit -n`)")
+        })
+    }
+
+    /// Gives the driver's fd back. The driver counts exports and closes it with the last one.
+    fn give_back(self, driver: &Driver, context: ContextHandle, base: Address) {
+        let (put, from_fd) = (driver.functions.put_ipc_handle, driver.functions.ipc_handle_from_fd);
+        let given = put.zip(from_fd).is_some_and(|(put, from_fd)| {
+            let mut handle = IpcMemoryHandle::default();
+            // SAFETY: the caller keeps the context, the fd is one of an export, and `handle` is
+            // writable. The second call gets the handle of that fd.
+            let code = unsafe {
+                match from_fd(context, self.fd as u64, &mut handle) {
+                    ZeResult::ZE_RESULT_SUCCESS => put(context, handle),
+                    code => code,
+                }
+            };
+            code == ZeResult::ZE_RESULT_SUCCESS
+        });
+        // A new loader has the calls, and an old driver behind it refuses them.
+        if !given && let Err(error) = self.close_if_own(driver, context, base) {
+            tracing::warn!(%error, "the driver keeps the fd of an export until the memory is freed");
+        }
+    }
+
+    /// Closes the fd if it is the caller's. Before Level Zero 1.6 drivers take no fd back. Some
+    /// make an fd for each export, which is the caller's, and others keep one for each allocation.
+    /// Asking again shows which, unless other memory is at the address by then.
+    fn close_if_own(self, driver: &Driver, context: ContextHandle, base: Address) -> Result<()> {
+        let again = Self::of(ask(driver, context, base)?)?;
+        if again.fd != self.fd && again.allocation == self.allocation {
+            for made in [self.fd, again.fd] {
+                // SAFETY: two exports of one allocation have two fds, so that the driver made both
+                // for these calls.
+                drop(unsafe { OwnedFd::from_raw_fd(made) });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns the bytes of a file that has no name: a dma-buf, or a memory file in the place of one.
+/// `None` of any other: standard input, for one.
+fn size_of_file(fd: BorrowedFd<'_>) -> Option<u64> {
+    let stat = rustix::fs::fstat(fd).ok()?;
+    let file_type = FileType::from_raw_mode(stat.st_mode);
+    // A dma-buf has no type in older kernels, and is a regular file in newer ones.
+    let nameless = match file_type {
+        FileType::RegularFile => stat.st_nlink == 0 || is_dma_buf(fd),
+        FileType::Unknown => is_dma_buf(fd),
+        _ => false,
+    };
+    let end = nameless.then(|| rustix::fs::seek(fd, SeekFrom::End(0)).ok()).flatten();
+    end.filter(|size| *size > 0)
+}
+
+fn is_dma_buf(fd: BorrowedFd<'_>) -> bool {
+    /// `DMA_BUF_MAGIC` of linux/magic.h.
+    const DMA_BUF_MAGIC: u64 = 0x444d_4142;
+    rustix::fs::fstatfs(fd).is_ok_and(|file_system| file_system.f_type as u64 == DMA_BUF_MAGIC)
+}

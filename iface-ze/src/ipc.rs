@@ -1,0 +1,254 @@
+//! Allocations for other processes: the dma-buf of an allocation, taken over from the process that
+//! exported it and imported here.
+//!
+//! Level Zero's own handles are not used: those of drivers before 2025 hold the number of an fd,
+//! which means another file in another process.
+
+use std::{
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    ptr,
+    sync::Arc,
+};
+
+use hmem_core::{
+    Address, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
+    iface::{Ipc, IpcHandle},
+};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
+
+use crate::{
+    driver::{DeviceEntry, Driver},
+    error::{check, lacks},
+    export::Exporter,
+    memory::Memory,
+    sys::{self, DeviceMemoryDescription, ImportFd},
+};
+
+/// Exports allocations to other processes, and opens theirs.
+#[derive(Debug)]
+pub(crate) struct IpcExchange {
+    pub(crate) memory: Arc<Memory>,
+    pub(crate) exporter: Exporter,
+}
+
+/// First bytes of a handle. The last of them is the version of the format.
+const MAGIC: [u8; 4] = *b"HMZ\x01";
+/// Magic, pid, fd, file system, inode, length, device, checksum.
+const LEN: usize = 4 + 4 + 4 + 8 + 8 + 8 + 16 + 4;
+
+/// Fields of a handle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Body {
+    /// The process that exported the memory.
+    pid: u32,
+    /// The dma-buf's fd there.
+    fd: u32,
+    /// File system and inode of the dma-buf: an fd's number may mean another file by now.
+    file: (u64, u64),
+    len: u64,
+    /// Name that the device has in every process.
+    uuid: [u8; 16],
+}
+
+impl Body {
+    fn to_bytes(self) -> Vec<u8> {
+        let mut bytes = MAGIC.to_vec();
+        bytes.extend(self.pid.to_le_bytes());
+        bytes.extend(self.fd.to_le_bytes());
+        for word in [self.file.0, self.file.1, self.len] {
+            bytes.extend(word.to_le_bytes());
+        }
+        bytes.extend(self.uuid);
+        bytes.extend(crc32fast::hash(&bytes).to_le_bytes());
+        bytes
+    }
+
+    fn parse(bytes: &[u8]) -> Option<Self> {
+        let (body, checksum) = bytes.split_last_chunk::<4>()?;
+        if bytes.len() != LEN || crc32fast::hash(body).to_le_bytes() != *checksum {
+            return None;
+        }
+        let (pid, rest) = body.strip_prefix(&MAGIC)?.split_first_chunk::<4>()?;
+        let (fd, rest) = rest.split_first_chunk::<4>()?;
+        let (words, uuid) = rest.as_chunks::<8>().0.split_at_checked(3)?;
+        let word = |at: usize| u64::from_le_bytes(words[at]);
+        Some(Self {
+            pid: u32::from_le_bytes(*pid),
+            fd: u32::from_le_bytes(*fd),
+            file: (word(0), word(1)),
+            len: word(2),
+            uuid: uuid.as_flattened().try_into().ok()?,
+        })
+    }
+
+    /// Takes the dma-buf over from the process that exported it.
+    fn dma_buf(&self) -> Result<OwnedFd> {
+        let gone = |why: &'static str| {
+            Error::new(ErrorKind::Unavailable, "ipc_open")
+                .iface(IfaceKind::ZE)
+                .context("why", why)
+                .context("pid", self.pid)
+                .remedy("the owner must keep the allocation until it is open everywhere")
+        };
+        let refused = |errno: rustix::io::Errno, call: &'static str| {
+            match errno {
+            rustix::io::Errno::SRCH => gone("the owner has ended"),
+            rustix::io::Errno::BADF => gone("the memory was freed"),
+            rustix::io::Errno::PERM | rustix::io::Errno::ACCESS => Error::os(errno, call)
+                .iface(IfaceKind::ZE)
+                .context("pid", self.pid)
+                .remedy(
+                    "taking a dma-buf over needs the right to trace its owner: run both as one user, and see prctl \
+                     PR_SET_PTRACER and /proc/sys/kernel/yama/ptrace_scope",
+                ),
+            _ => Error::os(errno, call).iface(IfaceKind::ZE).context("pid", self.pid),
+        }
+        };
+        let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
+        let pid = pid.ok_or_else(|| gone("no such process"))?;
+        let owner = rustix::process::pidfd_open(pid, PidfdFlags::empty())
+            .map_err(|errno| refused(errno, "pidfd_open"))?;
+        let fd = rustix::process::pidfd_getfd(&owner, self.fd as i32, PidfdGetfdFlags::empty())
+            .map_err(|errno| refused(errno, "pidfd_getfd"))?;
+        if identity(fd.as_fd())? != self.file {
+            return Err(gone("the memory was freed: the owner's fd is another file by now"));
+        }
+        Ok(fd)
+    }
+}
+
+impl Ipc for IpcExchange {
+    fn export(&self, allocation: &Allocation) -> Result<IpcHandle> {
+        const OPERATION: &str = "ipc_export";
+        let described = |error: Error| error.context("range", allocation.range);
+        let found = self.memory.find(allocation.base())?;
+        let live = found.filter(|found| found.allocation.id == allocation.id);
+        let live = live.ok_or_else(|| {
+            described(
+                Error::new(ErrorKind::InvalidArgument, OPERATION)
+                    .iface(IfaceKind::ZE)
+                    .remedy("the allocation is not live: export it before it is freed"),
+            )
+        })?;
+        let device = match live.device {
+            Some(device) if live.owned && live.allocation.kind == AllocationKind::Device => device,
+            _ => {
+                let reason = "only device memory that this iface allocated is handed out";
+                return Err(described(lacks(OPERATION, reason))
+                    .context("kind", live.allocation.kind.name()));
+            }
+        };
+        let fd = self
+            .memory
+            .share(&live.allocation, || self.exporter.export_whole(&live))
+            .map_err(described)?;
+        let body = Body {
+            pid: std::process::id(),
+            fd: fd.as_raw_fd() as u32,
+            file: identity(fd.as_fd())?,
+            len: live.allocation.range.len(),
+            uuid: device.uuid,
+        };
+        Ok(IpcHandle { iface: IfaceKind::ZE, bytes: body.to_bytes() })
+    }
+
+    fn open(&self, handle: &IpcHandle) -> Result<Allocation> {
+        const OPERATION: &str = "ipc_open";
+        let malformed = || {
+            Error::new(ErrorKind::Malformed, OPERATION)
+                .iface(IfaceKind::ZE)
+                .context("bytes", handle.bytes.len())
+                .remedy("pass the bytes of ipc_export unchanged")
+        };
+        if handle.iface != IfaceKind::ZE {
+            return Err(malformed().context("handle of", handle.iface));
+        }
+        let body = Body::parse(&handle.bytes).ok_or_else(malformed)?;
+        let mut devices = self.memory.driver.devices.iter();
+        let entry = devices.find(|entry| entry.uuid == body.uuid).ok_or_else(|| {
+            Error::new(ErrorKind::Unavailable, OPERATION)
+                .iface(IfaceKind::ZE)
+                .remedy("the device of the memory is not visible here: see ZE_AFFINITY_MASK")
+        })?;
+        let fd = body.dma_buf()?;
+        let described = |error: Error| error.device(entry.description.id);
+        let base = self.import(entry, fd.as_fd(), body.len).map_err(described)?;
+        let entered = self.memory.enter(entry.driver, base, true);
+        if entered.is_err()
+            && let Err(error) = self.memory.free(entry.driver, Address::of_ptr(base))
+        {
+            tracing::error!(%error, "an opened allocation that failed stays open");
+        }
+        entered.map_err(described)
+    }
+
+    unsafe fn close(&self, allocation: &Allocation) -> Result<()> {
+        let owned = self.memory.take("ipc_close", allocation, true)?;
+        self.memory.free(owned.driver, allocation.base()).map_err(|error| {
+            self.memory.put_back(allocation, owned);
+            error.context("allocation", allocation.range)
+        })
+    }
+}
+
+impl IpcExchange {
+    /// Allocates the memory of a dma-buf. The fd stays the caller's.
+    fn import(
+        &self,
+        entry: &DeviceEntry,
+        fd: BorrowedFd<'_>,
+        len: u64,
+    ) -> Result<*mut std::ffi::c_void> {
+        let import = ImportFd {
+            flags: sys::ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF,
+            fd: fd.as_raw_fd(),
+            ..ImportFd::default()
+        };
+        let next = (&raw const import).cast();
+        let description = DeviceMemoryDescription { next, ..DeviceMemoryDescription::default() };
+        let mut base = ptr::null_mut();
+        let driver = &self.memory.driver;
+        driver.with_context(entry.driver, |context| {
+            let allocate = driver.functions.mem_alloc_device;
+            // SAFETY: the context is kept meanwhile and of the device's driver; the descriptions
+            // say their types, and the second ends the chain; `base` is writable.
+            let code = unsafe {
+                allocate(context, &description, len as usize, 0, entry.handle, &mut base)
+            };
+            check(code, "zeMemAllocDevice")
+        })?;
+        Ok(base)
+    }
+}
+
+/// Returns true if a device can export its memory and import that of others.
+pub(crate) fn has_ipc(driver: &Driver) -> bool {
+    let both = |entry: &DeviceEntry| entry.exports_dma_bufs() && entry.imports_dma_bufs();
+    driver.devices.iter().any(both)
+}
+
+/// Returns file system and inode of a file.
+fn identity(fd: BorrowedFd<'_>) -> Result<(u64, u64)> {
+    let stat =
+        rustix::fs::fstat(fd).map_err(|errno| Error::os(errno, "fstat").iface(IfaceKind::ZE))?;
+    Ok((stat.st_dev, stat.st_ino))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// HM-10
+    #[test]
+    fn parsed_handle_equals_the_written_one_and_an_altered_one_is_refused() {
+        let body = Body { pid: 7, fd: 8, file: (9, 10), len: 4096, uuid: [0xA5; 16] };
+        let bytes = body.to_bytes();
+        assert_eq!(Body::parse(&bytes), Some(body));
+        for at in 0..bytes.len() {
+            let mut altered = bytes.clone();
+            altered[at] ^= 1;
+            assert_eq!(Body::parse(&altered), None, "byte {at}");
+            assert_eq!(Body::parse(&bytes[..at]), None, "cut at {at}");
+        }
+    }
+}

@@ -1,0 +1,288 @@
+//! Lanes: what one copy of a device runs on.
+//!
+//! A [`Lane`] is an immediate command list, an event and a buffer of the driver's host memory. One
+//! copy at a time has it. Lanes are kept for the next copy.
+
+use std::{ffi::c_void, ptr, sync::Arc};
+
+use hmem_core::{Address, Error, ErrorKind, Result};
+use parking_lot::Mutex;
+
+use crate::{
+    driver::DeviceEntry,
+    error::check,
+    memory::Memory,
+    sys::{
+        self, CommandListHandle, DeviceHandle, EventDescription, EventHandle, EventPoolDescription,
+        EventPoolHandle, HostMemoryDescription, QueueDescription,
+    },
+};
+
+/// Bytes of a lane's buffer.
+pub(crate) const BUFFER: u64 = 1 << 20;
+
+/// Lanes that are not in use.
+#[derive(Debug)]
+pub(crate) struct Lanes {
+    pub(crate) memory: Arc<Memory>,
+    spare: Mutex<Vec<Lane>>,
+}
+
+/// The command list and the event of one copy at a time.
+#[derive(Debug)]
+pub(crate) struct Lane {
+    device: DeviceHandle,
+    driver: usize,
+    list: CommandListHandle,
+    pool: EventPoolHandle,
+    pub(crate) event: EventHandle,
+    /// First address of the buffer, or 0.
+    pub(crate) buffer: u64,
+    /// A copy was started, and its end was not seen.
+    busy: bool,
+}
+
+/// Sides and length of a copy.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CopyRange {
+    pub(crate) to: Address,
+    pub(crate) from: Address,
+    pub(crate) len: u64,
+}
+
+impl CopyRange {
+    pub(crate) fn described(self, error: Error) -> Error {
+        error.context("to", self.to).context("from", self.from).context("length", self.len)
+    }
+}
+
+impl Lanes {
+    pub(crate) fn new(memory: Arc<Memory>) -> Self {
+        Self { memory, spare: Mutex::default() }
+    }
+
+    /// Takes a spare lane of a device, or makes one.
+    pub(crate) fn take(&self, entry: &DeviceEntry) -> Result<Lane> {
+        let mut spare = self.spare.lock();
+        if let Some(at) = spare.iter().position(|lane| lane.device == entry.handle) {
+            return Ok(spare.swap_remove(at));
+        }
+        drop(spare);
+        let mut lane = Lane {
+            device: entry.handle,
+            driver: entry.driver,
+            list: CommandListHandle::NULL,
+            pool: EventPoolHandle::NULL,
+            event: EventHandle::NULL,
+            buffer: 0,
+            busy: false,
+        };
+        let made = self.make(&mut lane, entry.copy_group);
+        if made.is_err()
+            && let Err(error) = self.destroy(&mut lane)
+        {
+            tracing::error!(%error, "parts of a command list that failed stay behind");
+        }
+        made.map(|()| lane)
+    }
+
+    fn make(&self, lane: &mut Lane, ordinal: u32) -> Result<()> {
+        let functions = &self.memory.driver.functions;
+        let queue = QueueDescription {
+            ordinal,
+            mode: sys::ZE_COMMAND_QUEUE_MODE_ASYNCHRONOUS,
+            ..QueueDescription::default()
+        };
+        let pool = EventPoolDescription {
+            flags: sys::ZE_EVENT_POOL_FLAG_HOST_VISIBLE,
+            count: 1,
+            ..EventPoolDescription::default()
+        };
+        let event = EventDescription {
+            signal: sys::ZE_EVENT_SCOPE_FLAG_HOST,
+            wait: sys::ZE_EVENT_SCOPE_FLAG_HOST,
+            ..EventDescription::default()
+        };
+        let (mut device, mut buffer) = (lane.device, ptr::null_mut());
+        self.memory.driver.with_context(lane.driver, |context| {
+            // SAFETY: the context is kept meanwhile and of the device's driver; the descriptions
+            // say their types and end their chains; each place is writable; one device is named.
+            unsafe {
+                let create = functions.command_list_create_immediate;
+                check(
+                    create(context, device, &queue, &mut lane.list),
+                    "zeCommandListCreateImmediate",
+                )?;
+                let create = functions.event_pool_create;
+                check(create(context, &pool, 1, &mut device, &mut lane.pool), "zeEventPoolCreate")?;
+                check(
+                    (functions.event_create)(lane.pool, &event, &mut lane.event),
+                    "zeEventCreate",
+                )?;
+                let host = HostMemoryDescription::default();
+                let allocate = functions.mem_alloc_host;
+                check(allocate(context, &host, BUFFER as usize, 0, &mut buffer), "zeMemAllocHost")
+            }
+        })?;
+        lane.buffer = Address::of_ptr(buffer).0;
+        Ok(())
+    }
+
+    /// Destroys a lane on which no copy runs. On an error what is left of it stays in the lane.
+    fn destroy(&self, lane: &mut Lane) -> Result<()> {
+        let functions = &self.memory.driver.functions;
+        // SAFETY: each object is this lane's own, no copy uses it any longer, and it leaves the
+        // lane once destroyed.
+        unsafe {
+            if lane.event != EventHandle::NULL {
+                check((functions.event_destroy)(lane.event), "zeEventDestroy")?;
+                lane.event = EventHandle::NULL;
+            }
+            if lane.pool != EventPoolHandle::NULL {
+                check((functions.event_pool_destroy)(lane.pool), "zeEventPoolDestroy")?;
+                lane.pool = EventPoolHandle::NULL;
+            }
+            if lane.list != CommandListHandle::NULL {
+                check((functions.command_list_destroy)(lane.list), "zeCommandListDestroy")?;
+                lane.list = CommandListHandle::NULL;
+            }
+        }
+        if lane.buffer != 0 {
+            self.memory.free(lane.driver, Address(lane.buffer))?;
+            lane.buffer = 0;
+        }
+        Ok(())
+    }
+
+    /// Destroys the spare lanes.
+    pub(crate) fn release(&self) -> Result<()> {
+        let mut spare = self.spare.lock();
+        while let Some(lane) = spare.last_mut() {
+            self.destroy(lane)?;
+            spare.pop();
+        }
+        Ok(())
+    }
+
+    /// Starts a copy of the device. Its memory, if it has any here, was found just now.
+    pub(crate) fn start(&self, lane: &mut Lane, copy: CopyRange) -> Result<()> {
+        let to = ptr::with_exposed_provenance_mut::<c_void>(copy.to.0 as usize);
+        let from = ptr::with_exposed_provenance::<c_void>(copy.from.0 as usize);
+        let (append, len) = (self.memory.driver.functions.append_memory_copy, copy.len as usize);
+        // SAFETY: the lane has one user at a time. Both sides are memory of the device or host
+        // memory of its driver, and the caller of `Iface::copy` keeps them. They do not overlap. No
+        // event is waited for. Memory that the application allocated is of another context than the
+        // list: the specification asks for one, and Intel's driver takes memory of all.
+        let code = unsafe { append(lane.list, to, from, len, lane.event, 0, ptr::null_mut()) };
+        check(code, "zeCommandListAppendMemoryCopy")?;
+        lane.busy = true;
+        Ok(())
+    }
+
+    /// Waits for the lane's copy, and makes its event ready for the next one.
+    pub(crate) fn finish(&self, lane: &mut Lane) -> Result<()> {
+        let functions = &self.memory.driver.functions;
+        // SAFETY: the event is the lane's own, and its copy was started.
+        let code = unsafe { (functions.event_host_synchronize)(lane.event, u64::MAX) };
+        check(code, "zeEventHostSynchronize")?;
+        lane.busy = false;
+        // SAFETY: the event is signalled, and nothing else waits for it.
+        check(unsafe { (functions.event_host_reset)(lane.event) }, "zeEventHostReset")
+    }
+
+    /// Gives a lane back. After an error of its last copy the lane is not used again.
+    pub(crate) fn leave(&self, mut lane: Lane, failed: Option<&Error>) {
+        let Some(refused) = failed else {
+            self.spare.lock().push(lane);
+            return;
+        };
+        // The device may still be at work, unless it is lost.
+        let ended = match refused.kind() {
+            ErrorKind::Unavailable => Ok(()),
+            _ if lane.busy => self.finish(&mut lane),
+            _ => Ok(()),
+        };
+        if let Err(error) = ended.and_then(|()| self.destroy(&mut lane)) {
+            tracing::error!(%error, "the command list of a failed copy stays behind");
+        }
+    }
+
+    /// Copies on a lane, and waits for the end.
+    pub(crate) fn run(&self, lane: &mut Lane, copy: CopyRange) -> Result<()> {
+        self.start(lane, copy)?;
+        self.finish(lane)
+    }
+
+    /// Runs work on a lane of a device.
+    pub(crate) fn with_lane(
+        &self,
+        entry: &DeviceEntry,
+        work: impl FnOnce(&mut Lane) -> Result<()>,
+    ) -> Result<()> {
+        let mut lane = self.take(entry)?;
+        let result = work(&mut lane);
+        self.leave(lane, result.as_ref().err());
+        result
+    }
+
+    /// Copies through the buffers of lanes, and waits for the end.
+    ///
+    /// # Safety
+    /// As [`hmem_core::Iface::copy`]; a side without a device is host memory.
+    pub(crate) unsafe fn run_buffered(
+        &self,
+        copy: CopyRange,
+        from: Option<&DeviceEntry>,
+        to: Option<&DeviceEntry>,
+    ) -> Result<()> {
+        let mut done = 0;
+        while done < copy.len {
+            let len = BUFFER.min(copy.len - done);
+            let (source, target) = (Address(copy.from.0 + done), Address(copy.to.0 + done));
+            let store = |source: Address| match to {
+                None => {
+                    // SAFETY: both sides are host memory: the caller's, or the buffer of a lane in
+                    // use.
+                    unsafe { copy_host(target, source, len) };
+                    Ok(())
+                }
+                Some(entry) => self.with_lane(entry, |lane| {
+                    let buffer = Address(lane.buffer);
+                    // SAFETY: the source is host memory, and the buffer is of a lane in use.
+                    unsafe { copy_host(buffer, source, len) };
+                    self.run(lane, CopyRange { to: target, from: buffer, len })
+                }),
+            };
+            match from {
+                None => store(source)?,
+                Some(entry) => self.with_lane(entry, |lane| {
+                    let buffer = Address(lane.buffer);
+                    self.run(lane, CopyRange { to: buffer, from: source, len })?;
+                    store(buffer)
+                })?,
+            }
+            done += len;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Lanes {
+    fn drop(&mut self) {
+        if let Err(error) = self.release() {
+            tracing::warn!(%error, "a Level Zero command list stays behind");
+        }
+    }
+}
+
+/// Copies by the CPU.
+///
+/// # Safety
+/// Both sides are host memory that is valid for `len` bytes, and the destination is not referenced
+/// elsewhere. They may overlap.
+pub(crate) unsafe fn copy_host(to: Address, from: Address, len: u64) {
+    let to = ptr::with_exposed_provenance_mut::<u8>(to.0 as usize);
+    let from = ptr::with_exposed_provenance::<u8>(from.0 as usize);
+    // SAFETY: the caller promises that both sides are valid.
+    unsafe { ptr::copy(from, to, len as usize) };
+}

@@ -1,0 +1,95 @@
+//! Monitor: detects frees of Level Zero memory.
+//!
+//! The driver has no callback for frees. It numbers allocations, and no two of a driver have the
+//! same number, so that one query at each cache hit shows whether the registered memory is still at
+//! its address. Memory that the application got from a pool of the driver has the pool's number: it
+//! is registered uncached.
+
+use std::sync::{Arc, Weak};
+
+use hmem_core::{
+    AddressRange, Allocation, Error, ErrorKind, IfaceKind, Result,
+    iface::MonitorSource,
+    monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
+};
+
+use crate::memory::Memory;
+
+/// Starts monitors of Level Zero memory.
+#[derive(Debug)]
+pub(crate) struct Monitors {
+    pub(crate) memory: Arc<Memory>,
+}
+
+impl MonitorSource for Monitors {
+    fn detection(&self) -> DetectionMethod {
+        DetectionMethod::Identity
+    }
+
+    fn start(&self) -> Result<Arc<dyn Monitor>> {
+        Ok(Arc::new(IdentityMonitor { memory: Arc::downgrade(&self.memory) }))
+    }
+}
+
+/// A monitor of Level Zero memory. It does not keep its iface open.
+#[derive(Debug)]
+struct IdentityMonitor {
+    memory: Weak<Memory>,
+}
+
+impl IdentityMonitor {
+    fn memory(&self) -> Result<Arc<Memory>> {
+        self.memory.upgrade().ok_or_else(|| {
+            Error::new(ErrorKind::Unavailable, "monitor")
+                .iface(IfaceKind::ZE)
+                .remedy("the iface was closed: its memory is not watched any longer")
+        })
+    }
+}
+
+impl Monitor for IdentityMonitor {
+    fn name(&self) -> &str {
+        "ze-identity"
+    }
+
+    fn rationale(&self) -> String {
+        "Level Zero has no callback for frees: the driver is asked for the identity at each hit"
+            .into()
+    }
+
+    fn detection(&self) -> DetectionMethod {
+        DetectionMethod::Identity
+    }
+
+    fn detects(&self, cause: InvalidationCause) -> bool {
+        cause == InvalidationCause::Identity
+    }
+
+    fn subscribe(&self, range: AddressRange, _: Arc<dyn Invalidator>) -> Result<Subscription> {
+        let memory = self.memory()?;
+        let refuse = |remedy| {
+            Err(Error::new(ErrorKind::Unsupported, "subscribe")
+                .iface(IfaceKind::ZE)
+                .context("range", range)
+                .remedy(remedy))
+        };
+        match memory.find(range.start())? {
+            None => refuse("only live allocations of Level Zero can be watched"),
+            Some(found) if found.pooled && !found.owned => refuse(
+                "allocations of a pool have one identity: the memory is registered uncached, unless it is allocated \
+                 with ze_external_memory_export_desc_t",
+            ),
+            Some(_) => Ok(Subscription(range.start().0)),
+        }
+    }
+
+    fn unsubscribe(&self, _: Subscription) {}
+
+    fn valid(&self, allocation: &Allocation) -> Result<bool> {
+        let memory = self.memory()?;
+        let found = memory.find(allocation.base())?;
+        Ok(found.is_some_and(|found| {
+            found.allocation.id == allocation.id && (found.owned || !found.pooled)
+        }))
+    }
+}

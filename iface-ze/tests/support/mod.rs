@@ -1,0 +1,30 @@
+//! Headers and libraries that `tests/ze/fetch` downloaded.
+//!
+//! `HMEM_ZE` names what must be there, with commas between: `headers`, `driver` (the loader and
+//! Intel's driver). What is named and absent is a failure; what is not named and absent is a skip
+//! that is printed.
+#![allow(dead_code)] // Each test binary uses a part.
+
+use std::path::PathBuf;
+
+/// Returns true if `HMEM_ZE` names `what`.
+pub(crate) fn asked_for(what: &str) -> bool {
+    std::env::var("HMEM_ZE").is_ok_and(|names| names.split(',').any(|name| name.trim() == what))
+}
+
+/// A file of the cache. `None`, printed on stderr, if it is not there and was not asked for.
+pub(crate) fn cached(what: &str, file: &str) -> Option<PathBuf> {
+    let home = || PathBuf::from(std::env::var_os("HOME").unwrap_or_default());
+    let cache = std::env::var_os("HMEM_ZE_CACHE").map(PathBuf::from);
+    let path = cache.unwrap_or_else(|| home().join(".cache/hmem-ze")).join(file);
+    if path.exists() {
+        return Some(path);
+    }
+    assert!(
+        !asked_for(what),
+        "HMEM_ZE names {what}, and {} is not there: run tests/ze/fetch",
+        path.display()
+    );
+    eprintln!("skipped: {} is not there (tests/ze/fetch downloads it)", path.display());
+    None
+}

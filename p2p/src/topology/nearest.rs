@@ -1,0 +1,266 @@
+//! The NICs nearest to memory, with the reasons for the choice.
+
+use std::fmt;
+
+use hmem_core::{Error, ErrorKind, Result, provider::Nic};
+
+use super::{
+    Topology,
+    bus_id::BusId,
+    distance::{Distance, PciPath},
+};
+
+/// Place of memory in a machine, from which its distance to NICs is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Locality {
+    /// Memory of the device at this PCI address.
+    Device(BusId),
+    /// Host memory of this NUMA node.
+    Node(u32),
+}
+
+impl fmt::Display for Locality {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Device(id) => write!(f, "device {id}"),
+            Self::Node(node) => write!(f, "NUMA node {node}"),
+        }
+    }
+}
+
+/// A NIC with its distance to memory.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct RankedNic {
+    /// Its number in the list that it was chosen from.
+    pub index: usize,
+    /// The NIC.
+    pub nic: Nic,
+    /// The distance to the memory; `None` if it is not known.
+    pub distance: Option<Distance>,
+    /// The way to the device, for device memory.
+    pub path: Option<PciPath>,
+    /// The reason why the distance is not known, or is a guess.
+    pub note: Option<&'static str>,
+}
+
+/// Order of two NICs: distance, then the length of the way.
+type Nearness = Option<(Distance, usize)>;
+
+impl RankedNic {
+    /// Returns the nearness; NICs of equal nearness are as good as one another.
+    fn nearness(&self) -> Nearness {
+        Some((self.distance?, self.path.as_ref().map_or(0, |path| path.hops.len())))
+    }
+}
+
+impl fmt::Display for RankedNic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} at ", self.nic)?;
+        match self.distance {
+            Some(distance) => write!(f, "{distance} ({})", distance.meaning())?,
+            None => f.write_str("an unknown distance")?,
+        }
+        match self.note {
+            Some(note) => write!(f, ": {note}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The NICs that were chosen for memory, and those that were not, nearest first.
+///
+/// Its `Display` says in one line per NIC which was chosen and how far it is.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NearestNics {
+    memory: Locality,
+    ranked: Vec<RankedNic>,
+    count: usize,
+}
+
+impl NearestNics {
+    /// Returns the place of the memory.
+    #[must_use]
+    pub const fn memory(&self) -> Locality {
+        self.memory
+    }
+
+    /// Returns the NICs that were chosen, nearest first.
+    #[must_use]
+    pub fn chosen(&self) -> &[RankedNic] {
+        &self.ranked[..self.count]
+    }
+
+    /// Returns the NICs that were not chosen, nearest first.
+    #[must_use]
+    pub fn others(&self) -> &[RankedNic] {
+        &self.ranked[self.count..]
+    }
+
+    /// Returns the items that belong to the chosen NICs: of a list in the order of the NICs that
+    /// were chosen from, such as their domains.
+    ///
+    /// # Panics
+    /// If the list is shorter than that of the NICs.
+    #[must_use]
+    pub fn pick<T: Copy>(&self, items: &[T]) -> Vec<T> {
+        self.chosen().iter().map(|nic| items[nic.index]).collect()
+    }
+}
+
+impl fmt::Display for NearestNics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "nearest to {}:", self.memory)?;
+        for (at, nic) in self.ranked.iter().enumerate() {
+            write!(f, "\n  {}{nic}", if at < self.count { "" } else { "not chosen: " })?;
+        }
+        Ok(())
+    }
+}
+
+const OPERATION: &str = "nearest NICs";
+
+impl Topology {
+    /// Chooses the `count` NICs that are nearest to memory, out of `nics`.
+    ///
+    /// The order is: the distance class, then the number of hops (for device memory), as in
+    /// [`nics_by_distance`](Self::nics_by_distance). Host memory is at `NODE` from the NICs of its
+    /// NUMA node and at `SYS` from others. A NIC whose distance is not known (one without a PCI
+    /// address, or that is not in the tree) comes after all others.
+    ///
+    /// Of NICs that are equally near to a device, those come first that fewer other accelerators
+    /// have as their only nearest NIC. The rest is the order of `nics`, rotated by the number of
+    /// the device among the accelerators that are equally near to the same NICs. So devices that
+    /// share several NICs begin with different ones. For host memory the order of `nics` decides.
+    /// Equal arguments give equal choices in every process.
+    ///
+    /// # Errors
+    /// - [`ErrorKind::InvalidArgument`] for a `count` of 0 or above the number of NICs, a NIC that
+    ///   is there twice, and a NUMA node that the machine does not have.
+    /// - [`ErrorKind::Unavailable`] for a device that is not in the tree.
+    pub fn choose_nics(
+        &self,
+        memory: Locality,
+        nics: &[&Nic],
+        count: usize,
+    ) -> Result<NearestNics> {
+        let refuse = |kind, why: &'static str, remedy: &'static str| {
+            let error = Error::new(kind, OPERATION).context("why", why).context("memory", memory);
+            Err(error.context("asked for", count).context("nics", nics.len()).remedy(remedy))
+        };
+        let invalid = ErrorKind::InvalidArgument;
+        if count == 0 {
+            return refuse(invalid, "no NIC is asked for", "ask for at least one NIC");
+        }
+        if count > nics.len() {
+            let remedy = "ask for fewer NICs, or open domains of more";
+            return refuse(invalid, "more NICs are asked for than there are", remedy);
+        }
+        fn name(nic: &Nic) -> (&str, &str) {
+            (&nic.provider, &nic.name)
+        }
+        let twice = |(at, nic): (usize, &&Nic)| nics[..at].iter().any(|n| name(n) == name(nic));
+        if nics.iter().enumerate().any(twice) {
+            let remedy = "choose from one domain of each NIC";
+            return refuse(invalid, "a NIC is there twice", remedy);
+        }
+        let known = match memory {
+            Locality::Device(id) => self.device(id).is_some(),
+            Locality::Node(node) => {
+                let nodes = self.numa();
+                nodes.iter().any(|known| known.id == node) || (nodes.is_empty() && node == 0)
+            }
+        };
+        match memory {
+            _ if known => {}
+            Locality::Device(_) => {
+                return refuse(
+                    ErrorKind::Unavailable,
+                    "the device is not in the PCIe tree",
+                    "read the topology of this machine, or choose the NICs yourself",
+                );
+            }
+            Locality::Node(_) => {
+                let remedy = "read the topology of the machine that has the memory";
+                return refuse(invalid, "the machine does not have the NUMA node", remedy);
+            }
+        }
+        let mut ranked: Vec<_> =
+            nics.iter().enumerate().map(|(at, nic)| self.rank(memory, at, nic)).collect();
+        // Stable: equal ones keep the caller's order.
+        ranked.sort_by_key(|nic| (nic.distance.is_none(), nic.nearness()));
+        if let Locality::Device(device) = memory {
+            self.spread(device, &mut ranked, nics);
+        }
+        Ok(NearestNics { memory, ranked, count })
+    }
+
+    /// Orders NICs of equal nearness so that accelerators which share them begin with different
+    /// ones.
+    fn spread(&self, device: BusId, ranked: &mut [RankedNic], nics: &[&Nic]) {
+        let nearness_of = |other: BusId| -> Vec<Nearness> {
+            let rank = |(at, nic): (usize, &&Nic)| self.rank(Locality::Device(other), at, nic);
+            nics.iter().enumerate().map(|nic| rank(nic).nearness()).collect()
+        };
+        let others = self.accelerators().map(|other| other.bus_id).filter(|id| *id != device);
+        let others: Vec<_> = others.map(|id| (id, nearness_of(id))).collect();
+        let mut wanted = vec![0; nics.len()];
+        for only in others.iter().filter_map(|(_, near)| only_nearest(near)) {
+            wanted[only] += 1;
+        }
+        for group in ranked.chunk_by_mut(|one, other| one.nearness() == other.nearness()) {
+            let members: Vec<_> = group.iter().map(|nic| nic.index).collect();
+            let shares = |near: &[Nearness]| {
+                let nearness = near[members[0]];
+                let is_member = |at: usize| members.contains(&at);
+                nearness.is_some()
+                    && (0..near.len()).all(|at| is_member(at) == (near[at] == nearness))
+            };
+            let before = others.iter().filter(|(id, near)| *id < device && shares(near)).count();
+            group.sort_by_key(|nic| wanted[nic.index]);
+            let wanted_alike =
+                |one: &RankedNic, other: &RankedNic| wanted[one.index] == wanted[other.index];
+            for equal in group.chunk_by_mut(wanted_alike) {
+                equal.rotate_left(before % equal.len());
+            }
+        }
+    }
+
+    fn rank(&self, memory: Locality, index: usize, nic: &Nic) -> RankedNic {
+        let mut ranked =
+            RankedNic { index, nic: nic.clone(), distance: None, path: None, note: None };
+        let Some(address) = &nic.pci_bus_id else {
+            ranked.note = Some("the NIC has no PCI address");
+            return ranked;
+        };
+        let Some(function) = address.parse().ok().and_then(|id| self.device(id)) else {
+            ranked.note = Some("the NIC is not in the PCIe tree");
+            return ranked;
+        };
+        let numa_unknown = match memory {
+            Locality::Device(device) => {
+                ranked.path = self.path(device, function.bus_id);
+                ranked.distance = ranked.path.as_ref().map(|path| path.distance);
+                ranked.path.as_ref().is_some_and(|path| path.numa_unknown)
+            }
+            Locality::Node(node) => {
+                let one_node = self.numa().len() <= 1;
+                let is_near = one_node || function.numa_node == Some(node);
+                ranked.distance = Some(if is_near { Distance::Node } else { Distance::Sys });
+                !one_node && function.numa_node.is_none()
+            }
+        };
+        if numa_unknown {
+            ranked.note = Some("a guess, as a NUMA node is not known");
+        }
+        ranked
+    }
+}
+
+/// Returns the NIC that is nearer than all others.
+fn only_nearest(near: &[Nearness]) -> Option<usize> {
+    let best = near.iter().flatten().min()?;
+    let mut nearest = (0..near.len()).filter(|at| near[*at].as_ref() == Some(best));
+    nearest.next().filter(|_| nearest.next().is_none())
+}

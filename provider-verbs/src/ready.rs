@@ -1,0 +1,118 @@
+//! Completions in memory, and the file descriptor on which threads sleep until there are more.
+//!
+//! The NIC tells of its completions by the queue's completion channel. Those that do not come from
+//! the NIC (of staged transfers, and of requests that a closing endpoint cancels) make an event fd
+//! readable. An epoll fd stands for both.
+
+use std::{
+    collections::VecDeque,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::OnceLock,
+    time::Duration,
+};
+
+use hmem_core::{Errno, Error, Result, transfer::Completion};
+use parking_lot::{Mutex, MutexGuard};
+use rustix::event::{
+    EventfdFlags, PollFd, PollFlags, Timespec,
+    epoll::{self, CreateFlags, EventData, EventFlags},
+    eventfd, poll,
+};
+
+/// The completions of a queue that are in memory.
+#[derive(Debug, Default)]
+pub(super) struct Ready {
+    state: Mutex<ReadyState>,
+    /// Made when a thread first sleeps, or asks for the fd.
+    alarm: OnceLock<Alarm>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct ReadyState {
+    pub(super) completions: VecDeque<Completion>,
+    /// The domain of the queue is gone.
+    pub(super) closed: bool,
+}
+
+#[derive(Debug)]
+struct Alarm {
+    epoll: OwnedFd,
+    event: OwnedFd,
+}
+
+impl Alarm {
+    fn new(channel: Option<BorrowedFd<'_>>) -> rustix::io::Result<Self> {
+        let epoll = epoll::create(CreateFlags::CLOEXEC)?;
+        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        for fd in [Some(event.as_fd()), channel].into_iter().flatten() {
+            epoll::add(&epoll, fd, EventData::new_u64(0), EventFlags::IN)?;
+        }
+        Ok(Self { epoll, event })
+    }
+}
+
+impl Ready {
+    #[inline]
+    pub(super) fn lock(&self) -> MutexGuard<'_, ReadyState> {
+        self.state.lock()
+    }
+
+    /// Adds a completion that does not come from the NIC.
+    pub(super) fn push(&self, completion: Completion) {
+        self.lock().completions.push_back(completion);
+        self.ring();
+    }
+
+    /// Notes that the domain is gone.
+    pub(super) fn close(&self) {
+        self.lock().closed = true;
+        self.ring();
+    }
+
+    /// Wakes the threads that sleep. A thread that makes the alarm now locks the state afterwards, and finds
+    /// what the caller changed under that lock.
+    pub(super) fn ring(&self) {
+        if let Some(alarm) = self.alarm.get()
+            && let Err(errno) = rustix::io::write(&alarm.event, &1u64.to_ne_bytes())
+        {
+            tracing::error!(%errno, "a sleeping thread could not be woken");
+        }
+    }
+
+    fn alarm(&self, channel: Option<BorrowedFd<'_>>) -> Result<&Alarm> {
+        if let Some(alarm) = self.alarm.get() {
+            return Ok(alarm);
+        }
+        let made = Alarm::new(channel).map_err(|errno| {
+            Error::os(Errno(errno.raw_os_error()), "wait for completions").provider("verbs")
+        })?;
+        Ok(self.alarm.get_or_init(|| made))
+    }
+
+    /// Returns the fd that is readable while there is an event of the channel or a ring.
+    pub(super) fn fd(&self, channel: Option<BorrowedFd<'_>>) -> Result<BorrowedFd<'_>> {
+        Ok(self.alarm(channel)?.epoll.as_fd())
+    }
+
+    /// Takes the rings of before.
+    pub(super) fn hush(&self, channel: Option<BorrowedFd<'_>>) -> Result<()> {
+        // Nothing to read is an error of the call, and no failure.
+        let _ = rustix::io::read(&self.alarm(channel)?.event, &mut [0; 8]);
+        Ok(())
+    }
+
+    /// Sleeps until the fd is readable, or for `time` at most. `None` stands for no limit.
+    pub(super) fn sleep(
+        &self,
+        channel: Option<BorrowedFd<'_>>,
+        time: Option<Duration>,
+    ) -> Result<()> {
+        let epoll = self.fd(channel)?;
+        // A time that is longer than the kernel counts is one without a limit.
+        let time = time.and_then(|time| Timespec::try_from(time).ok());
+        match poll(&mut [PollFd::new(&epoll, PollFlags::IN)], time.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(errno) => Err(Error::os(Errno(errno.raw_os_error()), "poll").provider("verbs")),
+        }
+    }
+}

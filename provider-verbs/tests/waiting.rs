@@ -1,0 +1,193 @@
+//! Waiting for completions, over injected functions that move bytes: when the NIC is asked, what
+//! wakes a sleeper, and what happens where the device cannot tell. `tests/behaviour/evt.rs` does the
+//! same over a real driver.
+
+#[allow(dead_code, reason = "other tests use the rest of it")]
+mod fake;
+#[allow(dead_code, reason = "other tests use the rest of it")]
+mod wire;
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use hmem_core::{
+    Access, Domain, DomainAttr, Endpoint, ErrorKind, OwnedRegion, Registry,
+    provider::{CompletionChannel, CompletionQueue, EndpointAttr},
+    transfer::{PeerId, RemoteSegment},
+};
+use hmem_p2p::path::DefaultPathSelector;
+use hmem_provider_verbs::{Verbs, sys::WcStatus};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use wire::{Misbehaviour, misbehave};
+
+fn fine() -> Misbehaviour {
+    Misbehaviour { bind: Some(WcStatus::IBV_WC_SUCCESS), ..Misbehaviour::default() }
+}
+
+/// An endpoint that is its own peer, with a region to write from and to.
+struct Alone {
+    region: OwnedRegion<Vec<u8>>,
+    endpoint: Endpoint,
+    cq: Arc<dyn CompletionQueue>,
+    domain: Domain,
+}
+
+fn open(misbehaviour: Misbehaviour) -> Domain {
+    let verbs = Verbs::builder().functions(wire::functions()).build().expect("start");
+    misbehave(misbehaviour);
+    open_of(&verbs)
+}
+
+fn open_of(verbs: &Verbs) -> Domain {
+    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
+    Domain::open(verbs, registry, paths, DomainAttr::default()).expect("open")
+}
+
+fn readable_now(channel: &dyn CompletionChannel) -> bool {
+    let fd = channel.fd().expect("fd");
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    rustix::event::poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&now)).expect("poll") == 1
+}
+
+impl Alone {
+    fn with(misbehaviour: Misbehaviour) -> Self {
+        let domain = open(misbehaviour);
+        let cq = domain.open_cq(8).expect("open a queue");
+        let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).expect("open an endpoint");
+        endpoint.resolve(&endpoint.name()).expect("connect it to itself");
+        let region = domain.register(vec![3; 64], Access::all()).expect("register");
+        fake::calls();
+        Self { region, endpoint, cq, domain }
+    }
+
+    fn new() -> Self {
+        Self::with(fine())
+    }
+
+    fn write(&self, context: u64) {
+        let key = self.region.key().expect("key");
+        let remote = [RemoteSegment { address: key.base(), len: 8, key: &key }];
+        let from = [self.region.slice(8, 8).expect("inside")];
+        self.endpoint.write(&from, &remote, PeerId(0), context).expect("post");
+    }
+
+    fn channel(&self) -> &dyn CompletionChannel {
+        self.cq.channel().expect("a completion channel")
+    }
+
+    fn wait(&self, timeout: Duration) -> hmem_core::Result<Vec<u64>> {
+        let mut done = Vec::new();
+        self.cq.wait(&mut done, 8, timeout)?;
+        Ok(done.into_iter().map(|ended| ended.context).collect())
+    }
+}
+
+/// Calls that asked the NIC to tell of a completion.
+fn requests() -> usize {
+    fake::calls().iter().filter(|call| *call == "req_notify_cq").count()
+}
+
+/// EVT-05
+#[test]
+fn the_nic_is_asked_only_before_a_sleep() {
+    let alone = Alone::new();
+    alone.write(1);
+    assert_eq!(alone.wait(Duration::MAX).expect("wait"), [1]);
+    assert_eq!(alone.wait(Duration::ZERO).expect("wait"), []);
+    alone.write(2);
+    assert_eq!(alone.cq.read(&mut Vec::new(), 8).expect("read"), 1);
+    assert_eq!(requests(), 0, "nobody slept");
+    let before = Instant::now();
+    assert_eq!(alone.wait(Duration::from_millis(3)).expect("wait"), []);
+    assert!(before.elapsed() >= Duration::from_millis(3));
+    assert_eq!(requests(), 1);
+}
+
+/// EVT-05
+#[test]
+fn what_completed_before_the_nic_was_asked_is_found_after() {
+    let alone = Alone::new();
+    for context in 0..3 {
+        // The device runs it when it is polled, which is after it was asked.
+        alone.write(context);
+        assert!(!alone.channel().arm().expect("arm"), "there is something to read");
+        assert_eq!(alone.wait(Duration::ZERO).expect("wait"), [context]);
+        assert!(alone.channel().arm().expect("arm"), "the event of before was taken");
+        assert!(!readable_now(alone.channel()));
+    }
+    drop(alone);
+}
+
+/// EVT-05
+#[test]
+fn completions_that_are_not_the_nics_wake_too() {
+    let Alone { region, endpoint, cq, domain } = Alone::new();
+    let slice = region.slice(0, 8).expect("inside");
+    endpoint.receive(&[slice], None, 5).expect("post a receive");
+    let channel = cq.channel().expect("a channel");
+    assert!(channel.arm().expect("arm"));
+    endpoint.close().map_err(|rejected| rejected.error).expect("close");
+    assert!(readable_now(channel), "the canceled receive made nothing readable");
+    assert!(!channel.arm().expect("arm"));
+    let mut done = Vec::new();
+    assert_eq!(cq.wait(&mut done, 8, Duration::MAX).expect("wait"), 1);
+    assert_eq!(done.remove(0).result.unwrap_err().kind(), ErrorKind::Canceled);
+    drop((region, domain));
+    assert_eq!(channel.arm().unwrap_err().kind(), ErrorKind::BadState);
+    assert_eq!(cq.wait(&mut done, 8, Duration::MAX).unwrap_err().kind(), ErrorKind::BadState);
+}
+
+/// EVT-05
+#[test]
+fn a_queue_serves_the_endpoints_of_another_domain_after_its_own_is_closed() {
+    let verbs = Verbs::builder().functions(wire::functions()).build().expect("start");
+    let [lender, user] = [open_of(&verbs), open_of(&verbs)];
+    let cq = lender.open_cq(8).expect("open a queue");
+    let endpoint = user.open_endpoint(&EndpointAttr::new(&cq)).expect("open an endpoint");
+    lender.close().map_err(|rejected| rejected.error).expect("close");
+    let mut done = Vec::new();
+    let short = Duration::from_millis(1);
+    assert_eq!(cq.wait(&mut done, 8, short).expect("an endpoint uses it"), 0);
+    let channel = cq.channel().expect("a channel");
+    assert!(channel.arm().expect("arm"));
+    endpoint.close().map_err(|rejected| rejected.error).expect("close");
+    assert!(readable_now(channel), "a task sleeps on");
+    assert_eq!(cq.wait(&mut done, 8, Duration::MAX).unwrap_err().kind(), ErrorKind::BadState);
+}
+
+/// EVT-05
+#[test]
+fn a_device_that_is_gone_ends_the_wait() {
+    let alone = Alone::new();
+    misbehave(Misbehaviour { channels_fail: 5, ..fine() });
+    for error in
+        [alone.wait(Duration::MAX).expect_err("gone"), alone.channel().arm().expect_err("gone")]
+    {
+        assert_eq!(error.os_errno().map(|errno| errno.0), Some(5), "{error}");
+        assert!(error.remedy_text().is_some(), "{error}");
+    }
+    misbehave(fine());
+}
+
+/// EVT-05
+#[test]
+fn without_a_channel_of_the_driver_a_wait_polls() {
+    let alone = Alone::with(Misbehaviour { tells_nothing: true, ..fine() });
+    assert!(alone.cq.channel().is_none());
+    assert_eq!(alone.wait(Duration::from_millis(2)).expect("wait"), []);
+    alone.write(1);
+    assert_eq!(alone.wait(Duration::MAX).expect("wait"), [1]);
+}
+
+/// EVT-05
+#[test]
+fn a_channel_that_cannot_be_created_is_an_error_that_leaves_nothing() {
+    let domain = open(Misbehaviour { refuses_channels: 24, ..fine() });
+    let error = domain.open_cq(8).expect_err("no room for an fd");
+    assert_eq!(error.os_errno().map(|errno| errno.0), Some(24), "{error}");
+    assert!(error.remedy_text().is_some_and(|text| text.contains("ulimit -n")), "{error}");
+    misbehave(fine());
+    domain.open_cq(8).expect("the next one");
+}

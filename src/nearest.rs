@@ -1,0 +1,120 @@
+//! Registrations with the NICs that are nearest to the memory.
+
+use hmem_core::{
+    Access, AddressRange, Domain, Error, ErrorKind, IfaceKind, OwnedBuffer, OwnedMultiRegion,
+    Rejected, Result, provider::Nic, register_on,
+};
+use hmem_iface_system::numa_node;
+use hmem_p2p::topology::{Locality, NearestNics, Topology};
+
+use crate::builder::Hmem;
+
+const OPERATION: &str = "nearest NICs";
+
+impl Hmem {
+    /// Chooses the `count` NICs that are nearest to memory, out of those of open domains, by the
+    /// machine's [topology](Hmem::topology). The order, and that of NICs which are equally near,
+    /// is that of [`Topology::choose_nics`].
+    ///
+    /// Device memory is near to the NICs that are near to its device. Memory that the CPU reaches
+    /// is near to the NICs of the NUMA node that holds most of its pages ([`numa_node`]).
+    ///
+    /// # Errors
+    /// - As [`Topology::choose_nics`] and [`Hmem::topology`].
+    /// - [`ErrorKind::Unsupported`] for memory of a device without a PCI address.
+    /// - As [`numa_node`], on a machine of several NUMA nodes.
+    /// - [`ErrorKind::OutOfBounds`] for a range that leaves its allocation.
+    pub fn nearest_nics(
+        &self,
+        domains: &[&Domain],
+        memory: AddressRange,
+        count: usize,
+    ) -> Result<NearestNics> {
+        let topology = self.topology()?;
+        let locality = self.locality(topology, memory)?;
+        let nics: Vec<&Nic> = domains.iter().map(|domain| &domain.provider_attr().nic).collect();
+        topology.choose_nics(locality, &nics, count)
+    }
+
+    /// Registers a buffer with the `count` NICs that are nearest to it, out of those of `domains`,
+    /// by [`register_on`]. The choice comes back too and says how far each NIC is.
+    ///
+    /// For memory by raw addresses, pass the domains that [`Hmem::nearest_nics`] picks to
+    /// [`regattr_on`](hmem_core::regattr_on).
+    ///
+    /// # Errors
+    /// As [`Hmem::nearest_nics`] and [`register_on`]. The buffer is in the value of the error.
+    ///
+    /// # Examples
+    ///
+    /// ```no_run
+    /// use hmem::{Access, DeviceBuffer, DomainAttr, Hmem, RailKeys};
+    ///
+    /// # fn expose(buffer: DeviceBuffer) -> hmem::Result<()> {
+    /// let hmem = Hmem::builder().verbs().build()?;
+    /// let open = |nic| {
+    ///     hmem.domain("verbs", DomainAttr { nic: Some(nic), ..DomainAttr::default() })
+    /// };
+    /// let nics = hmem.nics("verbs")?.into_iter().map(|attr| attr.nic.name);
+    /// let domains = nics.map(open).collect::<hmem::Result<Vec<_>>>()?;
+    /// let domains: Vec<_> = domains.iter().collect();
+    ///
+    /// let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
+    /// let (shared, choice) = hmem.register_nearest(&domains, 2, buffer, access)?;
+    /// println!("{choice}");
+    /// let bytes = shared.rail_keys()?.to_bytes();
+    /// // The peer gets the bytes over any connection.
+    /// for rail in RailKeys::from_bytes(&bytes)?.rails() {
+    ///     println!("{}: {:?}", rail.nic, rail.key);
+    /// }
+    /// # Ok(()) }
+    /// ```
+    pub fn register_nearest<B: OwnedBuffer>(
+        &self,
+        domains: &[&Domain],
+        count: usize,
+        buffer: B,
+        access: Access,
+    ) -> Result<(OwnedMultiRegion<B>, NearestNics), Rejected<OwnedMultiRegion<B>>> {
+        let parts = buffer.into_parts();
+        let memory = B::range(&parts);
+        let buffer = B::from_parts(parts);
+        match self.nearest_nics(domains, memory, count) {
+            Ok(choice) => {
+                let shared = register_on(&choice.pick(domains), buffer, access)?;
+                Ok((shared, choice))
+            }
+            Err(error) => Err(Rejected::new(OwnedMultiRegion::unregistered(buffer), error)),
+        }
+    }
+
+    /// Returns the place of memory in the machine.
+    fn locality(&self, topology: &Topology, memory: AddressRange) -> Result<Locality> {
+        let owner = self.registry().owner_of_range(memory)?;
+        let by_cpu = owner.allocation.is_none_or(|allocation| allocation.kind.cpu_accessible());
+        let device = match owner.device {
+            Some(device) if owner.iface != IfaceKind::SYSTEM && !by_cpu => device,
+            _ => return host_locality(topology, memory),
+        };
+        let known = self.registry().get(owner.iface)?.devices()?;
+        let address = known.into_iter().find(|known| known.id == device);
+        let Some(address) = address.and_then(|device| device.pci_bus_id) else {
+            return Err(Error::new(ErrorKind::Unsupported, OPERATION)
+                .iface(owner.iface)
+                .device(device)
+                .context("why", "the device has no PCI address, so no NIC is near or far")
+                .remedy("choose the NICs yourself, and register with register_on"));
+        };
+        Ok(Locality::Device(address.parse()?))
+    }
+}
+
+/// Returns the place of memory that the CPU reaches.
+fn host_locality(topology: &Topology, memory: AddressRange) -> Result<Locality> {
+    match topology.numa() {
+        // Nothing to ask, where a container may forbid to ask.
+        [] => Ok(Locality::Node(0)),
+        [one] => Ok(Locality::Node(one.id)),
+        _ => numa_node(memory).map(Locality::Node),
+    }
+}

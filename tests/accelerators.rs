@@ -1,0 +1,187 @@
+//! Neuron and Gaudi memory with the cache of a domain and the path decision, over the fake runtimes
+//! and the software NIC.
+#![cfg(all(feature = "neuron", feature = "synapseai"))]
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+
+use hmem::{
+    Access, Address, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, Domain,
+    DomainAttr, Hmem, Iface, IfaceExt, IfaceKind,
+    iface::AllocRequest,
+    loopback::{Loopback, Memory},
+    neuron::{self, Neuron},
+    path::Path,
+    synapseai::{self, SynapseAi},
+};
+use hmem_fake_accelerators::{Fake, Profile};
+
+const LEN: u64 = 64 << 10;
+
+fn neuron(fake: &Fake) -> Neuron {
+    // SAFETY: the fake's functions have the signatures of their names and live forever.
+    let functions = unsafe { neuron::sys::Functions::from_lookup(|name| fake.symbol(name)) };
+    Neuron::builder().functions(functions.expect("all functions")).open().expect("NeuronCores")
+}
+
+fn gaudi(fake: &Fake) -> SynapseAi {
+    // SAFETY: as above.
+    let (synapse, hlthunk) = unsafe {
+        (
+            synapseai::sys::synapse::Functions::from_lookup(|name| fake.symbol(name)),
+            synapseai::sys::hlthunk::Functions::from_lookup(|name| fake.symbol(name)),
+        )
+    };
+    let builder =
+        SynapseAi::builder().functions(synapse.expect("all"), Some(hlthunk.expect("all")));
+    builder.open().expect("a Gaudi device")
+}
+
+/// Runs a test with each of the two ifaces in a domain of its own, with a cache.
+fn with_each(test: impl Fn(&Fake, &Domain, &Arc<dyn Iface>)) {
+    for kind in [IfaceKind::NEURON, IfaceKind::SYNAPSEAI] {
+        let fake = Fake::start(Profile::running());
+        let iface: Arc<dyn Iface> = match kind {
+            IfaceKind::NEURON => Arc::new(neuron(&fake)),
+            _ => Arc::new(gaudi(&fake)),
+        };
+        let nic = Loopback::builder().memory(Memory::Pinned).build().expect("a NIC");
+        let builder = Hmem::builder().without_vendor_ifaces();
+        let hmem = builder.shared_iface(Arc::clone(&iface)).provider(nic).build().expect("start");
+        let attr = DomainAttr { cache: Some(CacheAttr::default()), ..DomainAttr::default() };
+        let domain = hmem.domain("loopback", attr).expect("a domain");
+        test(&fake, &domain, &iface);
+    }
+}
+
+fn request() -> AllocRequest {
+    AllocRequest { len: LEN, device: DeviceId(0), kind: AllocationKind::Device }
+}
+
+/// CACHE-02 MON-07
+///
+/// The fake gives the address of freed memory out again at once.
+#[test]
+fn a_freed_and_reallocated_address_is_never_a_hit() {
+    with_each(|_, domain, iface| {
+        let cache = domain.cache().expect("a cache");
+        let (mut last, mut reused) = (None, 0);
+        for round in 0..8u8 {
+            let own = iface.allocate(&request()).expect("allocate");
+            reused += u32::from(last.replace(own.range) == Some(own.range));
+            // SAFETY: live memory. Regions are not used once it is freed.
+            unsafe {
+                iface.write(own.base(), &[round; 16]).expect("write");
+                for _ in 0..2 {
+                    let region = cache
+                        .get_or_register(own.range, Access::REMOTE_READ)
+                        .expect("a cached region");
+                    assert!(region.lease().uncached_reason().is_none(), "{:?}", region.lease());
+                }
+                iface.free(&own).expect("free");
+            }
+            cache.reclaim();
+        }
+        assert!(reused > 0, "no address came back: nothing was shown");
+        let statistics = cache.statistics();
+        assert_eq!((statistics.registrations, statistics.hits), (8, 8), "{statistics:?}");
+    });
+}
+
+/// CACHE-02 MON-07
+///
+/// The application allocates, announces, registers, withdraws and frees.
+#[test]
+fn a_withdrawal_ends_the_cached_registrations_of_announced_memory() {
+    let fake = Fake::start(Profile::running());
+    let gaudi = Arc::new(gaudi(&fake));
+    let symbol = |name| fake.symbol(name).expect("in the library");
+    // SAFETY: the functions of these names.
+    let (malloc, free) = unsafe {
+        type Malloc = unsafe extern "C" fn(u32, u64, u64, u32, *mut u64) -> i32;
+        type Free = unsafe extern "C" fn(u32, u64, u32) -> i32;
+        (
+            std::mem::transmute::<*const (), Malloc>(symbol("synDeviceMalloc")),
+            std::mem::transmute::<*const (), Free>(symbol("synDeviceFree")),
+        )
+    };
+    let nic = Loopback::builder().memory(Memory::Pinned).build().expect("a NIC");
+    let hmem = Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(&gaudi) as _);
+    let hmem = hmem.provider(nic).build().expect("start");
+    let attr = DomainAttr { cache: Some(CacheAttr::default()), ..DomainAttr::default() };
+    let domain = hmem.domain("loopback", attr).expect("a domain");
+    let cache = domain.cache().expect("a cache");
+    let mut bases = Vec::new();
+    for _ in 0..3 {
+        let mut base = 0;
+        // SAFETY: an out parameter.
+        assert_eq!(unsafe { malloc(0, LEN, 0, 0, &mut base) }, 0);
+        bases.push(base);
+        let range = AddressRange::new(Address(base), LEN).expect("a range");
+        // SAFETY: live memory, which is withdrawn and deregistered before it is freed.
+        unsafe {
+            let announced = gaudi.announce(range, DeviceId(0), ()).expect("announce");
+            for _ in 0..2 {
+                let region = cache.get_or_register(range, Access::REMOTE_READ).expect("cached");
+                assert_eq!(region.decision().expect("a decision").path, Path::DmaBuf);
+            }
+            gaudi.withdraw(&announced).expect("withdraw");
+            cache.reclaim();
+            assert_eq!(domain.live().regions, 0, "nothing is left when the memory goes");
+            assert_eq!(free(0, base, 0), 0);
+        }
+    }
+    assert!(bases.windows(2).all(|pair| pair[0] == pair[1]), "the address came back");
+    assert_eq!(cache.statistics().registrations, 3);
+}
+
+/// CACHE-12 MON-09
+#[test]
+fn a_monitor_that_is_left_out_leaves_the_other_ifaces_cached() {
+    let fake = Fake::start(Profile::running());
+    let ifaces: [Arc<dyn Iface>; 2] = [Arc::new(neuron(&fake)), Arc::new(gaudi(&fake))];
+    let mut builder = Hmem::builder()
+        .without_vendor_ifaces()
+        .cache(CacheAttr::default().without_monitors([IfaceKind::NEURON]))
+        .provider(Loopback::builder().memory(Memory::Pinned).build().expect("a NIC"));
+    for iface in &ifaces {
+        builder = builder.shared_iface(Arc::clone(iface));
+    }
+    let hmem = builder.build().expect("start");
+    let attr = DomainAttr { cache: Some(CacheAttr::default()), ..DomainAttr::default() };
+    let domain = hmem.domain("loopback", attr).expect("a domain");
+    let cache = domain.cache().expect("a cache");
+    let cached = |iface: &Arc<dyn Iface>| {
+        let own = DeviceBuffer::allocate(iface, &request()).expect("allocate");
+        // SAFETY: live memory; the region is not used once it is freed.
+        let region = unsafe { cache.get_or_register(own.allocation().range, Access::REMOTE_READ) };
+        region.expect("a region").lease().uncached_reason().is_none()
+    };
+    assert!(!cached(&ifaces[0]) && cached(&ifaces[1]));
+    assert_eq!(hmem.cache_monitor_left_out_by(IfaceKind::NEURON), Some("Builder::cache"));
+    assert_eq!(hmem.cache_monitor_left_out_by(IfaceKind::SYNAPSEAI), None);
+}
+
+/// P2P-03 DIAG-03
+#[test]
+fn a_refused_export_is_staged_and_the_decision_keeps_call_code_and_cause() {
+    with_each(|fake, domain, iface| {
+        let (symbol, code, cause) = match iface.kind() {
+            IfaceKind::NEURON => ("nrt_get_dmabuf_fd_v2", 2, "neuron-export-invalid"),
+            _ => ("hlthunk_device_mapped_memory_export_dmabuf_fd", -22, "synapseai-export-invalid"),
+        };
+        let buffer = DeviceBuffer::allocate(iface, &request()).expect("allocate");
+        fake.fail(symbol, code);
+        let region = domain.register(buffer, Access::READ | Access::WRITE).expect("staged");
+        let decision = region.decision().expect("a decision");
+        assert_eq!(decision.path, Path::Staged);
+        let refused = decision.attempts.iter().find(|attempt| attempt.path == Path::DmaBuf);
+        let refused = refused.expect("the dma-buf was tried");
+        let error = refused.error.as_ref().expect("it was refused");
+        assert!(error.to_string().contains(symbol), "{error}");
+        assert_eq!(refused.cause_name, Some(cause));
+        let buffer = region.close().expect("close");
+        let region = domain.register(buffer, Access::READ | Access::WRITE).expect("direct");
+        drop(region);
+    });
+}

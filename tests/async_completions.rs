@@ -1,0 +1,10 @@
+//! The example of an asynchronous program.
+
+#[path = "../examples/async_completions.rs"]
+mod example;
+
+/// EVT-05
+#[test]
+fn an_asynchronous_task_sleeps_on_the_channel_of_its_queue() {
+    example::main().expect("the example works");
+}

@@ -1,0 +1,31 @@
+//! Reads the corpus of serialised values, and checks it against the code.
+
+use std::{collections::BTreeSet, fs, path::Path};
+
+/// Compares each value of a form with what `decode` says of its bytes. Fails if a version up to
+/// `current` has no value.
+pub(crate) fn check(form: &str, current: u32, decode: impl Fn(&[u8]) -> String) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/corpus").join(form);
+    let mut versions = BTreeSet::new();
+    for file in
+        fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
+    {
+        let path = file.expect("an entry of the folder").path();
+        let name = path.file_name().and_then(|name| name.to_str()).expect("a name of text");
+        let version = name.strip_prefix('v').and_then(|name| name.split_once('-'));
+        let version: u32 = version.and_then(|(version, _)| version.parse().ok()).expect(name);
+        let text = fs::read_to_string(&path).expect(name);
+        let lines: Vec<_> = text.lines().filter(|line| !line.starts_with('#')).collect();
+        let [bytes, value] = lines[..] else { panic!("{name}: not two lines") };
+        assert_eq!(decode(&unhex(name, bytes)), value, "{form}/{name}");
+        versions.insert(version);
+    }
+    let expected: BTreeSet<_> = (1..=current).collect();
+    assert_eq!(versions, expected, "{form}: each version needs a file in {}", folder.display());
+}
+
+fn unhex(name: &str, text: &str) -> Vec<u8> {
+    assert!(text.is_ascii() && text.len().is_multiple_of(2), "{name}: not hexadecimal");
+    let byte = |at| u8::from_str_radix(&text[at..at + 2], 16).expect(name);
+    (0..text.len()).step_by(2).map(byte).collect()
+}

@@ -1,0 +1,55 @@
+//! Memory that tells how often it was freed.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+};
+
+use hmem::{AddressRange, OwnedBuffer, Result};
+
+/// Heap memory that counts its end.
+pub(crate) struct Counted {
+    bytes: Vec<u8>,
+    ends: Arc<AtomicUsize>,
+}
+
+impl Counted {
+    /// Allocates `len` bytes; the counter tells how often they were freed.
+    pub(crate) fn new(len: usize, ends: &Arc<AtomicUsize>) -> Self {
+        Self { bytes: vec![0; len], ends: Arc::clone(ends) }
+    }
+}
+
+/// The parts of [`Counted`].
+pub(crate) struct CountedParts(<Vec<u8> as OwnedBuffer>::Parts, Arc<AtomicUsize>);
+
+impl Drop for CountedParts {
+    fn drop(&mut self) {
+        self.1.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+// SAFETY: the memory is that of a `Vec`, whose own implementation keeps the promises.
+unsafe impl OwnedBuffer for Counted {
+    type Parts = CountedParts;
+
+    fn into_parts(self) -> CountedParts {
+        CountedParts(OwnedBuffer::into_parts(self.bytes), self.ends)
+    }
+
+    fn from_parts(_: CountedParts) -> Self {
+        unreachable!("the tests get no buffer back")
+    }
+
+    fn range(parts: &CountedParts) -> AddressRange {
+        <Vec<u8> as OwnedBuffer>::range(&parts.0)
+    }
+
+    fn read(parts: &CountedParts, offset: u64, into: &mut [u8]) -> Result<()> {
+        <Vec<u8> as OwnedBuffer>::read(&parts.0, offset, into)
+    }
+
+    fn write(parts: &CountedParts, offset: u64, from: &[u8]) -> Result<()> {
+        <Vec<u8> as OwnedBuffer>::write(&parts.0, offset, from)
+    }
+}

@@ -1,0 +1,127 @@
+//! The `Debug` of handles is short, however much they hold: it stands in logs and panic messages.
+#![allow(unsafe_code)]
+
+use std::{fmt::Debug, sync::Arc};
+
+use hmem::{
+    Access, AddressRange, AllocationKind, Builder, CacheAttr, DeviceBuffer, DeviceId, Domain,
+    DomainAttr, Growth, Hmem, Iface, IfaceKind, MrMode, Result, View,
+    iface::AllocRequest,
+    loopback::Loopback,
+    provider::EndpointAttr,
+    system::{
+        FreeDetection, SIMULATED, Simulated,
+        monitor::{HostMonitorKind, ImportCallbacks, ImportMonitor},
+    },
+};
+
+/// An application that says nothing of its changes.
+#[derive(Debug)]
+struct Silent;
+
+impl ImportCallbacks for Silent {
+    fn subscribe(&self, _: AddressRange) -> Result<()> {
+        Ok(())
+    }
+
+    fn unsubscribe(&self, _: AddressRange) {}
+}
+
+const PAGE: u64 = 4096;
+const COUNT: usize = 2_000;
+
+/// Characters that one of these handles may take, pretty-printed.
+const MOST: usize = 4_000;
+
+fn check(name: &str, value: &dyn Debug) {
+    for text in [format!("{value:?}"), format!("{value:#?}")] {
+        let start: String = text.chars().take(300).collect();
+        assert!(text.len() <= MOST, "{name} takes {} characters: {start}", text.len());
+    }
+    let line = format!("{value:?}");
+    assert!(!line.contains('\n') && !line.is_empty(), "{name} is not one line: {line}");
+}
+
+fn buffers(device: &Arc<dyn Iface>) -> Vec<DeviceBuffer> {
+    let request = AllocRequest { len: PAGE, device: DeviceId(0), kind: AllocationKind::Device };
+    (0..COUNT).map(|_| DeviceBuffer::allocate(device, &request).expect("memory")).collect()
+}
+
+/// Registers all of them, and looks at everything that holds them.
+fn check_domain(domain: &Domain, ranges: &[AddressRange], kind: IfaceKind) {
+    let access = Access::REMOTE_READ;
+    let views: Vec<_> = ranges.iter().map(|range| View::new(*range, access)).collect();
+    // SAFETY: nobody refers into the memory, which outlives the regions.
+    let registered = unsafe { domain.reg_many(&views, Growth::None) }.expect("registered");
+    let cache = domain.cache().expect("a cache");
+    // SAFETY: as above.
+    let leases: Vec<_> = ranges
+        .iter()
+        .map(|range| unsafe { cache.get_or_register(*range, access) }.expect("registered"))
+        .collect();
+    assert!(leases[0].lease().uncached_reason().is_none());
+    let queue = domain.open_cq(8).expect("a queue");
+    let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue)).expect("an endpoint");
+    let monitor = cache.monitor(kind).expect("a monitor");
+    check("domain", domain);
+    check("views", &registered);
+    check("view", &registered.get(7).expect("there"));
+    check("region", &registered.regions()[7]);
+    check("cache", cache);
+    check("lookup handle", &cache.lookup_handle());
+    check("lease", &leases[7]);
+    check("monitor", &monitor);
+    check("endpoint", &endpoint);
+    check("provider's domain", &domain.provider_domain());
+    check("registry", domain.registry());
+}
+
+fn builder(device: &Arc<dyn Iface>) -> Builder {
+    Hmem::builder()
+        .without_vendor_ifaces()
+        .shared_iface(Arc::clone(device))
+        .provider(Loopback::builder().build().expect("a software NIC"))
+}
+
+fn domain(hmem: &Hmem) -> Domain {
+    let mr_mode = MrMode::empty();
+    let attr = DomainAttr { mr_mode, cache: Some(CacheAttr::default()), ..DomainAttr::default() };
+    hmem.domain("loopback", attr).expect("a domain")
+}
+
+#[test]
+fn handles_of_device_memory_print_one_short_line() {
+    for detection in [FreeDetection::Identity, FreeDetection::Callback] {
+        let simulated = Simulated::builder().free_detection(detection).build().expect("a device");
+        let device: Arc<dyn Iface> = Arc::new(simulated);
+        let buffers = buffers(&device);
+        let ranges: Vec<_> = buffers.iter().map(|buffer| buffer.allocation().range).collect();
+        let hmem = builder(&device).build().expect("nothing in the way");
+        check_domain(&domain(&hmem), &ranges, SIMULATED);
+        check("device", &device);
+        check("library", &hmem);
+        check("buffer", &buffers[0]);
+    }
+}
+
+#[test]
+fn handles_of_host_memory_print_one_short_line() {
+    let device: Arc<dyn Iface> = Arc::new(Simulated::builder().build().expect("a device"));
+    let bytes = vec![0_u8; 2 * COUNT * PAGE as usize];
+    let whole = AddressRange::of(&bytes);
+    let ranges: Vec<_> =
+        (0..COUNT as u64).map(|at| whole.slice(2 * at * PAGE, 64).expect("inside")).collect();
+    let import = ImportMonitor::new(Arc::new(Silent)).expect("a monitor");
+    let builders = [
+        // The hooks, or with userfaultfd beneath them where the system has it.
+        builder(&device).cache_monitor(HostMonitorKind::Auto),
+        builder(&device).cache_monitor(HostMonitorKind::MemHooks),
+        builder(&device).imported_cache_monitor(import),
+    ];
+    for builder in builders {
+        let hmem = builder.build().expect("nothing in the way");
+        check_domain(&domain(&hmem), &ranges, IfaceKind::SYSTEM);
+        check("host memory", hmem.iface(IfaceKind::SYSTEM).expect("it is always there"));
+        check("library", &hmem);
+    }
+}

@@ -1,0 +1,103 @@
+//! Neuron and Gaudi runtimes for tests: the symbols of `libnrt.so.1`, `libSynapse.so` and
+//! `libhl-thunk.so` over memory files.
+//!
+//! They are entered like the real ones, through their function tables: within a test's process by
+//! [`Fake::symbol`], or as a library (`libhmem_fake_accelerators.so`) that is loaded where any of
+//! the three would be. Device memory faults under the CPU; its addresses come back as soon as they
+//! are freed; its dma-bufs are memory files that begin where the exported range does. Every call
+//! that returns a code can be made to fail.
+//!
+//! The answers follow the vendors' headers, and for dma-bufs the sources of the Neuron kernel
+//! driver and of hl-thunk. It is stricter where the real ones do not say: a second `nrt_init`
+//! fails, a copy of host memory that `synHostMalloc` did not allocate fails, and a copy is made
+//! when its stream is synchronised.
+//!
+//! # Layers
+//!
+//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//!
+//! - `pages`: the bytes of the devices; a link to the module of the fake CUDA driver
+//! - `state`: allocations, faults and counters
+//! - `nrt`, `synapse`: the entries
+//!
+//! # Things it cannot show
+//!
+//! Two dma-bufs that overlap with different page bounds, alive at once: the second export is
+//! refused.
+
+#![allow(missing_docs)] // The vendors' headers document the functions.
+
+pub mod nrt;
+#[allow(dead_code, reason = "the fake CUDA driver uses all of it")]
+mod pages;
+mod state;
+pub mod synapse;
+
+use parking_lot::{Mutex, MutexGuard};
+pub use state::{Live, Profile};
+
+/// Keeps the runtimes to one test at a time.
+static TURN: Mutex<()> = Mutex::new(());
+
+/// The runtimes of this process, started anew and for one test alone.
+#[derive(Debug)]
+pub struct Fake {
+    _turn: MutexGuard<'static, ()>,
+    absent: Vec<&'static str>,
+}
+
+impl Fake {
+    /// Starts the runtimes as one of a profile.
+    #[must_use]
+    pub fn start(profile: Profile) -> Self {
+        let turn = TURN.lock();
+        let absent = profile.absent.clone();
+        state::restart(profile);
+        Self { _turn: turn, absent }
+    }
+
+    /// Returns the address of a function, unless the profile lacks it.
+    #[must_use]
+    pub fn symbol(&self, name: &str) -> Option<*const ()> {
+        if self.absent.contains(&name) { None } else { symbol(name) }
+    }
+
+    /// Makes the `nth` call of a function from now on return `code`, 1 being the next.
+    pub fn fail_nth(&self, symbol: &'static str, nth: u64, code: i32) {
+        state::with(|state| state.fail(symbol, nth, code));
+    }
+
+    /// Makes the next call of a function return `code`.
+    pub fn fail(&self, symbol: &'static str, code: i32) {
+        self.fail_nth(symbol, 1, code);
+    }
+
+    /// Forgets faults that were not met.
+    pub fn heal(&self) {
+        state::with(|state| state.faults.clear());
+    }
+
+    /// Returns the number of calls of a function.
+    #[must_use]
+    pub fn calls(&self, symbol: &str) -> u64 {
+        state::with(|state| state.calls.get(symbol).copied().unwrap_or(0))
+    }
+
+    /// Returns what is alive.
+    #[must_use]
+    pub fn live(&self) -> Live {
+        state::with(|state| state.live())
+    }
+}
+
+/// Starts the runtimes anew and returns the lookup of their functions. For a process in which one
+/// test runs at a time.
+pub fn restart(profile: Profile) -> impl Fn(&str) -> Option<*const ()> {
+    let absent = profile.absent.clone();
+    state::restart(profile);
+    move |name| if absent.contains(&name) { None } else { symbol(name) }
+}
+
+fn symbol(name: &str) -> Option<*const ()> {
+    nrt::symbol(name).or_else(|| synapse::symbol(name))
+}

@@ -1,0 +1,184 @@
+//! Allocations, faults and counters.
+
+use std::collections::{BTreeMap, HashMap};
+
+use parking_lot::Mutex;
+
+use crate::pages::{PAGE, Pages};
+
+/// Bytes of memory on the devices.
+pub(crate) const MEMORY: u64 = 1 << 34;
+
+/// The runtimes of this process. A library that is loaded starts with the default profile.
+static STATE: Mutex<Option<State>> = Mutex::new(None);
+
+/// The abilities of the runtimes.
+#[derive(Clone, Debug)]
+pub struct Profile {
+    /// The number of NeuronCores, and of Gaudi devices.
+    pub devices: u32,
+    /// Set if the application has called `nrt_init`, and acquired a Gaudi device.
+    pub running: bool,
+    /// `synDeviceType`.
+    pub device_type: i32,
+    /// Functions that the libraries lack.
+    pub absent: Vec<&'static str>,
+}
+
+impl Default for Profile {
+    fn default() -> Self {
+        Self { devices: 2, running: false, device_type: 4, absent: Vec::new() }
+    }
+}
+
+impl Profile {
+    /// Runtimes that the application has started.
+    #[must_use]
+    pub fn running() -> Self {
+        Self { running: true, ..Self::default() }
+    }
+
+    /// Lets the libraries lack functions.
+    #[must_use]
+    pub fn without(mut self, symbols: &[&'static str]) -> Self {
+        self.absent.extend(symbols);
+        self
+    }
+}
+
+/// The numbers of objects that are alive.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Live {
+    /// Allocations of device memory.
+    pub allocations: usize,
+    /// Buffers of `synHostMalloc`.
+    pub host_buffers: usize,
+    /// Streams.
+    pub streams: usize,
+}
+
+/// A copy that waits for its stream.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Copy {
+    pub(crate) from: *const u8,
+    pub(crate) to: *mut u8,
+    pub(crate) len: usize,
+}
+
+/// An allocation of device memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Block {
+    pub(crate) base: u64,
+    /// As asked for.
+    pub(crate) len: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) profile: Profile,
+    pub(crate) pages: Pages,
+    pub(crate) running: bool,
+    /// By first address.
+    blocks: BTreeMap<u64, Block>,
+    /// Neuron's tensors: the first address of each.
+    pub(crate) tensors: HashMap<usize, u64>,
+    pub(crate) next_handle: usize,
+    /// Buffers of `synHostMalloc`: length by address.
+    pub(crate) host: BTreeMap<usize, usize>,
+    /// Streams with the copies that wait.
+    pub(crate) streams: BTreeMap<usize, Vec<Copy>>,
+    /// By function: after how many calls, and the code.
+    pub(crate) faults: HashMap<&'static str, (u64, i32)>,
+    pub(crate) calls: HashMap<&'static str, u64>,
+}
+
+// SAFETY: the pointers of waiting copies are only used under the lock of `STATE`.
+unsafe impl Send for State {}
+
+impl State {
+    fn new(profile: Profile) -> Self {
+        Self {
+            running: profile.running,
+            profile,
+            pages: Pages::new(),
+            blocks: BTreeMap::new(),
+            tensors: HashMap::new(),
+            next_handle: 1,
+            host: BTreeMap::new(),
+            streams: BTreeMap::new(),
+            faults: HashMap::new(),
+            calls: HashMap::new(),
+        }
+    }
+
+    pub(crate) fn fail(&mut self, symbol: &'static str, nth: u64, code: i32) {
+        self.faults.insert(symbol, (nth.max(1), code));
+    }
+
+    /// Counts a call, and returns the code that it fails with.
+    pub(crate) fn enter(&mut self, symbol: &'static str) -> Option<i32> {
+        *self.calls.entry(symbol).or_default() += 1;
+        let (left, code) = self.faults.get_mut(symbol)?;
+        *left -= 1;
+        let code = *code;
+        if *left > 0 {
+            return None;
+        }
+        self.faults.remove(symbol);
+        Some(code)
+    }
+
+    pub(crate) fn live(&self) -> Live {
+        Live {
+            allocations: self.blocks.len(),
+            host_buffers: self.host.len(),
+            streams: self.streams.len(),
+        }
+    }
+
+    pub(crate) fn handle(&mut self) -> usize {
+        self.next_handle += 1;
+        self.next_handle * 16
+    }
+
+    /// Allocates at the lowest address at which the length fits.
+    pub(crate) fn allocate(&mut self, len: u64) -> Option<Block> {
+        let whole = len.checked_next_multiple_of(PAGE)?;
+        let used: u64 = self.blocks.values().map(|block| block.len).sum();
+        if used + whole > MEMORY {
+            return None;
+        }
+        let mut base = self.pages.first();
+        for (start, block) in &self.blocks {
+            if base + whole <= *start {
+                break;
+            }
+            base = start + block.len.next_multiple_of(PAGE);
+        }
+        self.pages.back(base, whole, false).ok()?;
+        let block = Block { base, len };
+        self.blocks.insert(base, block);
+        Some(block)
+    }
+
+    pub(crate) fn free(&mut self, base: u64) -> bool {
+        let Some(block) = self.blocks.remove(&base) else { return false };
+        self.pages.clear(base, block.len.next_multiple_of(PAGE));
+        true
+    }
+
+    /// Returns the allocation that holds a range.
+    pub(crate) fn holder(&self, address: u64, len: u64) -> Option<Block> {
+        let (_, block) = self.blocks.range(..=address).next_back()?;
+        let end = block.base + block.len.next_multiple_of(PAGE);
+        (address.checked_add(len)? <= end).then_some(*block)
+    }
+}
+
+pub(crate) fn restart(profile: Profile) {
+    *STATE.lock() = Some(State::new(profile));
+}
+
+pub(crate) fn with<T>(act: impl FnOnce(&mut State) -> T) -> T {
+    act(STATE.lock().get_or_insert_with(|| State::new(Profile::default())))
+}

@@ -1,0 +1,401 @@
+//! What the runtime knows: allocations, locked memory, signals, and the faults to inject.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    ffi::c_void,
+    os::fd::{AsFd, OwnedFd},
+};
+
+use hmem_iface_rocr::sys::{self, Agent, DeallocationCallback, HsaStatus};
+
+use crate::memory::{PAGE, Windows, memory_file};
+
+/// The CPU; GPUs are 11, 12 and so on.
+pub(crate) const CPU: Agent = Agent { handle: 10 };
+
+pub(crate) fn gpu(ordinal: u32) -> Agent {
+    Agent { handle: 11 + u64::from(ordinal) }
+}
+
+/// A runtime to pretend to be. The fields can be changed one by one.
+#[derive(Clone, Debug)]
+pub struct Profile {
+    /// The release.
+    pub name: &'static str,
+    /// How many GPUs there are.
+    pub devices: u32,
+    /// Bytes of memory on each.
+    pub memory: usize,
+    /// HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED.
+    pub dma_buf: bool,
+    /// Whether the BAR holds all memory: the PCIe mapping is refused otherwise, and the CPU cannot
+    /// see it here in either case.
+    pub large_bar: bool,
+    /// Whether queries answer with whole pages. Decided here for 5.2: no header says that they name
+    /// the length that was asked for.
+    pub rounds_lengths: bool,
+    /// Symbols that the library lacks.
+    pub absent: Vec<&'static str>,
+    /// Whether copies end only when somebody looks a second time, so that a test sees them under
+    /// way.
+    pub slow_copies: bool,
+    /// Whether copies end with an error.
+    pub copies_fail: bool,
+}
+
+/// Functions that came after 5.2: exports and reserved addresses.
+const LATER: [&str; 10] = [
+    "hsa_amd_portable_export_dmabuf",
+    "hsa_amd_portable_close_dmabuf",
+    "hsa_amd_vmem_address_reserve",
+    "hsa_amd_vmem_address_free",
+    "hsa_amd_vmem_handle_create",
+    "hsa_amd_vmem_handle_release",
+    "hsa_amd_vmem_map",
+    "hsa_amd_vmem_unmap",
+    "hsa_amd_vmem_set_access",
+    "hsa_amd_vmem_export_shareable_handle",
+];
+
+impl Profile {
+    /// Returns the profiles of the supported releases, oldest first. What each library lacks was
+    /// read from its symbols (`tests/rocr/fetch` downloads them).
+    #[must_use]
+    pub fn all() -> Vec<Self> {
+        const V2: &str = "hsa_amd_portable_export_dmabuf_v2";
+        let release = |name, absent: Vec<&'static str>| Self {
+            name,
+            devices: 2,
+            memory: 64 << 30,
+            dma_buf: !absent.contains(&LATER[0]),
+            large_bar: true,
+            rounds_lengths: name == "5.2",
+            absent,
+            slow_copies: false,
+            copies_fail: false,
+        };
+        vec![
+            release("5.2", LATER.into_iter().chain([V2]).collect()),
+            release("6.4", vec![V2]),
+            release("7.2", vec![]),
+        ]
+    }
+
+    /// Returns the profile of a name.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        Self::all().into_iter().find(|profile| profile.name == name)
+    }
+}
+
+impl Default for Profile {
+    /// The newest release.
+    fn default() -> Self {
+        Self::all().remove(2)
+    }
+}
+
+/// Number of live objects.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Live {
+    /// Counts of the runtime.
+    pub counts: u32,
+    /// Allocations of pools.
+    pub allocations: usize,
+    /// Attached memory of other processes.
+    pub imported: usize,
+    /// Locked host ranges.
+    pub locked: usize,
+    /// Signals.
+    pub signals: usize,
+    /// Reserved address ranges, and handles of memory.
+    pub virtual_memory: usize,
+}
+
+#[derive(Debug)]
+pub(crate) struct Allocation {
+    /// Bytes that were asked for.
+    pub(crate) len: u64,
+    pub(crate) owner: Agent,
+    pub(crate) imported: bool,
+    pub(crate) file: OwnedFd,
+    pub(crate) callbacks: Vec<(usize, DeallocationCallback, usize)>,
+    /// Every device may access it.
+    pub(crate) shared: bool,
+}
+
+/// A reserved address range.
+#[derive(Debug)]
+pub(crate) struct Reservation {
+    pub(crate) len: u64,
+    /// The handle that is mapped at it.
+    pub(crate) mapped: Option<u64>,
+    pub(crate) accessible: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Copy {
+    pub(crate) to: u64,
+    pub(crate) from: u64,
+    pub(crate) len: usize,
+}
+
+#[derive(Debug)]
+pub(crate) struct SignalState {
+    pub(crate) value: i64,
+    pub(crate) copy: Option<Copy>,
+    pub(crate) looks: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Fault {
+    symbol: &'static str,
+    after: u64,
+    always: bool,
+    code: HsaStatus,
+}
+
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) profile: Profile,
+    pub(crate) counts: u32,
+    pub(crate) windows: Windows,
+    pub(crate) allocations: BTreeMap<u64, Allocation>,
+    pub(crate) reservations: BTreeMap<u64, Reservation>,
+    pub(crate) handles: HashMap<u64, (Agent, OwnedFd, u64)>,
+    /// Locked host ranges by first address: length, and address for devices.
+    pub(crate) locked: BTreeMap<u64, (u64, u64)>,
+    pub(crate) signals: HashMap<u64, SignalState>,
+    /// The registers that flush, one for each device.
+    pub(crate) registers: Box<[u32]>,
+    pub(crate) violations: Vec<String>,
+    pub(crate) faults: Vec<Fault>,
+    pub(crate) calls: HashMap<&'static str, u64>,
+    next_handle: u64,
+    next_address: u64,
+    /// Freed addresses by length, the last freed last.
+    free: HashMap<u64, Vec<u64>>,
+    used: HashMap<u64, usize>,
+}
+
+impl State {
+    pub(crate) fn new(profile: Profile) -> Self {
+        let windows = Windows::new();
+        Self {
+            counts: 0,
+            next_address: windows.first(),
+            windows,
+            allocations: BTreeMap::new(),
+            reservations: BTreeMap::new(),
+            handles: HashMap::new(),
+            locked: BTreeMap::new(),
+            signals: HashMap::new(),
+            registers: vec![0; profile.devices as usize].into(),
+            violations: Vec::new(),
+            faults: Vec::new(),
+            calls: HashMap::new(),
+            next_handle: 0x1000,
+            free: HashMap::new(),
+            used: HashMap::new(),
+            profile,
+        }
+    }
+
+    /// Counts a call, and fails it if it is to fail.
+    pub(crate) fn call(&mut self, symbol: &'static str) -> Result<(), HsaStatus> {
+        *self.calls.entry(symbol).or_default() += 1;
+        let Some(at) = self.faults.iter().position(|fault| fault.symbol == symbol) else {
+            return Ok(());
+        };
+        let fault = &mut self.faults[at];
+        if fault.after > 0 {
+            fault.after -= 1;
+            return Ok(());
+        }
+        let fault = *fault;
+        if !fault.always {
+            self.faults.remove(at);
+        }
+        Err(fault.code)
+    }
+
+    pub(crate) fn fail(&mut self, symbol: &'static str, after: u64, always: bool, code: HsaStatus) {
+        self.faults.push(Fault { symbol, after, always, code });
+    }
+
+    /// Records a call that the headers leave undefined.
+    pub(crate) fn violation(&mut self, what: &str) -> HsaStatus {
+        self.violations.push(what.to_owned());
+        HsaStatus::HSA_STATUS_ERROR
+    }
+
+    pub(crate) fn live(&self) -> Live {
+        Live {
+            counts: self.counts,
+            allocations: self.allocations.values().filter(|one| !one.imported).count(),
+            imported: self.allocations.values().filter(|one| one.imported).count(),
+            locked: self.locked.len(),
+            signals: self.signals.len(),
+            virtual_memory: self.reservations.len() + self.handles.len(),
+        }
+    }
+
+    pub(crate) fn handle(&mut self) -> u64 {
+        self.next_handle += 1;
+        self.next_handle
+    }
+
+    /// Takes addresses, those that were freed last first.
+    pub(crate) fn take_addresses(&mut self, len: u64) -> u64 {
+        if let Some(address) = self.free.get_mut(&len).and_then(Vec::pop) {
+            return address;
+        }
+        let address = self.next_address;
+        self.next_address += len;
+        address
+    }
+
+    /// Gives addresses back.
+    pub(crate) fn leave_addresses(&mut self, address: u64, len: u64) {
+        self.windows.unmap(address, len);
+        self.free.entry(len).or_default().push(address);
+    }
+
+    pub(crate) fn allocate(
+        &mut self,
+        owner: Agent,
+        len: usize,
+        visible: bool,
+    ) -> Result<u64, HsaStatus> {
+        let out = HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES;
+        let used = self.used.entry(owner.handle).or_default();
+        if len > self.profile.memory - *used {
+            return Err(out);
+        }
+        *used += len;
+        let size = (len as u64).next_multiple_of(PAGE);
+        let file = memory_file(size).map_err(|_| out)?;
+        self.enter(owner, len as u64, file, visible, false)
+    }
+
+    /// Enters an allocation of a file.
+    pub(crate) fn enter(
+        &mut self,
+        owner: Agent,
+        len: u64,
+        file: OwnedFd,
+        visible: bool,
+        imported: bool,
+    ) -> Result<u64, HsaStatus> {
+        let size = len.next_multiple_of(PAGE);
+        let base = self.take_addresses(size);
+        let mapped = self.windows.map(base, size, file.as_fd(), visible);
+        mapped.map_err(|_| HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES)?;
+        let allocation =
+            Allocation { len, owner, imported, file, callbacks: Vec::new(), shared: false };
+        self.allocations.insert(base, allocation);
+        Ok(base)
+    }
+
+    /// Gives the addresses of an allocation back that was taken out.
+    pub(crate) fn release(&mut self, base: u64, allocation: &Allocation) {
+        self.leave_addresses(base, allocation.len.next_multiple_of(PAGE));
+        if !allocation.imported {
+            *self.used.entry(allocation.owner.handle).or_default() -= allocation.len as usize;
+        }
+    }
+
+    /// Returns the allocation around an address.
+    pub(crate) fn around(&self, address: u64) -> Option<(u64, &Allocation)> {
+        let (base, allocation) = self.allocations.range(..=address).next_back()?;
+        let page = if self.profile.rounds_lengths { PAGE } else { 1 };
+        (address - base < allocation.len.next_multiple_of(page)).then_some((*base, allocation))
+    }
+
+    /// Returns the address at which the runtime reaches memory that an agent's device may access.
+    pub(crate) fn reach(&self, address: u64, len: usize, agent: Agent) -> Option<u64> {
+        let end = address.checked_add(len as u64)?;
+        if let Some((base, one)) = self.around(address) {
+            let may = one.owner == agent || one.shared;
+            return (may && end <= base + one.len).then(|| self.windows.alias(address));
+        }
+        if let Some((base, one)) = self.reservations.range(..=address).next_back()
+            && end <= base + one.len
+        {
+            return one.accessible.then(|| self.windows.alias(address));
+        }
+        let locked =
+            self.locked.iter().find(|(_, (len, device))| *device <= address && end <= device + len);
+        locked.map(|(host, (_, device))| host + (address - device))
+    }
+
+    /// Ends the copy of a signal.
+    pub(crate) fn look(&mut self, signal: u64, patient: bool) -> i64 {
+        let (slow, fails) = (self.profile.slow_copies, self.profile.copies_fail);
+        let Some(state) = self.signals.get_mut(&signal) else {
+            self.violation("a signal that is not there");
+            return 0;
+        };
+        state.looks += 1;
+        let ends = patient || !slow || state.looks > 1;
+        if ends && let Some(copy) = state.copy.take() {
+            if fails {
+                state.value = -1;
+            } else {
+                let (to, from) = (copy.to as usize, copy.from as usize);
+                // SAFETY: both are addresses that `reach` found to hold the length, and the caller
+                // keeps host memory valid until the copy has ended.
+                unsafe {
+                    std::ptr::copy(
+                        std::ptr::with_exposed_provenance::<u8>(from),
+                        std::ptr::with_exposed_provenance_mut::<u8>(to),
+                        copy.len,
+                    );
+                }
+                state.value -= 1;
+            }
+        }
+        state.value
+    }
+
+    /// Describes the memory at an address.
+    pub(crate) fn pointer_info(&self, address: u64) -> sys::PointerInfo {
+        let describe = |kind, base: u64, len: u64, owner| sys::PointerInfo {
+            size: size_of::<sys::PointerInfo>() as u32,
+            kind,
+            agent_base: base as *mut c_void,
+            host_base: base as *mut c_void,
+            len: len as usize,
+            user_data: std::ptr::null_mut(),
+            owner,
+            global_flags: 0,
+        };
+        if let Some((base, one)) = self.around(address) {
+            let kind = if one.imported {
+                sys::HSA_EXT_POINTER_TYPE_IPC
+            } else {
+                sys::HSA_EXT_POINTER_TYPE_HSA
+            };
+            let page = if self.profile.rounds_lengths { PAGE } else { 1 };
+            return describe(kind, base, one.len.next_multiple_of(page), one.owner);
+        }
+        let locked =
+            self.locked.iter().find(|(host, (len, _))| address.wrapping_sub(**host) < *len);
+        if let Some((host, (len, device))) = locked {
+            let info = describe(sys::HSA_EXT_POINTER_TYPE_LOCKED, *host, *len, CPU);
+            return sys::PointerInfo { agent_base: *device as *mut c_void, ..info };
+        }
+        if let Some((base, one)) = self.reservations.range(..=address).next_back()
+            && address - base < one.len
+        {
+            let kind = match one.mapped {
+                Some(_) => sys::HSA_EXT_POINTER_TYPE_HSA_VMEM,
+                None => sys::HSA_EXT_POINTER_TYPE_RESERVED_ADDR,
+            };
+            // Seen on 6.4: the queried address is the base.
+            return describe(kind, address, one.len - (address - base), CPU);
+        }
+        // The real runtime leaves stale values there for an unknown address.
+        describe(sys::HSA_EXT_POINTER_TYPE_UNKNOWN, address, u64::MAX, CPU)
+    }
+}

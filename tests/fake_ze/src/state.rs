@@ -1,0 +1,384 @@
+//! What the driver knows: contexts, allocations, command lists, and the faults to inject.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd},
+};
+
+use hmem_iface_ze::sys::{self, ZeResult};
+
+use crate::{
+    pages::{Pages, reopen},
+    profile::Profile,
+};
+
+/// Bytes that addresses of allocations are apart.
+const GRANULARITY: u64 = 64 << 10;
+/// Bytes of the pool, the largest part of it, and its grain.
+const POOL: u64 = 4 << 20;
+const POOLED: u64 = 1 << 20;
+const GRAIN: u64 = 512;
+
+/// An allocation.
+#[derive(Debug)]
+pub(crate) struct Allocation {
+    pub(crate) len: u64,
+    /// A `ZE_MEMORY_TYPE_*`.
+    pub(crate) kind: u32,
+    pub(crate) id: u64,
+    /// The device's handle.
+    pub(crate) device: usize,
+    /// First address of the pool that it was cut out of.
+    pub(crate) pool: Option<u64>,
+    /// The driver's fd of it, and how many exports use that.
+    pub(crate) exported: Option<(OwnedFd, u32)>,
+}
+
+/// Memory that small allocations are cut out of.
+#[derive(Debug)]
+struct Pool {
+    id: u64,
+    kind: u32,
+    device: usize,
+    /// Bytes taken from the start.
+    taken: u64,
+    /// Freed addresses by length.
+    free: HashMap<u64, Vec<u64>>,
+}
+
+/// A request to allocate.
+#[derive(Debug)]
+pub(crate) struct Request {
+    pub(crate) len: u64,
+    pub(crate) kind: u32,
+    pub(crate) device: usize,
+    pub(crate) exportable: bool,
+    pub(crate) import: Option<OwnedFd>,
+}
+
+impl Request {
+    pub(crate) fn device(len: u64, device: usize) -> Self {
+        let kind = sys::ZE_MEMORY_TYPE_DEVICE;
+        Self { len, kind, device, exportable: false, import: None }
+    }
+}
+
+/// A copy that was handed in.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Copy {
+    pub(crate) to: u64,
+    pub(crate) from: u64,
+    pub(crate) len: usize,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Event {
+    /// The copy that it waits for, and how often it was asked about.
+    pub(crate) waits_for: Option<(Copy, u32)>,
+    pub(crate) signalled: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Fault {
+    symbol: &'static str,
+    /// How many calls go by before.
+    after: u64,
+    always: bool,
+    code: ZeResult,
+}
+
+/// The numbers of objects that are alive.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Live {
+    /// Contexts.
+    pub contexts: usize,
+    /// Allocations, pools not counted.
+    pub allocations: usize,
+    /// Command lists.
+    pub lists: usize,
+    /// Event pools.
+    pub pools: usize,
+    /// Events.
+    pub events: usize,
+    /// Exports whose fd the driver has not got back.
+    pub exports: u32,
+    /// Calls until now that the specification leaves undefined.
+    pub undefined: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) profile: Profile,
+    pub(crate) started: bool,
+    pub(crate) pages: Pages,
+    pub(crate) allocations: BTreeMap<u64, Allocation>,
+    /// Pools by first address.
+    pools: BTreeMap<u64, Pool>,
+    /// Contexts with the numbers of their drivers.
+    pub(crate) contexts: HashMap<usize, usize>,
+    /// Command lists and event pools with their devices.
+    pub(crate) lists: HashMap<usize, usize>,
+    pub(crate) event_pools: HashMap<usize, usize>,
+    pub(crate) events: HashMap<usize, Event>,
+    pub(crate) undefined: u64,
+    /// The device was lost: no copy will end.
+    pub(crate) lost: bool,
+    pub(crate) faults: Vec<Fault>,
+    pub(crate) calls: HashMap<&'static str, u64>,
+    next_handle: usize,
+    next_id: u64,
+    next_address: u64,
+    /// Freed addresses by length, the last freed last.
+    free: HashMap<u64, Vec<u64>>,
+}
+
+const INVALID: ZeResult = ZeResult::ZE_RESULT_ERROR_INVALID_ARGUMENT;
+const NO_MEMORY: ZeResult = ZeResult::ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY;
+
+impl State {
+    pub(crate) fn new(profile: Profile) -> Self {
+        let pages = Pages::new();
+        let next_address = pages.first().next_multiple_of(2 << 20);
+        Self {
+            profile,
+            started: false,
+            pages,
+            allocations: BTreeMap::new(),
+            pools: BTreeMap::new(),
+            contexts: HashMap::new(),
+            lists: HashMap::new(),
+            event_pools: HashMap::new(),
+            events: HashMap::new(),
+            undefined: 0,
+            lost: false,
+            faults: Vec::new(),
+            calls: HashMap::new(),
+            next_handle: 0x10_0000,
+            next_id: 0,
+            next_address,
+            free: HashMap::new(),
+        }
+    }
+
+    /// Counts a call and says whether it is to fail.
+    pub(crate) fn call(&mut self, symbol: &'static str) -> Result<(), ZeResult> {
+        *self.calls.entry(symbol).or_default() += 1;
+        let Some(at) = self.faults.iter().position(|fault| fault.symbol == symbol) else {
+            return Ok(());
+        };
+        let fault = &mut self.faults[at];
+        if fault.after > 0 {
+            fault.after -= 1;
+            return Ok(());
+        }
+        let fault = *fault;
+        if !fault.always {
+            self.faults.remove(at);
+        }
+        if fault.code == ZeResult::ZE_RESULT_ERROR_DEVICE_LOST {
+            // Nothing runs on the device any longer.
+            self.events.values_mut().for_each(|event| event.waits_for = None);
+            self.lost = true;
+        }
+        Err(fault.code)
+    }
+
+    pub(crate) fn fail(&mut self, symbol: &'static str, after: u64, always: bool, code: ZeResult) {
+        self.faults.push(Fault { symbol, after, always, code });
+    }
+
+    /// Notes a call that the specification leaves undefined.
+    pub(crate) fn undefined<T>(&mut self) -> Result<T, ZeResult> {
+        self.undefined += 1;
+        Err(INVALID)
+    }
+
+    pub(crate) fn live(&self) -> Live {
+        let exported = self.allocations.values().filter_map(|one| one.exported.as_ref());
+        Live {
+            contexts: self.contexts.len(),
+            allocations: self.allocations.len(),
+            lists: self.lists.len(),
+            pools: self.event_pools.len(),
+            events: self.events.len(),
+            exports: exported.map(|(_, count)| count).sum(),
+            undefined: self.undefined,
+        }
+    }
+
+    /// How many files the driver has open for itself.
+    pub(crate) fn files(&self) -> usize {
+        let exported = self.allocations.values().filter(|one| one.exported.is_some());
+        self.pages.files() + exported.count()
+    }
+
+    pub(crate) fn handle(&mut self) -> usize {
+        self.next_handle += 0x10;
+        self.next_handle
+    }
+
+    /// Handles of a driver's root devices. That of the sub-device is one above its root's.
+    pub(crate) fn devices(&self, driver: usize) -> Vec<usize> {
+        (0..self.profile.devices).map(|number| (driver + 1) << 12 | number << 4).collect()
+    }
+
+    /// Number of a device's driver.
+    pub(crate) fn driver_of(device: usize) -> usize {
+        (device >> 12) - 1
+    }
+
+    fn address(&mut self, size: u64) -> u64 {
+        if let Some(address) = self.free.get_mut(&size).and_then(Vec::pop) {
+            return address;
+        }
+        let address = self.next_address;
+        // A gap, so that the end of one allocation is not the start of another.
+        self.next_address += size.next_multiple_of(GRANULARITY) + GRANULARITY;
+        address
+    }
+
+    fn identity(&mut self) -> u64 {
+        self.next_id += 1;
+        self.next_id
+    }
+
+    pub(crate) fn allocate(&mut self, request: Request) -> Result<u64, ZeResult> {
+        let Request { len, kind, device, exportable, import } = request;
+        let poolable = kind != sys::ZE_MEMORY_TYPE_SHARED && !exportable && import.is_none();
+        if self.profile.pools && poolable && len <= POOLED {
+            return self.allocate_in_pool(len, kind, device);
+        }
+        let size = len.next_multiple_of(GRANULARITY);
+        let address = self.address(size);
+        let on_host = kind != sys::ZE_MEMORY_TYPE_DEVICE;
+        match import {
+            Some(file) => self.pages.place(address, size, file),
+            None => self.pages.back(address, size, on_host),
+        }
+        .map_err(|_| NO_MEMORY)?;
+        let id = self.identity();
+        let allocation = Allocation { len, kind, id, device, pool: None, exported: None };
+        self.allocations.insert(address, allocation);
+        Ok(address)
+    }
+
+    /// Cuts an allocation out of a pool of its kind and device.
+    fn allocate_in_pool(&mut self, len: u64, kind: u32, device: usize) -> Result<u64, ZeResult> {
+        let size = len.next_multiple_of(GRAIN);
+        let fits = |pool: &Pool| {
+            (pool.kind, pool.device) == (kind, device)
+                && (pool.taken + size <= POOL || pool.free.contains_key(&size))
+        };
+        let found = self.pools.iter().find(|(_, pool)| fits(pool)).map(|(base, _)| *base);
+        let base = match found {
+            Some(base) => base,
+            None => {
+                let base = self.address(POOL);
+                let on_host = kind != sys::ZE_MEMORY_TYPE_DEVICE;
+                self.pages.back(base, POOL, on_host).map_err(|_| NO_MEMORY)?;
+                let id = self.identity();
+                let pool = Pool { id, kind, device, taken: GRAIN, free: HashMap::new() };
+                self.pools.insert(base, pool);
+                base
+            }
+        };
+        let pool = self.pools.get_mut(&base).expect("found or made");
+        let freed = pool.free.get_mut(&size).and_then(Vec::pop);
+        let address = freed.unwrap_or_else(|| {
+            pool.taken += size;
+            base + pool.taken - size
+        });
+        let (id, pool) = (pool.id, Some(base));
+        self.allocations
+            .insert(address, Allocation { len, kind, id, device, pool, exported: None });
+        Ok(address)
+    }
+
+    pub(crate) fn free(&mut self, address: u64) -> Result<(), ZeResult> {
+        let Some(allocation) = self.allocations.remove(&address) else { return self.undefined() };
+        if let Some(pool) = allocation.pool.and_then(|pool| self.pools.get_mut(&pool)) {
+            let size = allocation.len.next_multiple_of(GRAIN);
+            pool.free.entry(size).or_default().push(address);
+            return Ok(());
+        }
+        let size = allocation.len.next_multiple_of(GRANULARITY);
+        self.pages.clear(address, size);
+        self.free.entry(size).or_default().push(address);
+        Ok(())
+    }
+
+    /// The allocation around an address.
+    pub(crate) fn around(&self, address: u64) -> Option<(u64, &Allocation)> {
+        let (base, allocation) = self.allocations.range(..=address).next_back()?;
+        (address - base < allocation.len).then_some((*base, allocation))
+    }
+
+    /// Kind, number and device of the memory at an address: an allocation's, or a pool's.
+    pub(crate) fn memory_at(&self, address: u64) -> Option<(u32, u64, usize)> {
+        if let Some((_, one)) = self.around(address) {
+            return Some((one.kind, one.id, one.device));
+        }
+        let (base, pool) = self.pools.range(..=address).next_back()?;
+        (address - base < POOL).then_some((pool.kind, pool.id, pool.device))
+    }
+
+    /// The fd of an export.
+    pub(crate) fn export(&mut self, address: u64) -> Result<i32, ZeResult> {
+        let Some((base, allocation)) = self.around(address) else { return Err(INVALID) };
+        if allocation.kind == sys::ZE_MEMORY_TYPE_SHARED {
+            return Err(ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_FEATURE);
+        }
+        if !self.profile.exports {
+            return self.profile.bogus_fd.ok_or(ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_FEATURE);
+        }
+        let (start, size) = match allocation.pool {
+            Some(pool) => (pool, POOL),
+            None => (base, allocation.len.next_multiple_of(GRANULARITY)),
+        };
+        let size = if self.profile.tiles { size / 2 } else { size };
+        let kept = allocation.exported.is_some();
+        if self.profile.own_fds || !kept {
+            let fd = self.pages.export(start, size).map_err(|_| NO_MEMORY)?.ok_or(NO_MEMORY)?;
+            if self.profile.own_fds {
+                return Ok(fd.into_raw_fd());
+            }
+            self.allocations.get_mut(&base).expect("around").exported = Some((fd, 0));
+        }
+        let exported = self.allocations.get_mut(&base).and_then(|one| one.exported.as_mut());
+        let (fd, count) = exported.expect("exported");
+        *count += 1;
+        Ok(fd.as_raw_fd())
+    }
+
+    /// Returns one export of an fd.
+    pub(crate) fn put(&mut self, fd: i32) -> Result<(), ZeResult> {
+        let mut all = self.allocations.values_mut();
+        let of_fd = |one: &&mut Allocation| {
+            one.exported.as_ref().is_some_and(|(own, _)| own.as_raw_fd() == fd)
+        };
+        let Some(allocation) = all.find(of_fd) else { return Err(INVALID) };
+        if let Some((_, count)) = &mut allocation.exported {
+            *count -= 1;
+            if *count == 0 || self.profile.first_put_closes {
+                allocation.exported = None;
+            }
+        }
+        Ok(())
+    }
+
+    /// Opens the file of a dma-buf once more, for an import.
+    pub(crate) fn import(fd: i32) -> Result<OwnedFd, ZeResult> {
+        if fd < 0 {
+            return Err(INVALID);
+        }
+        // SAFETY: the caller of an import keeps the fd open for the call.
+        reopen(unsafe { BorrowedFd::borrow_raw(fd) }).map_err(|_| INVALID)
+    }
+
+    /// Does a copy.
+    pub(crate) fn copy(&self, copy: Copy) {
+        let (to, from) = (self.pages.at(copy.to), self.pages.at(copy.from));
+        // SAFETY: both sides were checked as the copy was handed in, and are memory of the pages.
+        unsafe { std::ptr::copy(from, to, copy.len) };
+    }
+}

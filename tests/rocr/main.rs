@@ -1,0 +1,362 @@
+//! ROCr memory registered with a software NIC: over the fake runtime, or, where `HMEM_ROCR=model`
+//! asks for it (`tests/rocr/run`), over AMD's own runtime with a model GPU.
+
+#[path = "model.rs"]
+mod model;
+#[path = "../trials/mod.rs"]
+mod trials;
+mod world;
+
+mod cases {
+    use std::{
+        collections::HashSet,
+        ffi::c_void,
+        sync::{
+            Mutex,
+            atomic::{AtomicU64, Ordering},
+        },
+        thread,
+    };
+
+    use hmem::{
+        Address, AddressRange, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, IfaceKind,
+        MrAttr, MrFlags, Path, iface::AllocRequest, loopback::Memory, monitor::InvalidationCause,
+        p2p::path::ExplainRequest, path::P2pPolicy, rocr::sys::HsaStatus,
+    };
+    use hmem_fake_rocr::Profile;
+
+    use crate::{
+        trials::{Outcome, Skipped},
+        world::{REMOTE, World, is_model, open, pattern},
+    };
+
+    fn not_on_the_model(why: &str) -> Outcome {
+        if is_model() { Err(Skipped(format!("not on the model GPU: {why}"))) } else { Ok(()) }
+    }
+
+    fn profiles() -> Vec<Profile> {
+        if is_model() { vec![Profile::default()] } else { Profile::all() }
+    }
+
+    pub(crate) fn each_kind_of_memory_goes_its_own_way_and_its_bytes_arrive() -> Outcome {
+        for profile in profiles() {
+            let exports = profile.dma_buf && !is_model();
+            let world = World::new(profile, P2pPolicy::Enabled, Memory::Follow, false);
+            for kind in [AllocationKind::Device, AllocationKind::Host, AllocationKind::Virtual] {
+                let has = world.rocr.allocate(&AllocRequest { len: 1, device: DeviceId(0), kind });
+                let expected = match (has, kind) {
+                    (Err(error), _) => {
+                        assert!(error.is_unsupported(), "{error}");
+                        continue;
+                    }
+                    (Ok(one), kind) => {
+                        // SAFETY: nothing uses the memory.
+                        unsafe { world.rocr.free(&one) }.expect("free");
+                        match kind {
+                            AllocationKind::Host => Path::PlainHost,
+                            _ if exports => Path::DmaBuf,
+                            _ => Path::Staged,
+                        }
+                    }
+                };
+                for len in [1000, 100_001, (4 << 20) + 17] {
+                    let region = world.domain.register(world.buffer(len, kind), REMOTE);
+                    let region = region.map_err(hmem::Error::from).expect("register");
+                    let decision = region.decision().expect("decision");
+                    assert_eq!(decision.path, expected, "{kind:?}: {decision}");
+                    let (key, bytes) = (region.key().expect("key"), pattern(len, len as usize));
+                    world.put(&key, 0, &bytes).expect("write");
+                    let mut found = vec![0; bytes.len()];
+                    region.read(0, &mut found).expect("the device's own copy");
+                    assert!(found == bytes, "{kind:?}: what the NIC wrote");
+                    region.write(7, &[9; 100]).expect("write on the device");
+                    assert_eq!(world.get(&key, 7, 100).expect("read"), [9; 100]);
+                    region.close().map_err(hmem::Error::from).expect("close");
+                }
+            }
+            world.end();
+        }
+        Ok(())
+    }
+
+    /// Frees and allocates through another iface, as an application does that knows nothing of this
+    /// one: only the runtime's callback tells of it.
+    pub(crate) fn address_reuse_is_never_a_hit() -> Outcome {
+        const ROUNDS: u64 = 10_000;
+        let world = World::new(Profile::default(), P2pPolicy::Enabled, Memory::Pinned, true);
+        let application = open(world.fake.as_ref());
+        let cache = world.domain.cache().expect("a cache");
+        assert_eq!(cache.monitor(IfaceKind::ROCR).expect("a monitor").name(), "rocr-callback");
+        let (mut ids, mut reused, mut last) = (HashSet::new(), 0, Address(0));
+        for round in 0..ROUNDS {
+            let request =
+                AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
+            let memory = application.allocate(&request).expect("allocate");
+            reused += u64::from(memory.base() == last);
+            last = memory.base();
+            let seen = world.rocr.query(memory.base()).expect("query").expect("known");
+            assert!(ids.insert(seen.id), "round {round}: an identity came again");
+            let bytes = pattern(round, 64);
+            // SAFETY: the memory is this test's own, and freed after its leases are gone.
+            unsafe {
+                application.write(memory.base(), &bytes).expect("write");
+                let first = cache.get_or_register(memory.range, REMOTE).expect("register");
+                let key = first.key().expect("key");
+                assert_eq!(world.get(&key, 0, 64).expect("read"), bytes, "round {round}: stale");
+                let again = cache.get_or_register(memory.range, REMOTE).expect("hit");
+                assert_eq!(again.key().expect("key"), key, "the second is a hit");
+                drop((first, again));
+                application.free(&memory).expect("free");
+            }
+        }
+        let statistics = cache.statistics();
+        assert_eq!((statistics.misses, statistics.hits), (ROUNDS, ROUNDS));
+        assert_eq!(statistics.invalidations(InvalidationCause::Free), ROUNDS);
+        assert!(reused > ROUNDS / 2, "{reused} addresses came again: nothing was shown");
+        application.close().map_err(hmem::Error::from).expect("close");
+        world.end();
+        Ok(())
+    }
+
+    /// The runtime calls back on the threads that free, while others look memory up and register
+    /// callbacks: no lock is held across both.
+    pub(crate) fn concurrent_frees_and_lookups_never_share_an_identity() -> Outcome {
+        const THREADS: u64 = 4;
+        const ROUNDS: u64 = 500;
+        let world = World::new(Profile::default(), P2pPolicy::Enabled, Memory::Pinned, true);
+        let application = open(world.fake.as_ref());
+        let cache = world.domain.cache().expect("a cache");
+        let ids = Mutex::new(HashSet::new());
+        let shared = AtomicU64::new(0);
+        thread::scope(|scope| {
+            for _ in 0..THREADS {
+                scope.spawn(|| {
+                    let device = DeviceId(0);
+                    let request = AllocRequest { len: 4096, device, kind: AllocationKind::Device };
+                    for _ in 0..ROUNDS {
+                        let memory = application.allocate(&request).expect("allocate");
+                        let seen = world.rocr.query(memory.base()).expect("query").expect("known");
+                        assert!(ids.lock().expect("a thread failed").insert(seen.id), "{seen:?}");
+                        // Memory of whichever thread was here last: it may go meanwhile.
+                        let other = Address(shared.swap(memory.base().0, Ordering::Relaxed));
+                        world.rocr.query(other).expect("query");
+                        // SAFETY: the memory is freed after its lease is gone.
+                        unsafe {
+                            let region = cache.get_or_register(memory.range, REMOTE);
+                            drop(region.expect("register"));
+                            application.free(&memory).expect("free");
+                        }
+                    }
+                });
+            }
+        });
+        assert_eq!(cache.statistics().invalidations(InvalidationCause::Free), THREADS * ROUNDS);
+        application.close().map_err(hmem::Error::from).expect("close");
+        world.end();
+        Ok(())
+    }
+
+    pub(crate) fn memory_of_hip_is_recognised() -> Outcome {
+        type Malloc = unsafe extern "C" fn(*mut *mut c_void, usize) -> i32;
+        type HostMalloc = unsafe extern "C" fn(*mut *mut c_void, usize, u32) -> i32;
+        type Free = unsafe extern "C" fn(*mut c_void) -> i32;
+        if !is_model() {
+            return Err(Skipped("HIP runs on AMD's own runtime (tests/rocr/run)".into()));
+        }
+        let world = World::new(Profile::default(), P2pPolicy::Enabled, Memory::Follow, false);
+        // SAFETY: AMD's library, whose initialisers have no precondition; the types are those of
+        // HIP's header.
+        unsafe {
+            let hip = libloading::os::unix::Library::new("libamdhip64.so.7").expect("HIP");
+            let malloc = hip.get::<Malloc>("hipMalloc").expect("hipMalloc");
+            let host_malloc = hip.get::<HostMalloc>("hipHostMalloc").expect("hipHostMalloc");
+            let free = hip.get::<Free>("hipFree").expect("hipFree");
+            let host_free = hip.get::<Free>("hipHostFree").expect("hipHostFree");
+            let (mut device, mut host) = (std::ptr::null_mut(), std::ptr::null_mut());
+            assert_eq!(malloc(&mut device, 100_000), 0);
+            assert_eq!(host_malloc(&mut host, 100_000, 0), 0);
+            let of = |pointer: *mut c_void| {
+                world.rocr.query(Address(Address::of_ptr(pointer).0 + 4097)).expect("query")
+            };
+            let found = of(device).expect("known");
+            assert_eq!((found.kind, found.device), (AllocationKind::Device, Some(DeviceId(0))));
+            assert_eq!(found.base(), Address::of_ptr(device));
+            assert_eq!(of(host).expect("known").kind, AllocationKind::Host);
+            let managed_malloc =
+                hip.get::<HostMalloc>("hipMallocManaged").expect("hipMallocManaged");
+            let (mut managed, attach_global) = (std::ptr::null_mut(), 1);
+            assert_eq!(managed_malloc(&mut managed, 100_000, attach_global), 0);
+            let found = of(managed);
+            assert_ne!(found.map(|found| found.kind), Some(AllocationKind::Device), "it migrates");
+            assert_eq!((free(device), host_free(host), free(managed)), (0, 0, 0));
+            assert_eq!(of(device), None);
+            // Its threads and exit handlers stay.
+            std::mem::forget(hip);
+        }
+        world.end();
+        Ok(())
+    }
+
+    pub(crate) fn pcie_mapping_is_tried_first_and_both_attempts_are_in_the_trace() -> Outcome {
+        not_on_the_model("it exports nothing")?;
+        let small = Profile { large_bar: false, ..Profile::default() };
+        // 6.4 has no such mapping, and it is not tried.
+        for (profile, tried) in [(small, true), (Profile::named("6.4").expect("a profile"), false)]
+        {
+            let world =
+                World::with_pcie_mapping_first(profile, P2pPolicy::Required, Memory::Follow);
+            let region = world.domain.register(world.buffer(8192, AllocationKind::Device), REMOTE);
+            let region = region.map_err(hmem::Error::from).expect("the default mapping");
+            let decision = region.decision().expect("decision").clone();
+            assert_eq!(decision.path, Path::DmaBuf);
+            let text = decision.attempts.to_string();
+            assert_eq!(text.contains("mapping=pcie"), tried, "{text}");
+            assert!(text.contains("Default mapping) succeeded"), "{text}");
+            let row = hmem::rocr::CAUSES.iter().find(|row| row.name == "rocr-small-bar");
+            let row = row.expect("a row");
+            assert_eq!(text.contains(row.cause) && text.contains(row.remedy), tried, "{text}");
+            region.close().map_err(hmem::Error::from).expect("close");
+            world.end();
+        }
+        Ok(())
+    }
+
+    pub(crate) fn refused_exports_name_their_cause_and_are_staged() -> Outcome {
+        not_on_the_model("it exports nothing")?;
+        for (code, cause) in [
+            (HsaStatus::HSA_STATUS_ERROR_INVALID_AGENT, "rocr-not-exportable"),
+            (HsaStatus::HSA_STATUS_ERROR_INVALID_ALLOCATION, "rocr-not-exportable"),
+            (HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES, "rocr-file-descriptors"),
+        ] {
+            let world = World::new(Profile::default(), P2pPolicy::Enabled, Memory::Follow, false);
+            let buffer = world.buffer(8192, AllocationKind::Device);
+            let fake = world.fake.as_ref().expect("the fake runtime");
+            fake.fail_always("hsa_amd_portable_export_dmabuf_v2", code);
+            let explained = world.hmem.explain("loopback", &ExplainRequest::new(IfaceKind::ROCR));
+            let region = world.domain.register(buffer, REMOTE);
+            let region = region.map_err(hmem::Error::from).expect("staged copies");
+            let decision = region.decision().expect("decision").clone();
+            assert_eq!(decision.path, Path::Staged);
+            let row = hmem::rocr::CAUSES.iter().find(|row| row.name == cause).expect("a row");
+            let attempts = decision.attempts.to_string();
+            for text in [attempts, format!("{:?}", explained.expect("explain"))] {
+                assert!(text.contains(code.name().expect("named")), "{text}");
+                assert!(text.contains(row.cause) && text.contains(row.remedy), "{text}");
+            }
+            region.close().map_err(hmem::Error::from).expect("close");
+            world.end();
+        }
+        Ok(())
+    }
+
+    pub(crate) fn runtime_without_exports_says_which_release_has_them() -> Outcome {
+        not_on_the_model("it is the newest release")?;
+        let old = Profile::named("5.2").expect("a profile");
+        let world = World::new(old, P2pPolicy::Required, Memory::Follow, false);
+        let region = world.domain.register(world.buffer(8192, AllocationKind::Device), REMOTE);
+        let refused = region.expect_err("no direct path");
+        let text = refused.error.trace().to_string();
+        assert!(text.contains("hsa_amd_portable_export_dmabuf"), "{text}");
+        assert!(text.contains("update ROCm to 5.6"), "{text}");
+        drop(refused);
+        world.end();
+        Ok(())
+    }
+
+    pub(crate) fn memory_that_is_not_there_is_refused_with_the_reason() -> Outcome {
+        let world = World::new(Profile::default(), P2pPolicy::Enabled, Memory::Follow, true);
+        let live = world.buffer(8192, AllocationKind::Device);
+        let freed = world.buffer(4096, AllocationKind::Device);
+        let gone = freed.allocation().range;
+        drop(freed);
+        let base = live.allocation().base();
+        let past = AddressRange::new(base, 8193).expect("a range");
+        let host = vec![0u8; 4096];
+        let foreign = AddressRange::new(Address::of_ptr(host.as_ptr()), 4096).expect("a range");
+        for (range, kind, words) in [
+            (gone, ErrorKind::InvalidArgument, "it was freed"),
+            (foreign, ErrorKind::InvalidArgument, "is host memory"),
+            (past, ErrorKind::OutOfBounds, "the range must lie in one allocation"),
+        ] {
+            let ranges = [range];
+            let attr = MrAttr { iface: Some(IfaceKind::ROCR), ..MrAttr::new(&ranges, REMOTE) };
+            // SAFETY: it is refused.
+            let refused = unsafe { world.domain.regattr(&attr, MrFlags::empty()) };
+            let error = refused.expect_err("it is not there");
+            assert_eq!(error.kind(), kind, "{error}");
+            assert!(error.to_string().contains(words), "{error}");
+            let cache = world.domain.cache().expect("a cache");
+            // SAFETY: it is refused.
+            unsafe { cache.get_or_register_on(range, REMOTE, IfaceKind::ROCR, None) }
+                .expect_err("it is not there");
+        }
+        let ranges = [live.allocation().range];
+        let attr = MrAttr { iface: Some(IfaceKind::CUDA), ..MrAttr::new(&ranges, REMOTE) };
+        // SAFETY: it is refused.
+        let refused = unsafe { world.domain.regattr(&attr, MrFlags::empty()) };
+        refused.expect_err("it is not CUDA's");
+        drop(live);
+        world.end();
+        Ok(())
+    }
+
+    /// The monitor is off: memory of ROCr is registered uncached, and other memory is not.
+    pub(crate) fn monitor_that_is_switched_off_leaves_memory_uncached() -> Outcome {
+        let world = World::without_monitor(Profile::default());
+        let cache = world.domain.cache().expect("a cache");
+        let error = cache.monitor(IfaceKind::ROCR).expect_err("it is off");
+        assert!(error.context_value("why").expect("a reason").contains("disabled"), "{error}");
+        let buffer = world.buffer(8192, AllocationKind::Device);
+        for _ in 0..2 {
+            // SAFETY: the buffer outlives the region.
+            let region = unsafe { cache.get_or_register(buffer.allocation().range, REMOTE) };
+            drop(region.expect("register"));
+        }
+        assert_eq!((cache.statistics().hits, cache.entries().len()), (0, 0));
+        drop(buffer);
+        world.end();
+        Ok(())
+    }
+
+    pub(crate) fn closing_the_iface_ends_its_monitor_alone() -> Outcome {
+        let world = World::new(Profile::default(), P2pPolicy::Enabled, Memory::Follow, false);
+        let other = open(world.fake.as_ref());
+        let (own, others) = (
+            world.rocr.start_monitor().expect("a monitor"),
+            other.start_monitor().expect("a monitor"),
+        );
+        let buffer = world.buffer(4096, AllocationKind::Device);
+        drop(other);
+        let seen = world.rocr.query(buffer.allocation().base()).expect("query").expect("known");
+        assert!(own.valid(&seen).expect("ask"));
+        assert!(!others.valid(&seen).expect("ask"));
+        drop(buffer);
+        world.end();
+        Ok(())
+    }
+}
+
+use cases::*;
+
+trials::trials! {
+    /// P2P-01 P2P-06 HM-01
+    each_kind_of_memory_goes_its_own_way_and_its_bytes_arrive,
+    /// MON-07 CACHE-02 MR-07
+    address_reuse_is_never_a_hit,
+    /// MON-07
+    concurrent_frees_and_lookups_never_share_an_identity,
+    /// HM-01 HM-02 HM-08
+    memory_of_hip_is_recognised,
+    /// HM-09 P2P-03
+    pcie_mapping_is_tried_first_and_both_attempts_are_in_the_trace,
+    /// DIAG-03 P2P-03
+    refused_exports_name_their_cause_and_are_staged,
+    /// DIAG-03 HM-04
+    runtime_without_exports_says_which_release_has_them,
+    /// MR-12 DIAG-03
+    memory_that_is_not_there_is_refused_with_the_reason,
+    /// CACHE-12
+    monitor_that_is_switched_off_leaves_memory_uncached,
+    /// MON-09
+    closing_the_iface_ends_its_monitor_alone,
+}

@@ -1,0 +1,40 @@
+# What the crate sideway (tests/vm/sideway) needs to build beyond cargo: cmake, and libclang with its headers.
+
+prepare_sideway() {
+    local packages=(cmake libclang1-14 libclang-common-14-dev) package
+    for program in make gcc; do
+        command -v $program >/dev/null || no_environment "--sideway needs $program on this machine"
+    done
+    sideway_tools=$cache/sideway
+    [[ -d $sideway_tools ]] && return
+    say "downloading ${packages[*]}"
+    rm -rf "$cache/apt/archives"
+    if ! download_closure "${packages[@]}"; then
+        use_lists_in_cache
+        download_closure "${packages[@]}" ||
+            no_environment "cannot download ${packages[*]}: $(grep -m1 '^E:' "$cache/apt/download.log")"
+    fi
+    mkdir -p "$sideway_tools.new"
+    for package in "$cache"/apt/archives/*.deb; do
+        # None where the machine has them all.
+        [[ -e $package ]] || break
+        dpkg-deb -x "$package" "$sideway_tools.new" || no_environment "cannot unpack $package"
+    done
+    rm -rf "$cache/apt/archives"
+    mv "$sideway_tools.new" "$sideway_tools"
+}
+
+# Sets the environment of one build. What the machine has installed is used where nothing was downloaded.
+use_sideway_tools() {
+    local folder headers
+    for folder in "$sideway_tools/usr/lib/llvm-14/lib" /usr/lib/llvm-14/lib; do
+        [[ -e $folder/libclang.so.1 ]] && export LIBCLANG_PATH=$folder && break
+    done
+    for folder in "$sideway_tools/usr/lib/llvm-14/lib" /usr/lib/llvm-14/lib; do
+        headers=$(compgen -G "$folder/clang/*/include/stddef.h") || continue
+        export BINDGEN_EXTRA_CLANG_ARGS="-isystem ${headers%/stddef.h}"
+        break
+    done
+    export PATH=$sideway_tools/usr/bin:$PATH
+    export LD_LIBRARY_PATH=$sideway_tools/usr/lib/x86_64-linux-gnu${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+}
