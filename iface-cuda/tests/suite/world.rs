@@ -408,9 +408,14 @@ pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
     (0..len as u64).map(|at| ((at * 31 + seed * 97 + (at >> 8) * 7) % 251 + 1) as u8).collect()
 }
 
-/// The fds that this process has open.
+/// Open file descriptors of this process, without the pipes to children that other tests run.
 pub(crate) fn open_fds() -> usize {
-    std::fs::read_dir("/proc/self/fd").expect("/proc").count()
+    let links = std::fs::read_dir("/proc/self/fd").expect("/proc").flatten();
+    let targets = links.filter_map(|link| std::fs::read_link(link.path()).ok());
+    targets
+        .map(|target| target.to_string_lossy().into_owned())
+        .filter(|target| !target.starts_with("pipe:") && target != "/dev/null")
+        .count()
 }
 
 /// Copies by address. The tests that use them free no memory while they copy it.

@@ -29,6 +29,8 @@
 
 pub mod nrt;
 #[allow(dead_code, reason = "the fake CUDA driver uses all of it")]
+// The pages of every fake driver are the same code.
+#[path = "../../fake_cuda/src/pages.rs"]
 mod pages;
 mod state;
 pub mod synapse;

@@ -24,7 +24,9 @@
 #![allow(missing_docs)] // The functions of the driver are documented by ze_api.h.
 
 mod entry;
-#[allow(dead_code)] // A link to the fake CUDA driver's file, which exports parts of files too.
+// The pages of every fake driver are the same code. CUDA's exports parts of files too.
+#[allow(dead_code)]
+#[path = "../../fake_cuda/src/pages.rs"]
 mod pages;
 mod profile;
 mod state;

@@ -1,1 +1,0 @@
-../../fake_cuda/src/pages.rs
