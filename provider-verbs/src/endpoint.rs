@@ -77,8 +77,7 @@ impl CompletionQueue for Queue {
                 continue;
             }
             if self.state.arm()? {
-                // Calls move staged transfers on, and this is one.
-                let by_call = self.active.any() || !self.state.has_channel();
+                let by_call = !self.state.has_channel() || self.active.need_calls(&self.state);
                 let slice = left.map_or(MANUAL_WAIT, |left| left.min(MANUAL_WAIT));
                 self.state.sleep(if by_call { Some(slice) } else { left })?;
             }
@@ -97,8 +96,8 @@ impl CompletionChannel for Queue {
 
     fn arm(&self) -> Result<bool> {
         self.active.progress();
-        // A staged transfer that begins later makes the fd readable.
-        Ok(self.state.arm()? && !self.active.any())
+        // A staged transfer that needs calls later makes the fd readable.
+        Ok(self.state.arm()? && !self.active.need_calls(&self.state))
     }
 }
 

@@ -12,11 +12,12 @@ use std::{sync::Arc, time::Duration};
 
 use hmem_core::{
     Access, Address, Endpoint, Errno, ErrorKind, Iova, Path,
-    provider::{CompletionQueue, EndpointAttr, Provider, StagingAttr},
+    provider::{CompletionChannel, CompletionQueue, EndpointAttr, Provider, StagingAttr},
     transfer::{AtomicOp, AtomicType, Completion, CompletionKind, PeerId, RemoteSegment},
 };
 use hmem_iface_system::{Call, Simulated, Stepping};
 use hmem_provider_verbs::Verbs;
+use rustix::event::{PollFd, PollFlags};
 use staging_cases::*;
 use wire::{Misbehaviour, misbehave};
 
@@ -278,16 +279,88 @@ fn a_wait_moves_staged_transfers_on_and_a_channel_asks_for_that() {
     let channel = net.near.cq.channel().expect("a channel");
     assert!(channel.arm().unwrap(), "nothing is under way");
     write(2);
-    let fd = channel.fd().unwrap();
-    let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
-    let mut fds = [rustix::event::PollFd::new(&fd, rustix::event::PollFlags::IN)];
-    assert_eq!(rustix::event::poll(&mut fds, Some(&now)).unwrap(), 1, "it waits for a call");
+    assert!(is_readable(channel, Duration::ZERO), "the write needs calls");
     while net.near.cq.read(&mut done, 8).unwrap() == 0 {
         assert!(!channel.arm().unwrap(), "slept over a transfer");
     }
     assert_eq!(done.iter().map(|end| end.context).collect::<Vec<_>>(), [1, 2]);
     done.into_iter().for_each(|end| assert_eq!(end.result.unwrap(), CHUNK * 4));
     assert!(channel.arm().unwrap());
+}
+
+/// Returns whether the fd of a channel is readable, or becomes so within `timeout`.
+fn is_readable(channel: &dyn CompletionChannel, timeout: Duration) -> bool {
+    let fd = channel.fd().unwrap();
+    let timeout = timeout.try_into().unwrap();
+    rustix::event::poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout)).unwrap() == 1
+}
+
+/// EVT-05
+#[test]
+fn event_loop_sleeps_while_staged_receives_are_posted() {
+    let (net, near, far) = wide();
+    let channel = net.near.cq.channel().expect("a channel");
+    // Four receives hold their share of the buffers. The others wait for them.
+    for context in 0..6 {
+        let into = [near.slice(context * CHUNK, CHUNK)];
+        net.near.endpoint.receive(&into, None, context).unwrap();
+    }
+    assert_eq!(net.near.slots(), 4);
+    let mut out = Vec::new();
+    for context in 0..6 {
+        assert!(channel.arm().unwrap(), "receive {context} moves only when the peer sends");
+        assert!(!is_readable(channel, Duration::ZERO));
+        net.far.endpoint.send(&[far.slice(0, CHUNK)], None, PeerId(0), 9).unwrap();
+        net.far.cq.wait(&mut out, 1, Duration::MAX).unwrap();
+        assert!(is_readable(channel, Duration::from_secs(10)), "receive {context} wakes nobody");
+        while net.near.cq.read(&mut out, 1).unwrap() == 0 {}
+        let (received, sent) = (out.pop().unwrap(), out.pop().unwrap());
+        assert_eq!((received.context, received.result.unwrap()), (context, CHUNK));
+        sent.result.unwrap();
+    }
+    assert!(channel.arm().unwrap());
+}
+
+/// EVT-05
+#[test]
+fn reader_of_another_queue_does_not_sleep_over_copies() {
+    let (net, staged, far) = stepped();
+    let (beside, _peer) = another(&net);
+    let channel = beside.1.channel().expect("a channel");
+    assert!(channel.arm().unwrap());
+    let bytes = pattern(CHUNK * 6, 3);
+    staged.put(0, &bytes);
+    let key = far.region().key().unwrap();
+    let remote = [RemoteSegment { address: key.base(), len: CHUNK * 6, key: &key }];
+    net.near.endpoint.write(&[staged.slice(0, CHUNK * 6)], &remote, PeerId(0), 2).unwrap();
+    assert!(is_readable(channel, Duration::ZERO), "the write needs calls");
+    let mut out = Vec::new();
+    while far.get(0, CHUNK * 6) != bytes {
+        net.device.step();
+        assert!(!channel.arm().unwrap() || net.device.pending_copies() == 0);
+        assert_eq!(beside.1.read(&mut out, 8).unwrap(), 0);
+    }
+    assert!(net.complete(1, 0).0.remove(0).result.is_ok());
+    assert!(channel.arm().unwrap());
+}
+
+/// EVT-05
+#[test]
+fn staged_receive_of_a_closed_region_wakes_the_reader() {
+    let (net, near, _far) = wide();
+    let channel = net.near.cq.channel().expect("a channel");
+    for context in 0..6 {
+        net.near.endpoint.receive(&[near.slice(0, CHUNK)], None, context).unwrap();
+    }
+    assert!(channel.arm().unwrap());
+    let Mem::Device(region) = near else { unreachable!("device memory") };
+    region.close().map_err(|rejected| rejected.error).unwrap();
+    assert!(is_readable(channel, Duration::ZERO), "the receives have to be canceled");
+    net.near.endpoint.close().map_err(|rejected| rejected.error).unwrap();
+    let mut out = Vec::new();
+    while net.near.cq.read(&mut out, 6).unwrap() > 0 {}
+    assert_eq!(out.len(), 6);
+    assert!(out.iter().all(|ended| ended.result.is_err()), "{out:?}");
 }
 
 /// REL-01, BNC-02

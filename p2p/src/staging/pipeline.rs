@@ -178,6 +178,11 @@ impl<M> Pipeline<M> {
         self.failure.is_some()
     }
 
+    /// Returns whether copies are in flight. A copy engine does not announce their end.
+    pub fn is_copying(&self) -> bool {
+        self.chunks.iter().any(|chunk| !chunk.copies.is_empty())
+    }
+
     /// Returns true once the transfer takes no further buffer.
     pub fn has_begun(&self) -> bool {
         self.failure.is_some() || self.begun == self.plan.len

@@ -12,6 +12,13 @@
 //!
 //! A post steps its lane. A reader of any completion queue of the device steps all lanes of the
 //! device: a transfer may wait for buffers of another, whose queue no thread reads at the time.
+//!
+//! # Sleep
+//!
+//! A thread may sleep for a completion queue while lanes have entries: the NIC wakes it when a
+//! request of these lanes completes. It must not sleep while a lane needs calls, see
+//! [`ActiveLanes::need_calls`]. A change that comes from a call makes the queues' fds readable if a
+//! lane then needs calls: a post, a cancellation, or a region that is closed.
 
 use std::{
     collections::VecDeque,
@@ -36,7 +43,7 @@ use super::{
 use crate::{
     in_flight::{Arrival, Mail, RequestOwner, Token},
     post::{Poster, takes_receive},
-    queue::Queues,
+    queue::{CqState, Queues},
     ready::Ready,
 };
 
@@ -69,8 +76,8 @@ impl Lane {
         }
     }
 
-    fn is_idle(&self) -> bool {
-        self.busy.load(Ordering::Acquire) == 0
+    fn is_busy(&self) -> bool {
+        self.busy.load(Ordering::Acquire) > 0
     }
 
     /// Takes the results of the lane's requests.
@@ -107,8 +114,8 @@ impl Lanes {
         if kind == CompletionKind::Receive { &self.receive } else { &self.send }
     }
 
-    fn is_idle(&self) -> bool {
-        self.send.is_idle() && self.receive.is_idle()
+    fn is_busy(&self) -> bool {
+        self.send.is_busy() || self.receive.is_busy()
     }
 
     /// Cancels everything that was posted before now and is not on the wire.
@@ -116,12 +123,13 @@ impl Lanes {
         for lane in [&self.send, &self.receive] {
             lane.mail.lock().canceled_before = lane.next.load(Ordering::Acquire);
         }
+        self.queues.ring();
     }
 
     /// Returns true if a request has to go through a lane.
     #[inline]
     pub(crate) fn takes(&self, request: &WorkRequest<'_>) -> bool {
-        if self.of(kind_of(&request.operation)).busy.load(Ordering::Acquire) > 0 {
+        if self.of(kind_of(&request.operation)).is_busy() {
             return true;
         }
         let domain = &self.poster.domain;
@@ -154,6 +162,11 @@ impl Lanes {
         lane.busy.store(entries.len(), Ordering::Release);
         self.active.add(self);
         self.step(lane, &mut entries);
+        let needs_calls = entries.iter().any(|entry| entry.is_copying() || entry.is_unposted());
+        drop(entries);
+        if needs_calls {
+            self.active.ring();
+        }
         Ok(())
     }
 
@@ -162,7 +175,7 @@ impl Lanes {
         let mut ended = 0;
         for lane in [&self.send, &self.receive] {
             // A thread that has the lock steps the lane.
-            if lane.busy.load(Ordering::Acquire) > 0
+            if lane.is_busy()
                 && let Some(mut entries) = lane.entries.try_lock()
             {
                 ended += self.step(lane, &mut entries);
@@ -174,6 +187,37 @@ impl Lanes {
     fn step(&self, lane: &Lane, entries: &mut VecDeque<Entry>) -> usize {
         while self.advance(lane, entries) {}
         self.hand_out(lane, entries)
+    }
+
+    /// Returns whether a lane is busy whose requests complete to another queue than `queue`.
+    fn is_busy_beside(&self, queue: &Arc<CqState>) -> bool {
+        self.send.is_busy() && !Arc::ptr_eq(&self.queues.tx, queue)
+            || self.receive.is_busy() && !Arc::ptr_eq(&self.queues.rx, queue)
+    }
+
+    /// Returns whether a reader of `queue` must step the lanes again without an event of the NIC.
+    ///
+    /// `others_busy` says whether a lane of another queue was busy before this call.
+    fn need_calls(&self, queue: &Arc<CqState>, others_busy: bool) -> bool {
+        [(&self.send, &self.queues.tx), (&self.receive, &self.queues.rx)].into_iter().any(
+            |(lane, completes_to)| {
+                if !lane.is_busy() {
+                    return false;
+                }
+                // The thread that holds the lock may leave work.
+                let Some(mut entries) = lane.entries.try_lock() else { return true };
+                let progressed = self.advance(lane, &mut entries);
+                self.hand_out(lane, &mut entries);
+                let is_own = Arc::ptr_eq(completes_to, queue);
+                let is_send = std::ptr::eq(lane, &self.send);
+                progressed
+                    || entries.iter().any(|entry| {
+                        entry.is_copying()
+                            || (is_own && others_busy && entry.needs_buffers())
+                            || (!is_own && is_send && entry.is_unposted())
+                    })
+            },
+        )
     }
 
     /// Does what can be done now. Returns whether that was anything.
@@ -280,8 +324,9 @@ impl Lanes {
 
     /// Stops what uses a region that was closed.
     fn abandon_closed(&self) {
+        let mut stopped = false;
         for lane in [&self.send, &self.receive] {
-            if lane.busy.load(Ordering::Acquire) == 0 {
+            if !lane.is_busy() {
                 continue;
             }
             for entry in lane.entries.lock().iter_mut() {
@@ -290,8 +335,12 @@ impl Lanes {
                 {
                     transfer.pipeline.fail(Part::Wire, region_closed());
                     transfer.pipeline.stop();
+                    stopped = true;
                 }
             }
+        }
+        if stopped {
+            self.queues.ring();
         }
     }
 }
@@ -317,20 +366,36 @@ impl ActiveLanes {
         if active.iter().any(|known| std::ptr::eq(known.as_ptr(), Arc::as_ptr(lanes))) {
             return;
         }
-        let were_empty = active.is_empty();
         active.push(Arc::downgrade(lanes));
         self.count.store(active.len(), Ordering::Release);
-        drop(active);
-        // The readers of all queues step the lanes. One that slept before the count changed has no
-        // limit for its sleep, and the lane may need that very reader.
-        if were_empty {
-            self.queues.lock().iter().filter_map(Weak::upgrade).for_each(|queue| queue.ring());
-        }
     }
 
-    /// Returns true if a lane of the device is not empty.
-    pub(crate) fn any(&self) -> bool {
-        self.count.load(Ordering::Acquire) > 0
+    /// Wakes the readers of all queues, which step the lanes.
+    fn ring(&self) {
+        self.queues.lock().iter().filter_map(Weak::upgrade).for_each(|queue| queue.ring());
+    }
+
+    /// Returns whether a reader of `queue` must not sleep, because only calls move a transfer on.
+    ///
+    /// The NIC wakes the reader for completions of `queue` only. Four things need calls:
+    ///
+    /// - Copies in flight: a copy engine does not announce their end.
+    /// - Entries of a lane that completes to `queue` and waits for buffers, while a lane of another
+    ///   queue is busy. That lane may hold the buffers.
+    /// - Entries of a send lane of another queue that are not posted. The peer may wait for them,
+    ///   and their own queue may have no reader.
+    /// - Lanes that another thread is stepping, and lanes that this call could step.
+    ///
+    /// Requests on the wire need none. A receive may stay there for as long as the peer likes.
+    pub(crate) fn need_calls(&self, queue: &Arc<CqState>) -> bool {
+        if self.count.load(Ordering::Acquire) == 0 {
+            return false;
+        }
+        let lanes = self.list();
+        // Before the lanes of this queue are stepped: a lane that is idle here has released its
+        // buffers, and the step finds them.
+        let others_busy = lanes.iter().any(|lanes| lanes.is_busy_beside(queue));
+        lanes.iter().any(|lanes| lanes.need_calls(queue, others_busy))
     }
 
     fn list(&self) -> Vec<Arc<Lanes>> {
@@ -354,7 +419,7 @@ impl ActiveLanes {
         // Lanes that are busy again are so since before they ask to be added, for which they need
         // this lock.
         let mut active = self.lanes.lock();
-        active.retain(|lanes| lanes.upgrade().is_some_and(|lanes| !lanes.is_idle()));
+        active.retain(|lanes| lanes.upgrade().is_some_and(|lanes| lanes.is_busy()));
         self.count.store(active.len(), Ordering::Release);
         ended
     }

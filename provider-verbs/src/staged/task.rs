@@ -72,6 +72,25 @@ impl Entry {
         }
     }
 
+    /// Returns whether copies of the request are in flight.
+    pub(super) fn is_copying(&self) -> bool {
+        matches!(&self.task, Task::Staged(transfer) if transfer.pipeline.is_copying())
+    }
+
+    /// Returns whether the request has yet to take staging buffers.
+    pub(super) fn needs_buffers(&self) -> bool {
+        matches!(&self.task, Task::Staged(transfer) if !transfer.pipeline.has_begun())
+    }
+
+    /// Returns whether a part of the request has yet to be posted to the NIC.
+    pub(super) fn is_unposted(&self) -> bool {
+        match &self.task {
+            Task::Staged(transfer) => !transfer.pipeline.is_posted(),
+            Task::Waiting(_) => true,
+            Task::Posted | Task::Ended(_) => false,
+        }
+    }
+
     /// Cancels what is not on the wire.
     pub(super) fn cancel(&mut self) {
         match &mut self.task {
