@@ -207,7 +207,7 @@ fn what_cannot_be_chosen_or_registered_gives_the_buffer_back() {
     let buffer = || machine.buffer(0, 4096);
     assert_eq!(
         refused(&machine.hmem, &domains, 0, buffer(), REMOTE),
-        (ErrorKind::InvalidArgument, why("no NIC is asked for"))
+        (ErrorKind::InvalidArgument, why("the number of NICs is 0"))
     );
     assert_eq!(
         refused(&machine.hmem, &domains, 13, buffer(), REMOTE),

@@ -226,7 +226,8 @@ proptest! {
         let count = 1 + count.index(nics.len());
         let choice = choose(&topology, memory, &nics, count);
         let near = |nic: &Nic| {
-            let path = topology.path(gpu, nic.pci_bus_id.as_ref().unwrap().parse().unwrap()).unwrap();
+            let id = nic.pci_bus_id.as_ref().unwrap().parse().unwrap();
+            let path = topology.path(gpu, id).unwrap();
             (path.distance, path.hops.len())
         };
         let mut oracle: Vec<_> = nics.iter().map(near).collect();

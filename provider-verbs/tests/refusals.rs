@@ -161,7 +161,7 @@ fn bind(
     let asked = fake::calls().into_iter().find(|call| call.starts_with("bind_mw"));
     verbs.free_window(window).expect("free");
     match bound {
-        Ok(_) => Ok(asked.expect("the driver was asked")),
+        Ok(_) => Ok(asked.expect("the driver was called")),
         Err(error) => {
             assert_eq!(asked, None, "the driver was asked: {error}");
             Err(error)

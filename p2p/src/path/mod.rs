@@ -391,7 +391,8 @@ unsafe fn search_by_policy(
     if search.policy == P2pPolicy::Required {
         return Err((
             "direct access is required and every direct path was refused",
-            "make one of the paths in the trace work, or set the policy to Enabled, which stages copies",
+            "make one of the paths in the trace work, or set the policy to Enabled, which stages \
+             copies",
         ));
     }
     if search.policy == P2pPolicy::Preferred {
@@ -410,7 +411,8 @@ unsafe fn search_by_policy(
     ))
 }
 
-const ALLOW_IN_PROCESS: &str = "unset FI_HMEM_DISABLE_P2P (or the builder's disable_p2p) to allow direct access, or set the policy to Enabled, which stages copies";
+const ALLOW_IN_PROCESS: &str = "unset FI_HMEM_DISABLE_P2P (or the builder's disable_p2p) to allow \
+                                direct access, or set the policy to Enabled, which stages copies";
 
 /// Returns the remedy that allows direct access again.
 pub(crate) const fn allow(by_process: bool) -> &'static str {
@@ -507,7 +509,8 @@ unsafe fn register_dma_buf(
     if search.policy == P2pPolicy::Disabled && search.owner.iface != IfaceKind::SYSTEM {
         return Err(search.exhausted((
             "direct access is disabled, and a dma-buf has no other path",
-            "unset FI_HMEM_DISABLE_P2P or change the domain's policy to allow direct access, or register the memory by address instead of by dma-buf",
+            "unset FI_HMEM_DISABLE_P2P or change the domain's policy to allow direct access, or \
+             register the memory by address instead of by dma-buf",
         )));
     }
     let range = search.registration.ranges[0];

@@ -90,7 +90,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_message_is_cut_into_chunks_that_fit_buffers(len in 1u64..(200 << 20), slot in 1u64..(1 << 20)) {
+        fn chunks_of_any_message_fit_buffers(
+            len in 1u64..(200 << 20), slot in 1u64..(1 << 20),
+        ) {
             // Keeps the number of chunks small enough to check each.
             let slot = slot.max(len >> 12);
             let lengths = lengths(ChunkPlan::chunks(len, slot));

@@ -107,7 +107,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: `self` owns the mapping. Users of its addresses hold the pool, which holds `self`.
+        // SAFETY: `self` owns the mapping. Users of its addresses hold the pool, which holds it.
         if let Err(errno) = unsafe { munmap(self.start.cast(), self.len) } {
             tracing::error!(%errno, "cannot unmap staging buffers");
         }

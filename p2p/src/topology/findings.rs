@@ -14,10 +14,12 @@ pub struct Finding {
     pub remedy: &'static str,
 }
 
-const ACS: &str = "turn off ACS redirection on these ports, in firmware or with setpci, if the devices are trusted; or turn on ATS in the NIC";
+const ACS: &str = "turn off ACS redirection on these ports, in firmware or with setpci, if the \
+                   devices are trusted; or turn on ATS in the NIC";
 const ACS_UNKNOWN: &str = "run it as root (CAP_SYS_ADMIN) to read ACS";
 const IOMMU: &str = "boot with iommu=pt, so that the IOMMU does not translate";
-const BAR: &str = "turn on Above 4G Decoding and Resizable BAR in firmware, or choose a device whose whole memory can be mapped";
+const BAR: &str = "turn on Above 4G Decoding and Resizable BAR in firmware, or choose a device \
+                   whose whole memory can be mapped";
 const LINK: &str =
     "measure again under load, since idle links slow down; then check the slot, riser or cable";
 const DISTANCE: &str = "use a nearer NIC";
@@ -46,7 +48,8 @@ impl Topology {
         match &path.redirection {
             Redirection::By(ports) => {
                 let what = format!(
-                    "ACS redirects traffic between {device} and {nic} to the root complex (ports {})",
+                    "ACS redirects traffic between {device} and {nic} to the root complex (ports \
+                     {})",
                     list(ports)
                 );
                 add("acs", what, ACS);

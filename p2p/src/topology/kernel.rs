@@ -409,7 +409,8 @@ mod tests {
 
     #[test]
     fn modules_count_once_they_are_live() {
-        let text = "nvidia_peermem 16384 0 - Live 0x0\nnvidia 1 2 a,b, Loading 0x0 (POE)\nsnd 3 0 - Live 0x0\n";
+        let text = "nvidia_peermem 16384 0 - Live 0x0\nnvidia 1 2 a,b, Loading 0x0 (POE)\n\
+                    snd 3 0 - Live 0x0\n";
         assert_eq!(modules(&with("proc/modules", text)).unwrap(), ["nvidia_peermem"]);
         assert!(modules(&with("proc/modules", "nvidia many 0")).is_err());
         assert_eq!(modules(&with("sys/module/ib_core/version", "")).unwrap(), ["ib_core"]);
@@ -419,7 +420,8 @@ mod tests {
     fn open_driver_is_distinguished_from_the_closed_one() {
         let line = |open: &str| {
             format!(
-                "NVRM version: NVIDIA UNIX {open}x86_64 Kernel Module  535.161.08  Sat Feb 24 (root@host)\nGCC: x"
+                "NVRM version: NVIDIA UNIX {open}x86_64 Kernel Module  535.161.08  Sat Feb 24 \
+                 (root@host)\nGCC: x"
             )
         };
         let read =
@@ -461,8 +463,11 @@ mod tests {
     proptest! {
         /// REL-03
         #[test]
-        fn arbitrary_files_do_not_panic(bytes in prop::collection::vec(any::<u8>(), 0..400), text in ".{0,200}") {
-            for path in ["proc/config.gz", "proc/modules", "proc/cmdline", "proc/driver/nvidia/version"] {
+        fn arbitrary_files_do_not_panic(
+            bytes in prop::collection::vec(any::<u8>(), 0..400), text in ".{0,200}",
+        ) {
+            let version = "proc/driver/nvidia/version";
+            for path in ["proc/config.gz", "proc/modules", "proc/cmdline", version] {
                 let _ = read(&with(path, bytes.clone()));
                 let _ = read(&with(path, text.clone()));
             }

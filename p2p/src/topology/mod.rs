@@ -14,7 +14,8 @@
 //! ```
 //! use hmem_p2p::topology::{Distance, Topology};
 //!
-//! let dgx = Topology::open(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/topology/dgx-a100.tar.gz"))?;
+//! let recordings = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/topology");
+//! let dgx = Topology::open(format!("{recordings}/dgx-a100.tar.gz"))?;
 //! let gpu = "0000:07:00.0".parse()?;
 //! let nearest = dgx.nearest_nics(gpu);
 //! assert_eq!(nearest.len(), 2);

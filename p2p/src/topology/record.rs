@@ -218,7 +218,9 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
+        #![proptest_config(ProptestConfig {
+            cases: 512, failure_persistence: None, ..ProptestConfig::default()
+        })]
 
         /// REL-03
         ///

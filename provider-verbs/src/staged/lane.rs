@@ -1,24 +1,23 @@
-//! Lanes: the requests of one direction of an endpoint, from the first that names staged memory
-//! until there is none.
+//! Lanes: queues of the requests in one direction of an endpoint that has staged transfers.
 //!
-//! The NIC runs requests in the order in which they were posted, and so does a lane: it posts one
-//! request's chunks after all of those before it, and completes them in that order. A request that
-//! is posted while the lane is not empty goes through it, staged or not. A request that fails in a
-//! lane ends the connection, as any failed request does, and cancels those behind it.
+//! The NIC runs requests in the order of their posts, and so does a lane. It posts a request's
+//! chunks after all chunks of earlier requests, and completes requests in that order. While a lane
+//! has entries, each new request goes through it, staged or not. A failed request in a lane ends
+//! the connection and cancels the requests behind it.
 //!
-//! A request takes buffers when those before it have all of theirs, so that none of them waits for
-//! one that waits for it. A request behind a message also waits for the receiver. Its buffers then
-//! come from the share of messages, not from the one that is reserved for RMA.
+//! A request takes buffers after the requests before it have all of theirs, so that no circle of
+//! waiting requests arises. A request behind a message also waits for the receiver. Its buffers
+//! then come from the share of messages, not from the share of RMA.
 //!
-//! A post steps its lane. A reader of any completion queue of the device steps all lanes of the
-//! device: a transfer may wait for buffers of another, whose queue no thread reads at the time.
+//! A post steps its lane. A reader of any completion queue steps all lanes of the device: a
+//! transfer may wait for buffers of a transfer with an unread queue.
 //!
 //! # Sleep
 //!
-//! A thread may sleep for a completion queue while lanes have entries: the NIC wakes it when a
-//! request of these lanes completes. It must not sleep while a lane needs calls, see
-//! [`ActiveLanes::need_calls`]. A change that comes from a call makes the queues' fds readable if a
-//! lane then needs calls: a post, a cancellation, or a region that is closed.
+//! A thread may sleep for a completion queue while lanes have entries: the NIC wakes the thread
+//! when a request completes to the queue. It must not sleep while a lane needs calls (see
+//! [`ActiveLanes::need_calls`]). Three calls can make a lane need calls, and then make the queues'
+//! fds readable: a post, a cancellation, and the close of a region.
 
 use std::{
     collections::VecDeque,
@@ -57,10 +56,10 @@ pub(crate) struct Lanes {
 }
 
 struct Lane {
-    /// The number of entries; changed under the lock of the entries.
+    /// Number of entries, changed under the lock of the entries.
     busy: AtomicUsize,
     entries: Mutex<VecDeque<Entry>>,
-    /// The number of the next entry.
+    /// Number of the next entry.
     next: AtomicU64,
     /// Shared with the poster. Its lock is the innermost.
     mail: Arc<Mutex<Mail>>,
@@ -80,7 +79,7 @@ impl Lane {
         self.busy.load(Ordering::Acquire) > 0
     }
 
-    /// Takes the results of the lane's requests.
+    /// Applies the results of the lane's requests. Returns whether there were any.
     fn take_mail(&self, entries: &mut VecDeque<Entry>) -> bool {
         let (ended, canceled_before) = {
             let mut mail = self.mail.lock();
@@ -118,7 +117,7 @@ impl Lanes {
         self.send.is_busy() || self.receive.is_busy()
     }
 
-    /// Cancels everything that was posted before now and is not on the wire.
+    /// Cancels all entries that are not on the wire.
     pub(crate) fn cancel(&self) {
         for lane in [&self.send, &self.receive] {
             lane.mail.lock().canceled_before = lane.next.load(Ordering::Acquire);
@@ -153,7 +152,7 @@ impl Lanes {
                 .domain
                 .refuse_post(ErrorKind::Again, "the queue is full: read completions"));
         }
-        // A failure of before is noticed before, and does not take this request along.
+        // An earlier failure must not cancel this request, so it is handled first.
         self.step(lane, &mut entries);
         let number = lane.next.fetch_add(1, Ordering::AcqRel);
         let (context, takes_receive) = (request.context, takes_receive(&request.operation));
@@ -174,7 +173,7 @@ impl Lanes {
     fn step_all(&self) -> usize {
         let mut ended = 0;
         for lane in [&self.send, &self.receive] {
-            // A thread that has the lock steps the lane.
+            // Another thread that holds the lock steps the lane.
             if lane.is_busy()
                 && let Some(mut entries) = lane.entries.try_lock()
             {
@@ -204,7 +203,7 @@ impl Lanes {
                 if !lane.is_busy() {
                     return false;
                 }
-                // The thread that holds the lock may leave work.
+                // Another thread holds the lock, and may leave work.
                 let Some(mut entries) = lane.entries.try_lock() else { return true };
                 let progressed = self.advance(lane, &mut entries);
                 self.hand_out(lane, &mut entries);
@@ -220,7 +219,7 @@ impl Lanes {
         )
     }
 
-    /// Does what can be done now. Returns whether that was anything.
+    /// Does all work that is possible now. Returns whether there was any.
     fn advance(&self, lane: &Lane, entries: &mut VecDeque<Entry>) -> bool {
         let mut progressed = lane.take_mail(entries);
         let (mut may_begin, mut may_post, mut failed) = (true, true, false);
@@ -274,7 +273,7 @@ impl Lanes {
     }
 
     fn post_now(&self, request: &WorkRequest<'_>, token: Token) -> Result<Posted> {
-        // SAFETY: the memory is that of regions whose descriptors the request names, or staging
+        // SAFETY: the memory lies in regions whose descriptors the request names, or in staging
         // buffers, which live as long as their domain.
         match unsafe { self.poster.post(request, RequestOwner::Lane(token)) } {
             Ok(()) => Ok(Posted::Sent),
@@ -283,12 +282,12 @@ impl Lanes {
         }
     }
 
-    /// Ends the connection. A failure on this side must keep the requests behind it from the peer,
-    /// as a failure on the wire does.
+    /// Ends the connection. After a failure on this side the peer must not get the requests behind
+    /// it.
     fn end_connection(&self) {
         let connection = &mut self.poster.lock().connection;
         if !connection.has_failed() {
-            connection.fail("a connection with a failed staged transfer could not be stopped");
+            connection.fail("cannot stop the connection of a failed staged transfer");
         }
     }
 
@@ -307,7 +306,7 @@ impl Lanes {
         ended
     }
 
-    /// Ends every entry, when nothing of the endpoint is on the wire any more.
+    /// Ends every entry. No request of the endpoint is on the wire any more.
     pub(crate) fn shut(&self) {
         for lane in [&self.send, &self.receive] {
             let mut entries = lane.entries.lock();
@@ -322,7 +321,7 @@ impl Lanes {
         }
     }
 
-    /// Stops what uses a region that was closed.
+    /// Stops the transfers of closed regions.
     fn abandon_closed(&self) {
         let mut stopped = false;
         for lane in [&self.send, &self.receive] {
@@ -345,7 +344,7 @@ impl Lanes {
     }
 }
 
-/// The lanes of a device that are not empty, and the completion queues whose readers step them.
+/// Lanes of a device with entries, and the completion queues of their readers.
 #[derive(Default)]
 pub(crate) struct ActiveLanes {
     count: AtomicUsize,
@@ -392,8 +391,8 @@ impl ActiveLanes {
             return false;
         }
         let lanes = self.list();
-        // Before the lanes of this queue are stepped: a lane that is idle here has released its
-        // buffers, and the step finds them.
+        // Evaluated before the lanes of this queue are stepped: a lane that is idle here has
+        // released its buffers, and the step finds them.
         let others_busy = lanes.iter().any(|lanes| lanes.is_busy_beside(queue));
         lanes.iter().any(|lanes| lanes.need_calls(queue, others_busy))
     }
@@ -411,20 +410,19 @@ impl ActiveLanes {
         let mut ended = 0;
         for lanes in self.list() {
             if let Err(error) = lanes.queues.drain() {
-                // Its own reader gets the same answer.
-                tracing::debug!(%error, "a queue with staged transfers could not be read");
+                // The reader of that queue gets the same error.
+                tracing::debug!(%error, "cannot read a queue with staged transfers");
             }
             ended += lanes.step_all();
         }
-        // Lanes that are busy again are so since before they ask to be added, for which they need
-        // this lock.
+        // A lane that becomes busy adds itself afterwards, under this lock.
         let mut active = self.lanes.lock();
         active.retain(|lanes| lanes.upgrade().is_some_and(|lanes| lanes.is_busy()));
         self.count.store(active.len(), Ordering::Release);
         ended
     }
 
-    /// Waits until no copy touches a region that was closed.
+    /// Stops the transfers of closed regions, and waits for their copies.
     pub(crate) fn abandon_closed(&self) {
         for lanes in self.list() {
             lanes.abandon_closed();

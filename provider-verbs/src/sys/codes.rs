@@ -18,11 +18,11 @@ bitflags::bitflags! {
         const MW_BIND = 1 << 4;
         /// Addresses start at 0, on both sides.
         const ZERO_BASED = 1 << 5;
-        /// Pages are brought in when the NIC reaches for them.
+        /// Pages are not pinned. The NIC faults them in on access.
         const ON_DEMAND = 1 << 6;
         /// The memory lies in huge pages.
         const HUGETLB = 1 << 7;
-        /// PCIe writes may pass each other. A driver may drop it silently.
+        /// PCIe writes may be reordered. A driver may ignore the flag silently.
         const RELAXED_ORDERING = 1 << 20;
     }
 }
@@ -83,9 +83,9 @@ bitflags::bitflags! {
     /// `enum ibv_send_flags`, as far as this crate uses them.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct SendFlags: c_uint {
-        /// A completion is wanted.
+        /// The request gives a completion when it succeeds.
         const SIGNALED = 1 << 1;
-        /// The bytes are copied while posting.
+        /// The bytes are copied during the post.
         const INLINE = 1 << 3;
     }
 }
@@ -96,7 +96,7 @@ bitflags::bitflags! {
     pub struct WcFlags: c_uint {
         /// The completion carries immediate data.
         const WITH_IMM = 1 << 1;
-        /// The checksums of the packet are right, on transports of packets.
+        /// The checksums of the packet are correct.
         const IP_CSUM_OK = 1 << 2;
         /// The completion names the key that the NIC invalidated.
         const WITH_INV = 1 << 3;
@@ -104,7 +104,9 @@ bitflags::bitflags! {
 }
 
 macro_rules! numbers {
-    ($($(#[doc = $doc:literal])+ $type:ident($repr:ty) { $($name:ident = $value:literal,)+ })+) => {$(
+    ($(
+        $(#[doc = $doc:literal])+ $type:ident($repr:ty) { $($name:ident = $value:literal,)+ }
+    )+) => {$(
         $(#[doc = $doc])+
         #[repr(transparent)]
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -116,7 +118,7 @@ macro_rules! numbers {
                 pub const $name: Self = Self($value);
             )+
 
-            /// The name in `infiniband/verbs.h`, where this crate knows it.
+            /// Returns the name in `infiniband/verbs.h`, if this crate knows it.
             #[must_use]
             pub const fn name(self) -> Option<&'static str> {
                 match self.0 {
@@ -226,6 +228,6 @@ pub const IBV_ODP_SUPPORT: u64 = 1;
 pub const IBV_REREG_MR_CHANGE_ACCESS: c_int = 1 << 2;
 /// `IBV_REREG_MR_ERR_CMD`: from this value down the old region may not be used any more.
 pub const IBV_REREG_MR_ERR_CMD: c_int = -4;
-/// `__VERBS_ABI_IS_EXTENDED`: what [`Context::abi_compat`](super::Context::abi_compat) holds where
-/// a [`VerbsContext`](super::VerbsContext) surrounds it.
+/// `__VERBS_ABI_IS_EXTENDED`: the value of [`Context::abi_compat`](super::Context::abi_compat)
+/// inside a [`VerbsContext`](super::VerbsContext).
 pub const VERBS_ABI_IS_EXTENDED: usize = usize::MAX;
