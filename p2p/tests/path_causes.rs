@@ -528,17 +528,21 @@ fn explanation_names_the_cause_of_refused_host_memory() {
 
 fn page() -> String {
     let mut page = String::from(
-        "# Causes and remedies\n\nWhy a way from memory to a NIC is refused, and what to do about \
-         it. The name of a cause is the `cause_name` of an attempt in a decision's trace (`hmem \
-         explain`, `hmem info --json`). Special causes stand before general ones: the first that \
-         fits is the probable one. Facts about the machine only choose between causes; whether a \
-         way works is found out by trying it.\n\nA range of several segments that is refused in \
-         one dma-buf, and then segment by segment in the same way, has the cause that the export \
-         of a segment has. An export that is refused under the default mapping too has the same \
-         cause under both.\n\nAn iface may have words of its own for a general cause: its name \
-         then stands in brackets.\n\nThis page is `p2p/src/path/cause.rs` and the `causes.rs` of \
-         the ifaces; a test compares them (`HMEM_BLESS=1 cargo test -p hmem-p2p --test \
-         path_causes` writes it).\n",
+        "# Causes and remedies\n\n\
+         Causes why a path from memory to a NIC is refused, with remedies. The name of a cause is \
+         the `cause_name` of an attempt in a decision's trace (`hmem explain`, `hmem info \
+         --json`). \
+         Special causes come before general ones, and the first that fits is the probable one. \
+         Facts about the machine only choose between causes: whether a path works is found out by \
+         trying it.\n\n\
+         A range of several segments may be refused in one dma-buf and then segment by segment, \
+         for the same reason. It then has the cause of the export of a segment. An export that is \
+         also refused under the default mapping has the same cause under both mappings.\n\n\
+         An iface may have its own wording for a general cause. Its name then stands in \
+         brackets.\n\n\
+         This page is made from `p2p/src/path/cause.rs` and the `causes.rs` of the ifaces. A test \
+         compares them; `HMEM_BLESS=1 cargo test -p hmem-p2p --test path_causes` writes the \
+         page.\n",
     );
     for (iface, cause) in by_rank() {
         let paths = join(cause.paths.iter().map(|path| path.name().to_owned()));

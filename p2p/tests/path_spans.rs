@@ -200,7 +200,7 @@ fn segments_are_registered_if_the_nic_refuses_the_whole_range() {
 
 /// P2P-01
 ///
-/// However often it happens, the next buffer has a single key.
+/// The NIC refuses the whole range of several buffers. The next buffer still gets a single key.
 #[test]
 fn refused_whole_range_does_not_affect_other_buffers() {
     let _alone = alone();

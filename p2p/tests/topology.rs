@@ -142,7 +142,7 @@ fn server_with_nics_behind_a_switch_has_published_distances() {
 /// Devices without any structure between them are as far apart as the host bridge
 /// (NVIDIA/nccl#1674).
 #[test]
-fn a_flat_virtual_machine_is_one_host_bridge() {
+fn flat_virtual_machine_is_one_host_bridge() {
     let vm = open("cloud-vm");
     assert_eq!(matrix(&vm, |_| "mlx5_0".into(), 1), ["PHB"; 8]);
     assert_eq!(vm.iommu(), IommuMode::Off);

@@ -39,7 +39,7 @@ pub(super) fn carry(request: &mut SendWr, data: u32) {
 }
 
 /// Builds the single work request of a common transfer: one run of bytes and one key on each side.
-/// It needs no list. The request points to `segment`, which holds the local run.
+/// The request points to `segment`, which holds the local run.
 ///
 /// Returns the transfer's length, or `None` for any other transfer. Invalid transfers give `None`
 /// too, and [`Chain::rma`] then refuses them.
@@ -212,7 +212,7 @@ impl Chain {
         self.message(domain, pair.cap.max_recv_sge, u64::MAX, bytes)
     }
 
-    /// Fills the segments of a message, which cannot be cut.
+    /// Fills the segments of a message, which cannot be split over requests.
     fn message(
         &mut self,
         domain: &DomainState,

@@ -59,12 +59,12 @@ impl VerbsDomain {
         request: &DomainRequest,
     ) -> Result<Self> {
         if !request.auth_key.0.is_empty() {
-            let why = "open domains without an authorization key: verbs separates them by \
+            let why = "open domains without authorization keys: verbs separates them by \
                        protection domains";
             return Err(pd.device.refuse(ErrorKind::Unsupported, "open domain", why));
         }
-        tracing::debug!(nic = %pd.device.nic(), mode = %request.mode, ?options, "verbs domain \
-                                                                                 opened");
+        let nic = pd.device.nic();
+        tracing::debug!(%nic, mode = %request.mode, ?options, "verbs domain opened");
         let state = Arc::new(DomainState::new(pd, options, request.staging));
         Ok(Self { state, active, fabric })
     }
@@ -399,7 +399,7 @@ impl StagingAccess for VerbsDomain {
     }
 }
 
-/// The NIC executes requests by itself, except those that name staged memory.
+/// The NIC executes requests without calls, except requests that name staged memory.
 impl ManualProgress for VerbsDomain {
     fn progress(&self) -> Result<usize> {
         Ok(self.active.progress())

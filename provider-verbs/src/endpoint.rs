@@ -157,7 +157,7 @@ impl Endpoint {
             })
         };
         if attr.auth_key.as_ref().is_some_and(|key| !key.0.is_empty()) {
-            let why = "verbs has no authorization keys: use another domain";
+            let why = "use another domain: verbs has no authorization keys";
             return Err(refuse(ErrorKind::Unsupported, why));
         }
         let queues = Queues { tx: queue(&*attr.tx_cq)?, rx: queue(&*attr.rx_cq)? };

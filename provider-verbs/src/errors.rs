@@ -79,10 +79,9 @@ pub(super) fn registration(nic: &Nic, errno: Errno, what: &RegistrationCall) -> 
             "load a peer-memory client (modprobe nvidia-peermem), or use dma-buf: no client knows \
              the address",
         ),
-        (9, BackingKind::DmaBuf) => base(ErrorKind::InvalidArgument).remedy(
-            "pass an open dma-buf: the file descriptor is \
-                                                     not open",
-        ),
+        (9, BackingKind::DmaBuf) => {
+            base(ErrorKind::InvalidArgument).remedy("pass an open dma-buf: the fd is closed")
+        }
         (22, BackingKind::DmaBuf) => base(ErrorKind::InvalidArgument).remedy(
             "pass a dma-buf, a range inside it, and an address and offset that are equal within a \
              page",
@@ -99,10 +98,8 @@ pub(super) fn registration(nic: &Nic, errno: Errno, what: &RegistrationCall) -> 
         (22, _) if !options.is_empty() => base(ErrorKind::InvalidArgument)
             .context("options", names(options))
             .remedy("check the range, the rights and the options: the driver refused one of them"),
-        (22, _) => base(ErrorKind::InvalidArgument).remedy(
-            "check the range and the rights: the \
-                                                            driver refused them",
-        ),
+        (22, _) => base(ErrorKind::InvalidArgument)
+            .remedy("check the range and the rights: the driver refused one of them"),
         _ => base(errno.kind()),
     }
 }

@@ -1,4 +1,4 @@
-//! GIDs of a port, and the choice between them.
+//! GIDs of a port, and the choice of the GID for a connection.
 
 use std::fs;
 

@@ -189,7 +189,7 @@ impl Queues {
         }
     }
 
-    /// Wakes the threads that sleep for one of the queues.
+    /// Wakes the threads that sleep for either queue.
     pub(super) fn ring(&self) {
         self.tx.ready.ring();
         self.rx.ready.ring();

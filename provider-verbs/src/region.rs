@@ -287,7 +287,7 @@ impl Regions {
         Held(self.map.read())
     }
 
-    /// Runs `with` on a region that stays in the table meanwhile.
+    /// Runs `with` on a region. The region stays in the table during the call.
     pub(super) fn with<T>(
         &self,
         region: ProviderRegion,
@@ -378,13 +378,13 @@ impl Regions {
         let map = std::mem::take(&mut *self.map.write());
         let left = map.values().filter(|region| !matches!(region.kind, Kind::Buffers)).count();
         if left > 0 {
-            tracing::warn!(nic = %pd.device.nic(), regions = left, "a domain was dropped with open \
-                                                                    regions");
+            let nic = pd.device.nic();
+            tracing::warn!(%nic, regions = left, "a domain was dropped with open regions");
         }
         for part in map.into_values().flat_map(|region| region.parts) {
             if let Err(error) = release(pd, &part) {
-                tracing::error!(%error, range = %part.key.range, "a region stays registered until \
-                                                                  the process ends");
+                let range = part.key.range;
+                tracing::error!(%error, %range, "a region stays registered until the process ends");
             }
         }
     }

@@ -409,8 +409,7 @@ impl Registrar<'_> {
             // Restore the rights of the parts before this one.
             for part in &mut region.parts[..index] {
                 if let Err((error, _)) = self.rereg_part(rereg, part, region.flags) {
-                    tracing::error!(%error, "a part of a region keeps rights that another part was \
-                                             refused");
+                    tracing::error!(%error, "a part of a region keeps rights that a later part lacks");
                     lost = true;
                 }
             }

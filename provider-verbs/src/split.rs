@@ -43,7 +43,7 @@ pub fn seams(start: u64, len: u64, max: u64, page: u64) -> impl Iterator<Item = 
 pub struct Span {
     /// Start in the NIC's addresses.
     pub address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
     /// The key.
     pub lkey: u32,
@@ -52,20 +52,20 @@ pub struct Span {
 /// A run of a peer's bytes under one rkey.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Target {
-    /// Start in the peer's NIC's addresses.
+    /// Start, as an address of the peer's NIC.
     pub address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
     /// The key.
     pub rkey: u32,
 }
 
-/// One work request: a remote address and the local segments for it.
+/// A work request: a remote address and its local segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Planned {
     /// The remote address.
     pub address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
     /// The peer's key.
     pub rkey: u32,

@@ -149,7 +149,7 @@ impl DefaultPathSelector {
         let mut failed = None;
         if let Some(decided) = self.decisions.get(&key) {
             let variant = match (decided.variant, exports.existing()) {
-                // One export for all NICs, whichever mapping the first asked for.
+                // All NICs share one export, under the mapping that the first NIC used.
                 (PathVariant::DmaBuf(_), Some(existing)) => PathVariant::DmaBuf(existing),
                 (variant, _) => variant,
             };
@@ -297,7 +297,8 @@ struct Learn {
     refused_by_driver: bool,
     /// The remembered decision still holds: only this buffer could not take its path.
     own: bool,
-    /// It had ranges of several segments, whose layout says nothing about other buffers.
+    /// The registration had ranges of several segments. Their layout says nothing about other
+    /// buffers.
     layout: bool,
 }
 

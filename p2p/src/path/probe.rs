@@ -124,8 +124,7 @@ impl<'a> Page<'a> {
         match direct {
             Some((variant, region)) => {
                 if let Err(error) = twice("deregister", || search.provider.deregister(region)) {
-                    tracing::error!(%error, "the page of a probe could not be deregistered; it is \
-                                             leaked");
+                    tracing::error!(%error, "cannot deregister the page of a probe; it is leaked");
                     return ProbeResult::Unknown;
                 }
                 self.stuck = false;

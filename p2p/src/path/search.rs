@@ -32,7 +32,7 @@ pub(super) struct Taken {
     pub(super) refused: Vec<PathRefusal>,
 }
 
-/// One search: the memory and NIC that it is for, and the attempts so far.
+/// A search for a path: its memory, its NIC, and the attempts so far.
 #[derive(Debug)]
 pub(super) struct PathSearch<'a> {
     pub(super) registration: &'a Registration<'a>,

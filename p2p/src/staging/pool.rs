@@ -130,8 +130,8 @@ impl Pool {
             }
             let kind = waiting.purpose as usize;
             if held[kind] + waiting.want > self.share(waiting.purpose) {
-                // It waits for its share. Claims of other uses pass it, those of its own use do
-                // not.
+                // This claim waits for its share. Claims of other uses pass it, claims of its own
+                // use do not.
                 held[kind] = self.share(waiting.purpose);
                 continue;
             }

@@ -1,4 +1,4 @@
-//! Distances between PCI functions, in the classes of `nvidia-smi topo`, and the paths.
+//! Distances and paths between PCI functions, in the classes of `nvidia-smi topo`.
 
 use std::fmt;
 

@@ -145,7 +145,7 @@ impl Kernel {
         self.modules.iter().any(|module| module == name)
     }
 
-    /// Returns the present modules through which a NIC resolves device addresses itself.
+    /// Returns the loaded or built-in modules through which a NIC resolves device addresses itself.
     pub fn peer_memory(&self) -> impl Iterator<Item = &str> {
         self.modules.iter().map(String::as_str).filter(|module| PEER_MEMORY.contains(module))
     }

@@ -40,7 +40,7 @@ pub(crate) extern "C" fn reg_mr(
     } else {
         kept
     };
-    // SAFETY: it was boxed by this function, and is nobody else's now.
+    // SAFETY: this function boxed the region, and no other code has it.
     unsafe {
         (*mr).addr = addr;
         (*mr).length = length;

@@ -83,7 +83,7 @@ impl Ours {
 
     #[inline(never)]
     fn register_and_close(&self, range: AddressRange) {
-        // SAFETY: nobody transfers there, and the pages stay.
+        // SAFETY: the pages outlive the region, and no transfer uses it.
         let region =
             unsafe { self.domain.reg(range, RIGHTS, 0, MrFlags::empty()) }.expect("register");
         region.close().map_err(|rejected| rejected.error).expect("close");

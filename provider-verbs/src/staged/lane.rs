@@ -188,7 +188,7 @@ impl Lanes {
         self.hand_out(lane, entries)
     }
 
-    /// Returns whether a lane is busy whose requests complete to another queue than `queue`.
+    /// Returns whether a lane of another queue than `queue` is busy.
     fn is_busy_beside(&self, queue: &Arc<CqState>) -> bool {
         self.send.is_busy() && !Arc::ptr_eq(&self.queues.tx, queue)
             || self.receive.is_busy() && !Arc::ptr_eq(&self.queues.rx, queue)

@@ -163,48 +163,48 @@ impl Functions {
     /// The library stays loaded for the rest of the process.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] naming the library, with the loader's reason, or with the first
-    /// symbol that it lacks.
+    /// [`ErrorKind::Unavailable`]: the library or one of its symbols cannot be loaded. The error
+    /// names the library, with the loader's reason or the symbol.
     pub fn load(path: &Path) -> Result<Self> {
         let library = path.display().to_string();
-        // SAFETY: loading runs the library's initialisers; the caller names libibverbs, whose
-        // initialisers have no precondition.
+        // SAFETY: loading runs the library's initialisers. The caller names libibverbs, which has
+        // initialisers without preconditions.
         let loaded = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }
             .map_err(|reason| not_loaded(&library, reason))?;
         let handle = loaded.into_raw();
-        // SAFETY: the addresses come from the library itself under the names and versions of its
-        // own header. It is never unloaded: the handle was given up above, since its
-        // drivers leave threads and fork handlers behind.
+        // SAFETY: the addresses come from the library under the names and versions of its header.
+        // The library is never unloaded: `into_raw` gave up the handle, since drivers leave threads
+        // and fork handlers behind.
         unsafe { Self::fill(&library, |symbol, version| versioned(handle, symbol, version)) }
     }
 
-    /// Fills the table from a lookup closure over symbol and version: a driver of the caller's own,
-    /// such as a test's.
+    /// Fills the table from a lookup by symbol and version: the caller's driver, such as a test's.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup` has
-    /// nothing.
+    /// [`ErrorKind::Unavailable`]: `lookup` returned `None` for one of [`Functions::SYMBOLS`]. The
+    /// error names the symbol.
     ///
     /// # Safety
-    /// Each address that `lookup` returns is a function with the signature that
-    /// `infiniband/verbs.h` declares for that name, keeps that header's rules about the objects
-    /// it returns, and stays callable from any thread for as long as a copy of the table
-    /// exists.
+    /// Each address that `lookup` returns is a function that:
+    ///
+    /// - has the signature that `infiniband/verbs.h` declares for the name,
+    /// - follows that header's rules about the objects that it returns,
+    /// - stays callable from any thread as long as a copy of the table exists.
     pub unsafe fn from_lookup(
         lookup: impl FnMut(&'static str, &'static str) -> Option<*const ()>,
     ) -> Result<Self> {
-        // SAFETY: the same promise, made by the caller.
+        // SAFETY: the caller makes the promise of `fill`, which is the same.
         unsafe { Self::fill("(injected)", lookup) }
     }
 
-    /// The library that the functions came from, as it was named.
+    /// Returns the name of the library, as the caller gave it.
     #[must_use]
     pub fn library(&self) -> &str {
         &self.library
     }
 }
 
-/// `dlvsym`: a symbol in exactly this version.
+/// Looks up a symbol in exactly this version (`dlvsym`).
 #[cfg(target_env = "gnu")]
 fn versioned(handle: *mut c_void, symbol: &str, version: &str) -> Option<*const ()> {
     let symbol = std::ffi::CString::new(symbol).ok()?;
@@ -214,7 +214,7 @@ fn versioned(handle: *mut c_void, symbol: &str, version: &str) -> Option<*const 
     (!address.is_null()).then_some(address.cast_const().cast())
 }
 
-/// `dlsym`: other C libraries know no versions, and take the default one.
+/// Looks up a symbol in its default version (`dlsym`), as other C libraries have no versions.
 #[cfg(not(target_env = "gnu"))]
 fn versioned(handle: *mut c_void, symbol: &str, _version: &str) -> Option<*const ()> {
     let symbol = std::ffi::CString::new(symbol).ok()?;

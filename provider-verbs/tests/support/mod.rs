@@ -48,7 +48,7 @@ impl Pages {
     }
 
     pub(crate) fn with_protection(len: usize, protection: i32) -> Self {
-        // SAFETY: a new private mapping touches nobody's memory.
+        // SAFETY: without a fixed address the kernel maps unused addresses.
         let mapped = unsafe {
             libc::mmap(
                 ptr::null_mut(),
