@@ -1,5 +1,5 @@
-//! Causes and remedies (DIAG-03): a registration whose driver answers as the real one gives every
-//! entry of the table, and `docs/causes.md` is the table.
+//! Causes and remedies (DIAG-03). For every entry of the table a registration is refused with the
+//! real driver's error, and the trace names the entry. `docs/causes.md` is made from the table.
 
 mod path_support;
 

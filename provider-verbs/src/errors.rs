@@ -35,7 +35,7 @@ pub(super) struct RegistrationCall {
     pub(super) backing: BackingKind,
 }
 
-/// The NIC's access to the memory.
+/// Kind of path by which the NIC reaches the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BackingKind {
     Host,

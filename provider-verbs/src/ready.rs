@@ -94,7 +94,7 @@ impl Ready {
         Ok(self.alarm(channel)?.epoll.as_fd())
     }
 
-    /// Discards earlier rings.
+    /// Clears earlier wake-ups by [`Self::ring`].
     pub(super) fn hush(&self, channel: Option<BorrowedFd<'_>>) -> Result<()> {
         // Without a ring the read fails with EAGAIN, which is not a failure here.
         let _ = rustix::io::read(&self.alarm(channel)?.event, &mut [0; 8]);

@@ -263,27 +263,28 @@ fn buffers_are_released_after_the_reset_of_the_queue_pair() {
 /// EVT-05
 #[test]
 fn wait_steps_staged_transfers_and_arm_requests_calls() {
-    let net = net();
-    let staged = net.near.device(&net.device, CHUNK * 4, LOCAL).unwrap();
-    let far = net.far.host(CHUNK * 4, LOCAL | REMOTE);
-    let key = far.region().key().unwrap();
-    let remote = [RemoteSegment { address: key.base(), len: CHUNK * 4, key: &key }];
-    let write = |context| {
-        let from = [staged.slice(0, CHUNK * 4)];
-        net.near.endpoint.write(&from, &remote, PeerId(0), context).unwrap();
+    let write = |(net, staged, far): &(Net, Mem, Mem)| {
+        let key = far.region().key().unwrap();
+        let remote = [RemoteSegment { address: key.base(), len: CHUNK * 6, key: &key }];
+        net.near.endpoint.write(&[staged.slice(0, CHUNK * 6)], &remote, PeerId(0), 1).unwrap();
     };
     let mut done = Vec::new();
-    write(1);
-    assert_eq!(net.near.cq.wait(&mut done, 8, Duration::MAX).unwrap(), 1);
-    let channel = net.near.cq.channel().expect("a channel");
+    let copying = wide();
+    write(&copying);
+    assert_eq!(copying.0.near.cq.wait(&mut done, 8, Duration::MAX).unwrap(), 1);
+    assert_eq!(done.pop().unwrap().result.unwrap(), CHUNK * 6);
+    // This device copies when the test steps it, so that copies are in flight until then.
+    let stepped = stepped();
+    let Net { near, device, .. } = &stepped.0;
+    let channel = near.cq.channel().expect("a channel");
     assert!(channel.arm().unwrap(), "nothing is in flight");
-    write(2);
+    write(&stepped);
     assert!(is_readable(channel, Duration::ZERO), "the write needs calls");
-    while net.near.cq.read(&mut done, 8).unwrap() == 0 {
-        assert!(!channel.arm().unwrap(), "arm allowed a sleep during a transfer");
+    while near.cq.read(&mut done, 8).unwrap() == 0 {
+        assert!(device.pending_copies() == 0 || !channel.arm().unwrap(), "slept over copies");
+        device.step();
     }
-    assert_eq!(done.iter().map(|end| end.context).collect::<Vec<_>>(), [1, 2]);
-    done.into_iter().for_each(|end| assert_eq!(end.result.unwrap(), CHUNK * 4));
+    assert_eq!(done.pop().unwrap().result.unwrap(), CHUNK * 6);
     assert!(channel.arm().unwrap());
 }
 

@@ -138,7 +138,7 @@ impl Task {
         if lists.runs.is_empty() {
             return Direct::of(request).map(Self::Waiting).ok_or_else(|| refuse(tagged));
         }
-        let atomic = "keep the operands in host memory: staged memory has no atomics";
+        let atomic = "keep the operands in host memory: staged copies cannot be atomic";
         let (movement, _) = movement.ok_or_else(|| {
             let is_atomic = matches!(request.operation, Operation::Atomic { .. });
             refuse(if is_atomic { atomic } else { tagged })

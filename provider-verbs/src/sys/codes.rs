@@ -28,7 +28,7 @@ bitflags::bitflags! {
 }
 
 bitflags::bitflags! {
-    /// `enum ibv_device_cap_flags`, as far as this crate looks at them.
+    /// `enum ibv_device_cap_flags`: the values that this crate reads.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct DeviceCaps: c_uint {
         /// Type 1 windows.
@@ -80,7 +80,7 @@ bitflags::bitflags! {
 }
 
 bitflags::bitflags! {
-    /// `enum ibv_send_flags`, as far as this crate uses them.
+    /// `enum ibv_send_flags`: the values that this crate uses.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct SendFlags: c_uint {
         /// The request gives a completion when it succeeds.
@@ -91,7 +91,7 @@ bitflags::bitflags! {
 }
 
 bitflags::bitflags! {
-    /// `enum ibv_wc_flags`, as far as this crate looks at them.
+    /// `enum ibv_wc_flags`: the values that this crate reads.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct WcFlags: c_uint {
         /// The completion carries immediate data.
@@ -177,12 +177,12 @@ numbers! {
         IBV_WC_RESP_TIMEOUT_ERR = 20,
         IBV_WC_GENERAL_ERR = 21,
     }
-    /// `enum ibv_wc_opcode`, as far as this crate looks at it.
+    /// `enum ibv_wc_opcode`: the values that this crate reads.
     WcOpcode(c_int) {
         IBV_WC_RECV = 128,
         IBV_WC_RECV_RDMA_WITH_IMM = 129,
     }
-    /// `enum ibv_wr_opcode`, as far as this crate uses them.
+    /// `enum ibv_wr_opcode`: the values that this crate uses.
     WrOpcode(c_int) {
         IBV_WR_RDMA_WRITE = 0,
         IBV_WR_RDMA_WRITE_WITH_IMM = 1,
@@ -195,7 +195,7 @@ numbers! {
         IBV_WR_BIND_MW = 8,
         IBV_WR_SEND_WITH_INV = 9,
     }
-    /// `enum ibv_qp_type`, as far as this crate uses them.
+    /// `enum ibv_qp_type`: the values that this crate uses.
     QpType(c_int) {
         IBV_QPT_RC = 2,
     }
