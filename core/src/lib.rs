@@ -9,7 +9,7 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `access`, `counter`, `dma_buf`, `iface_kind`, `nic`
+//! - `access`, `counter`, `design`, `dma_buf`, `iface_kind`, `nic`
 //! - `error`, `flags`
 //! - `address`, `event_queue`, `frame`, `mr_mode`, `process`, `random`
 //! - `allocation`, `key`
@@ -35,6 +35,8 @@ mod allocation;
 pub mod cache;
 pub mod cause;
 pub mod counter;
+#[doc = include_str!("design.md")]
+pub mod design {}
 mod dma_buf;
 #[allow(unsafe_code)]
 mod domain;

@@ -9,7 +9,7 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `staging`, `topology`
+//! - `design`, `staging`, `topology`
 //! - `path`
 //!
 //! # Limits
@@ -20,6 +20,8 @@
 
 #![deny(unsafe_code)]
 
+#[doc = include_str!("design.md")]
+pub mod design {}
 #[allow(unsafe_code)]
 pub mod path;
 #[allow(unsafe_code)]
