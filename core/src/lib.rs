@@ -9,7 +9,7 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `access`, `counter`, `design`, `dma_buf`, `iface_kind`, `nic`
+//! - `access`, `counter`, `dma_buf`, `iface_kind`, `nic`
 //! - `error`, `flags`
 //! - `address`, `event_queue`, `frame`, `mr_mode`, `process`, `random`
 //! - `allocation`, `key`

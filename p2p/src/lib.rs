@@ -9,7 +9,7 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `design`, `staging`, `topology`
+//! - `staging`, `topology`
 //! - `path`
 //!
 //! # Limits
