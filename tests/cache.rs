@@ -176,8 +176,8 @@ impl ImportCallbacks for Silent {
 
 /// MR-07
 #[test]
-fn memory_that_comes_back_at_its_address_is_never_a_stale_hit_under_memhooks() {
-    let name = "memory_that_comes_back_at_its_address_is_never_a_stale_hit_under_memhooks";
+fn memory_at_a_reused_address_is_no_stale_hit_under_memhooks() {
+    let name = "memory_at_a_reused_address_is_no_stale_hit_under_memhooks";
     if !alone(name, &[]) {
         return;
     }
@@ -188,7 +188,7 @@ fn memory_that_comes_back_at_its_address_is_never_a_stale_hit_under_memhooks() {
 
 /// MR-07
 #[test]
-fn with_a_monitor_that_says_nothing_the_same_rounds_are_stale() {
+fn rounds_are_stale_under_a_silent_monitor() {
     let monitor = ImportMonitor::new(Arc::new(Silent::default())).expect("a monitor");
     let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(monitor);
     let hmem = builder.provider(loopback()).build().expect("nothing in the way");
@@ -303,7 +303,7 @@ fn another_allocation_at_the_address_and_another_device_are_other_entries() {
 
 /// CACHE-01
 #[test]
-fn a_burst_of_a_domain_hits_what_is_cached_and_registers_what_is_not() {
+fn lookup_handle_hits_cached_ranges_and_registers_others() {
     let device = simulated(FreeDetection::Callback);
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let builder = Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(&device) as _);
@@ -416,7 +416,7 @@ fn subscriptions_of_cached_regions_come_in_pairs() {
 
 /// CACHE-10
 #[test]
-fn entries_of_a_domain_name_their_path_and_a_domain_closes_with_idle_ones() {
+fn cache_entries_name_their_path_and_idle_ones_close_with_the_domain() {
     let monitor = ImportMonitor::new(Arc::new(Silent::default())).expect("a monitor");
     let device = simulated(FreeDetection::Callback);
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
@@ -462,7 +462,7 @@ impl WithBoth for hmem::Builder {
 }
 
 #[test]
-fn a_domain_without_a_cache_says_how_to_get_one_and_endpoint_mode_has_none() {
+fn domain_without_cache_names_the_setting_and_endpoint_mode_refuses_it() {
     let loopback = Loopback::builder().needs(MrMode::ENDPOINT).build().expect("a software NIC");
     let hmem = Hmem::builder().without_vendor_ifaces().provider(loopback).build().expect("started");
     let attr = DomainAttr { mr_mode: MrMode::ENDPOINT, ..DomainAttr::default() };

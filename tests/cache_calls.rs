@@ -25,7 +25,7 @@ fn range(start: usize, len: usize) -> AddressRange {
 }
 
 #[test]
-fn a_page_of_host_memory_takes_one_call_of_the_driver_and_a_cached_one_none() {
+fn registering_a_host_page_takes_one_driver_call_and_a_hit_none() {
     let driver = FakeDriver::start(Profile::default());
     // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
     let functions =

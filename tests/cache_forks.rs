@@ -197,7 +197,7 @@ fn a_child_that_drops_its_copies_leaves_the_parents_registrations_as_they_are() 
 
 /// CACHE-13
 #[test]
-fn a_child_of_a_parent_whose_threads_register_does_not_hang() {
+fn forked_child_of_a_registering_parent_does_not_hang() {
     let net = Net::open();
     net.target.cache().expect("a cache");
     let stop = AtomicBool::new(false);

@@ -28,7 +28,7 @@ fn path() -> PathBuf {
 
 /// MON-07, CACHE-02, MR-07
 #[test]
-fn frees_straight_through_a_loaded_library_kill_what_is_cached_before_the_memory_goes() {
+fn direct_frees_in_a_loaded_library_invalidate_before_the_memory_goes() {
     let path = path();
     let cuda = Arc::new(Cuda::builder().library(&path).open().expect("the fake driver"));
     // The application's own way to the library.

@@ -137,7 +137,7 @@ fn a_receive_is_read_after_a_flush_of_every_device_that_nics_may_write_to() {
 
 /// HM-14
 #[test]
-fn each_of_several_nics_flushes_for_what_it_receives() {
+fn each_nic_flushes_for_its_own_receives() {
     let world = World::new();
     let [first, second, sender] = [(); 3].map(|()| Side::open(&world.hmem));
     let iface = world.hmem.iface(SIMULATED).expect("it was added");
@@ -161,7 +161,7 @@ fn each_of_several_nics_flushes_for_what_it_receives() {
 
 /// HM-14
 #[test]
-fn a_read_into_a_device_is_read_after_a_flush_and_whoever_has_no_completion_flushes() {
+fn read_into_a_device_completes_after_a_flush() {
     let world = World::new();
     let (reader, target) = (Side::open(&world.hmem), Side::open(&world.hmem));
     let source = target.host(Access::REMOTE_READ);

@@ -182,7 +182,7 @@ impl Subscriber for PanicsAtRegistered {
 
 /// MR-18
 #[test]
-fn memory_whose_registration_panics_once_the_nic_has_it_is_not_freed() {
+fn memory_is_not_freed_if_registration_panics_after_the_nic_has_it() {
     let hmem = hmem(&simulated());
     let domain = domain(&hmem);
     let ends = Arc::new(AtomicUsize::new(0));
@@ -241,7 +241,7 @@ unsafe impl PathSelector for EndsBadly {
 
 /// MR-18
 #[test]
-fn region_whose_path_search_fails_after_it_was_registered_is_closed() {
+fn region_is_closed_if_its_path_search_fails_late() {
     for panics in [false, true] {
         let device = simulated();
         let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
@@ -265,7 +265,7 @@ fn region_whose_path_search_fails_after_it_was_registered_is_closed() {
 
 /// MR-18
 #[test]
-fn memory_whose_registration_panics_is_leaked_whether_it_is_waited_for_or_not() {
+fn memory_of_a_panicking_registration_is_leaked() {
     let device = simulated();
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let mut registry = Registry::new();
@@ -329,7 +329,7 @@ fn memory_that_the_cpu_can_access_is_not_registered_as_the_devices_only() {
 
 /// MR-15
 #[test]
-fn a_page_size_is_one_that_both_the_system_and_the_nic_have() {
+fn page_size_must_exist_on_both_system_and_nic() {
     let base = hmem::os_page_sizes()[0];
     let lacks = |size: usize| !hmem::os_page_sizes().contains(&size);
     // A size between two that hardware has is no machine's.

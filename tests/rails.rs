@@ -159,7 +159,7 @@ fn a_choice_serves_memory_by_raw_addresses_too() {
 
 /// P2P-05
 #[test]
-fn host_memory_takes_the_nics_of_its_numa_node() {
+fn host_memory_uses_the_nics_of_its_numa_node() {
     // One node: nothing of this machine is asked.
     let vm = Machine::new("cloud-vm");
     let (shared, choice) =
@@ -193,7 +193,7 @@ fn host_memory_takes_the_nics_of_its_numa_node() {
 ///
 /// The buffer comes back, and nothing stays registered.
 #[test]
-fn what_cannot_be_chosen_or_registered_gives_the_buffer_back() {
+fn failed_choice_or_registration_returns_the_buffer() {
     let machine = Machine::new("dgx-a100");
     let domains = machine.rails();
     let refused = |hmem: &Hmem, domains: &[&Domain], count, buffer, access| {

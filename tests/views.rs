@@ -141,7 +141,7 @@ fn pages(buffers: usize, pages: u64, access: Access) -> Vec<BufferView> {
 
 /// MR-17
 #[test]
-fn views_of_an_allocation_share_one_registration_and_have_keys_of_their_own() {
+fn views_of_an_allocation_share_a_registration_with_separate_keys() {
     let net = Net::open();
     let buffers: Vec<_> = (0..3).map(|_| net.filled(8)).collect();
     let mut views = pages(3, 8, REMOTE);
@@ -222,7 +222,7 @@ fn views_with_different_rights_never_share_a_registration() {
 
 /// MR-17
 #[test]
-fn registrations_stay_below_the_limit_and_below_what_the_nic_registers_at_once() {
+fn registrations_stay_within_both_limits() {
     for (max, growth) in [(u64::MAX, Growth::UpTo(3 * PAGE)), (3 * PAGE, Growth::Allocation)] {
         let net = Net::with(max, MrMode::empty(), CacheAttr::default(), P2pPolicy::Required);
         let registered = net
@@ -313,7 +313,7 @@ fn host_buffers_grow_to_themselves() {
 
 /// MR-17
 #[test]
-fn views_whose_joint_registration_is_refused_are_registered_one_by_one() {
+fn views_register_separately_if_the_joint_registration_is_refused() {
     for policy in [P2pPolicy::Required, P2pPolicy::Enabled] {
         let net = Net::with(u64::MAX, MrMode::empty(), CacheAttr::default(), policy);
         // The NIC refuses the dma-buf of the grown range, which may be staged then.
@@ -334,7 +334,7 @@ fn views_whose_joint_registration_is_refused_are_registered_one_by_one() {
 
 /// MR-17
 #[test]
-fn a_failure_closes_what_the_call_registered_and_gives_the_buffers_back() {
+fn failed_register_many_closes_its_regions_and_returns_the_buffers() {
     let net = Net::open();
     for failing in 1..=6 {
         let buffers = vec![net.filled(2), net.filled(2), net.filled(2)];
@@ -364,7 +364,7 @@ fn a_failure_closes_what_the_call_registered_and_gives_the_buffers_back() {
 
 /// MR-17
 #[test]
-fn what_cannot_be_closed_again_comes_back_with_the_error() {
+fn failed_close_returns_the_region_with_the_error() {
     let net = Net::open();
     net.faults.fail(Call::Register, 3, Errno(12));
     net.faults.fail(Call::Deregister, 1, Errno(5));
@@ -561,7 +561,7 @@ fn a_cache_grows_only_where_it_may() {
 
 /// MR-17
 #[test]
-fn a_miss_whose_growth_is_refused_registers_its_own_range() {
+fn miss_with_refused_growth_registers_its_own_range() {
     for policy in [P2pPolicy::Required, P2pPolicy::Enabled] {
         let attr = CacheAttr::default().growth(Growth::Allocation);
         let net = Net::with(u64::MAX, MrMode::empty(), attr, policy);
@@ -809,7 +809,7 @@ fn uncached_regions_keep_their_buffer() {
 
 /// CACHE-06, MR-17
 #[test]
-fn threads_that_miss_in_one_allocation_make_one_registration() {
+fn concurrent_misses_in_one_allocation_register_it_once() {
     let net = Net::cached(CacheAttr::default().growth(Growth::Allocation));
     let cache = net.target.cache().expect("a cache");
     let buffer = cache.own(net.filled(8)).expect("a buffer");

@@ -42,7 +42,7 @@ enum KeyStep {
 
 /// KEY-01
 #[test]
-fn keys_follow_a_map_of_what_is_in_use() {
+fn requested_keys_follow_a_map_of_used_keys() {
     let step = prop_oneof![
         4 => (0u64..12).prop_map(KeyStep::Register),
         3 => (0usize..8).prop_map(KeyStep::Close),
@@ -418,7 +418,7 @@ fn a_million_forged_stale_and_foreign_keys_reach_nothing() {
 
 /// KEY-07
 #[test]
-fn with_32_bit_keys_stale_ones_reach_nothing_and_the_bound_of_guessing_is_printed() {
+fn stale_32_bit_keys_reach_nothing_and_the_guessing_bound_is_printed() {
     let Keys { net, live, dead, .. } = keys(4);
     let known: std::collections::BTreeSet<_> = live.iter().copied().collect();
     let foreign_that_are_ours = dead.iter().filter(|key| known.contains(key)).count();

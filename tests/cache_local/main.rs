@@ -87,7 +87,7 @@ fn local_memory_without_a_descriptor_moves_its_bytes_after_it_came_back() {
 
 /// MR-07
 #[test]
-fn with_a_monitor_that_says_nothing_the_same_transfers_are_stale() {
+fn transfers_are_stale_under_a_silent_monitor() {
     let (hmem, _silent) = told(nic());
     assert!(stale_transfers(&hmem, 30) >= 20, "the rounds do not notice a stale registration");
 }
@@ -149,7 +149,7 @@ fn memory_that_changes_under_a_transfer_stays_registered_until_its_completion_is
 }
 
 #[test]
-fn closing_an_endpoint_ends_what_its_requests_held_and_their_completions_keep_their_contexts() {
+fn closing_an_endpoint_ends_leases_and_keeps_contexts() {
     let (hmem, _import) = told(nic());
     let mut net = Net::open(&hmem, MrMode::LOCAL);
     let pages = Pages::new(8 * PAGE);
@@ -274,7 +274,7 @@ fn a_transfer_whose_memory_is_cached_allocates_nothing() {
 }
 
 #[test]
-fn contexts_of_the_application_come_back_as_they_were_whatever_they_look_like() {
+fn completions_carry_the_applications_contexts_unchanged() {
     let (hmem, _import) = told(nic());
     let net = Net::open(&hmem, MrMode::LOCAL);
     let pages = Pages::new(PAGE);
