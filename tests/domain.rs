@@ -1,4 +1,4 @@
-//! What the domain promises whatever the world: closing, bounds, owners, and the switch that keeps
+//! Promises of the domain in every world: closing, bounds, owners, and the switch that keeps
 //! devices from NICs.
 
 mod counted;
@@ -103,7 +103,7 @@ fn a_range_that_runs_from_host_memory_into_a_device_is_refused() {
     let start = buffer.allocation().base().0;
     for (start, len) in [(start - 4096, 8192), (start + 4096, 8192)] {
         let range = AddressRange::new(Address(start), len).expect("in the address space");
-        // SAFETY: registration is refused.
+        // SAFETY: the registration must be refused.
         let error =
             unsafe { domain.reg(range, Access::REMOTE_READ, 1, MrFlags::empty()) }.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{error}");
@@ -241,7 +241,7 @@ fn cache_miss_refuses_a_range_that_leaves_its_allocation() {
         AddressRange::new(Address(whole.start().0 - 4096), 8192),
     ];
     for range in outside.map(|range| range.expect("no wrap")) {
-        // SAFETY: no transfer uses the region, which is refused.
+        // SAFETY: no transfer uses the region, which must be refused.
         let error = unsafe { cache.get_or_register(range, Access::REMOTE_READ) }.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{range}: {error}");
         assert_eq!((domain.live().regions, cache.statistics().registrations), (0, 0), "{range}");
