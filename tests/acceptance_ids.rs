@@ -1,5 +1,5 @@
-//! Compares `docs/requirements.md` and `docs/testing.md` with the requirement ids in the doc comments
-//! of tests.
+//! Compares `docs/requirements.md` and `docs/testing.md` with the requirement ids in the doc
+//! comments of tests.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

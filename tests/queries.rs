@@ -258,8 +258,9 @@ fn queries(world: &World, door: Door, memory: Memory) -> [u64; 2] {
     }
 }
 
-/// Queries of each iface: one for each end of a host range that lies in a page of its own, one for a
-/// device range, and one more for a cached miss of device memory, which closes a race with a free.
+/// Queries of each iface: one for each end of a host range that lies in a page of its own, one for
+/// a device range, and one more for a cached miss of device memory, which closes a race with a
+/// free.
 #[rustfmt::skip]
 const TABLE: [(Door, Memory, u64); 27] = [
     (Door::Regattr, Memory::HostPage, 1),

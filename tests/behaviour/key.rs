@@ -19,7 +19,8 @@ over_worlds! {
     a_key_that_the_provider_cannot_give_is_rejected: Pairs, needs::OWN_KEYS;
     /// KEY-02
     keys_of_closed_regions_are_not_reused_soon: Pairs, needs::KEYS_AT_HAND,
-        need("modes without PROV_KEY", "the application picks the keys", |world| world.has(MrMode::PROV_KEY)),
+        need("modes without PROV_KEY", "the application picks the keys",
+            |world| world.has(MrMode::PROV_KEY)),
         need("verbs", "the device numbers its keys as it likes", World::is_loopback);
     /// KEY-03
     raw_attr_returns_the_needed_size_and_works_on_every_region: Pairs;

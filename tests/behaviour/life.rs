@@ -53,7 +53,8 @@ over_worlds! {
         need("callback-style device", "the identity-style device shows the same path", |world| {
             world.memory != Memory::Device(FreeDetection::Callback)
         }),
-        need("device memory on verbs", "five times there, where each export takes its time", |world| {
+        need("device memory on verbs", "five times there, where each export takes its time",
+            |world| {
             world.is_loopback() || world.is_system()
         });
     /// MR-07

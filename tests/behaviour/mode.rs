@@ -30,10 +30,12 @@ over_worlds! {
     local_buffers_need_a_descriptor_of_a_live_region: Pairs;
     /// MODE-04
     raw_keys_work_once_mapped: Pairs,
-        need("modes without RAW", "KEY-04 shows that raw keys work there too", |world| world.has(MrMode::RAW));
+        need("modes without RAW", "KEY-04 shows that raw keys work there too",
+            |world| world.has(MrMode::RAW));
     /// MODE-05
     peers_use_the_targets_addresses_for_every_range: Pairs,
-        need("modes without VIRT_ADDR", "peers address from 0 there: MODE-02 and MR-03 show it", World::virtual_addresses);
+        need("modes without VIRT_ADDR", "peers address from 0 there: MODE-02 and MR-03 show it",
+            World::virtual_addresses);
     /// MODE-06
     a_range_without_pages_is_refused: Pairs, needs::SYSTEM,
         need("modes without ALLOCATED", "pages may come later there: MODE-02 shows it", |world| {
@@ -41,7 +43,8 @@ over_worlds! {
         });
     /// MODE-07
     the_requested_key_is_ignored: Pairs, needs::KEYS_AT_HAND,
-        need("modes without PROV_KEY", "the requested key is the key there: MODE-02 shows it", |world| {
+        need("modes without PROV_KEY", "the requested key is the key there: MODE-02 shows it",
+            |world| {
             world.has(MrMode::PROV_KEY)
         });
     /// MODE-08
@@ -50,12 +53,14 @@ over_worlds! {
     peers_fail_during_a_refresh: Pairs, needs::SYSTEM, MMU_NOTIFY;
     /// MODE-09
     counters_are_bound_before_the_region_is_enabled: Pairs,
-        need("modes without RMA_EVENT", "RMA_EVENT asks for the order (EVT-02 shows it in ENDPOINT mode)", |world| {
+        need("modes without RMA_EVENT", "RMA_EVENT asks for the order (EVT-02 shows it in \
+            ENDPOINT mode)", |world| {
             world.has(MrMode::RMA_EVENT)
         });
     /// MODE-10
     regions_are_reached_through_their_endpoint_only: Pairs,
-        need("modes without ENDPOINT", "binding to an endpoint is refused there", |world| world.has(MrMode::ENDPOINT));
+        need("modes without ENDPOINT", "binding to an endpoint is refused there",
+            |world| world.has(MrMode::ENDPOINT));
     /// MODE-10
     other_modes_do_not_bind_to_endpoints: Modes, needs::NO_ENDPOINT;
     /// MODE-11
@@ -280,7 +285,7 @@ fn the_requested_key_is_ignored(world: &World) {
             .register(&MrAttr::new(&ranges, REMOTE).key(requested), MrFlags::empty())
             .expect("register")
     };
-    // The same number twice, a number wider than the key, and the number that means "none".
+    // One number twice, a number wider than the key, and the number that means "none".
     let regions = [5, 5, u64::MAX - 1, u64::MAX].map(register);
     let keys: std::collections::BTreeSet<_> =
         regions.iter().map(|region| region.key().unwrap().as_u64().unwrap()).collect();

@@ -21,7 +21,8 @@ over_worlds! {
     sizes_up_to_64_mib_register_and_are_reached_at_both_ends: Places;
     /// MR-03
     regv_is_one_run_of_bytes_over_its_ranges: Pairs,
-        need("mode VIRT_ADDR", "there peers address each range by its own address: MODE-05 shows it", |world| {
+        need("mode VIRT_ADDR", "there peers address each range by its own address: MODE-05 shows \
+            it", |world| {
             !world.virtual_addresses()
         });
     /// MR-03

@@ -430,7 +430,8 @@ fn stale_32_bit_keys_reach_nothing_and_the_guessing_bound_is_printed() {
     let (tries, hits) = successes(&net, (0..TRIES).map(|_| u64::from(random.next_u32())));
     let expected = tries as f64 * live.len() as f64 / 2f64.powi(32);
     println!(
-        "32-bit keys: {hits} of {tries} random guesses hit one of {} live keys; expected {expected:.3}",
+        "32-bit keys: {hits} of {tries} random guesses hit one of {} live keys; expected \
+         {expected:.3}",
         live.len()
     );
     // 40 above an expectation of a quarter has a probability below 10^-60. More hits mean that keys

@@ -285,7 +285,7 @@ fn registration_in_the_driver_blocks_no_other_call(world: &World) {
     });
 }
 
-/// Whether the page of each 4 KiB of `pages` is in memory.
+/// Number of 4 KiB pages of `pages` that are in memory.
 fn present(pages: &HostPages) -> usize {
     let (start, len) = (pages.range().start().0 / 4096, pages.range().len() as usize / 4096);
     let mut entries = vec![0u8; len * 8];

@@ -63,7 +63,8 @@ over_worlds! {
     a_window_is_reached_with_the_auth_key_of_its_region_only: Pairs, NEEDS, LOOPBACK;
     /// KEY-08
     a_window_is_reached_through_the_endpoint_of_its_region_only: Pairs, NEEDS, LOOPBACK,
-        need("modes without ENDPOINT", "binding to an endpoint is refused there", |world| world.has(MrMode::ENDPOINT));
+        need("modes without ENDPOINT", "binding to an endpoint is refused there",
+            |world| world.has(MrMode::ENDPOINT));
     /// KEY-08
     a_window_on_a_counted_region_needs_rma_event: Pairs, NEEDS, LOOPBACK;
     /// EVT-02

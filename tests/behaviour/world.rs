@@ -246,7 +246,8 @@ pub(crate) fn verbs_worlds() -> Vec<World> {
 pub(crate) const VERBS_NEEDS: [Need; 2] = [
     need(
         "staged path",
-        "no peer reaches staged memory over a device: `provider-verbs/tests/staging.rs` shows what the owner does with it",
+        "no peer reaches staged memory over a device: `provider-verbs/tests/staging.rs` shows \
+         what the owner does with it",
         |world| !world.staged(),
     ),
     need(
@@ -356,7 +357,8 @@ pub(crate) mod needs {
         need("a driver without dma-bufs", "it is about dma-bufs", World::imports_dma_bufs);
     pub(crate) const HELD_TRANSFERS: Need = need(
         "verbs",
-        "the test holds a transfer: `provider-verbs/tests/transfer.rs` closes regions amid a device's",
+        "the test holds a transfer: `provider-verbs/tests/transfer.rs` closes regions amid a \
+         device's",
         World::is_loopback,
     );
     pub(crate) const SUB_REGIONS: Need =
@@ -482,7 +484,8 @@ macro_rules! over_worlds {
             $($(#[$meta])*
             #[test]
             fn $name() {
-                BEHAVIOURS.iter().find(|behaviour| behaviour.name == stringify!($name)).expect("in the table").run();
+                let named = |one: &&$crate::world::Behaviour| one.name == stringify!($name);
+                BEHAVIOURS.iter().find(named).expect("in the table").run();
             })+
         }
     };

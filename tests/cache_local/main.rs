@@ -406,8 +406,7 @@ fn device_memory_without_a_descriptor_in_hmem_mode_is_never_a_stale_hit() {
 fn threads_that_post_and_read_together_leave_nothing() {
     let (hmem, import) = told(nic());
     const EACH: u64 = 1_000;
-    // Who reads completions executes what is posted, as long as there is some: the queue takes them
-    // all.
+    // A thread that reads completions executes posted requests, so the queue has room for all.
     let attr = DomainAttr { mr_mode: MrMode::LOCAL, ..DomainAttr::default() };
     let net = Net::with(&hmem, attr, 64, 3 * EACH as usize);
     let panicked = AtomicBool::new(false);

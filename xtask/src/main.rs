@@ -73,7 +73,8 @@ const TASKS: &[Task] = &[
     },
     Task {
         name: "vendors",
-        about: "the vendors' own headers and libraries, without a device or with their models of one",
+        about: "the vendors' own headers and libraries, without a device or with their models of \
+            one",
         steps: &[
             Step {
                 environment: &[("HMEM_CUDA", "headers,driver")],
