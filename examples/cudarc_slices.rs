@@ -26,7 +26,7 @@ pub(crate) fn run() -> Result<Vec<f32>, Failure> {
     let stream = CudaContext::new(0)?.new_stream()?;
 
     // The region owns the slice until it is closed.
-    let slice = stream.alloc_zeros::<f32>(LEN)?;
+    let slice = stream.clone_htod(&[0.0_f32; LEN])?;
     let buffer = CudarcBuffer::new(hmem.iface(IfaceKind::CUDA)?, slice)?;
     let target = domain.register(buffer, Access::REMOTE_WRITE)?;
     println!("registered: {}", target.decision()?);
