@@ -123,3 +123,7 @@ impl Suite {
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/adding-an-iface.md")]
 struct AddingAnIface;
+
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/adding-a-provider.md")]
+struct AddingAProvider;
