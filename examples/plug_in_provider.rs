@@ -1,4 +1,5 @@
-//! A provider from outside the workspace: a software NIC that copies bytes when a request is posted.
+//! A provider from outside the workspace: a software NIC that copies bytes when a request is
+//! posted.
 //!
 //! It is the skeleton that `docs/adding-a-provider.md` starts from. It has the required methods and
 //! no facet, and passes the conformance suite. A real plug-in calls its driver in the same places.
