@@ -42,9 +42,9 @@ over_worlds! {
     /// MW-03
     type_2a_is_reached_through_its_queue_pair_only: Pairs, NEEDS, UNBOUND, LOOPBACK;
     /// MW-03
-    type_2b_lets_its_queue_pair_go: Pairs, NEEDS, UNBOUND, LOOPBACK;
+    type_2b_window_does_not_keep_its_queue_pair: Pairs, NEEDS, UNBOUND, LOOPBACK;
     /// MW-04
-    invalidation_kills_the_key_and_keeps_the_window: Pairs, NEEDS, LOOPBACK;
+    invalidation_ends_the_key_and_keeps_the_window: Pairs, NEEDS, LOOPBACK;
     /// MW-04, MW-10
     a_peer_invalidates_by_sending: Pairs, NEEDS, LOOPBACK;
     /// MW-04, MW-10
@@ -249,7 +249,7 @@ fn type_2a_is_reached_through_its_queue_pair_only(world: &World) {
     rejected.value.close().expect("once the window is gone");
 }
 
-fn type_2b_lets_its_queue_pair_go(world: &World) {
+fn type_2b_window_does_not_keep_its_queue_pair(world: &World) {
     let mut f = fixture(world);
     let window = f.type_2(Type2Kind::B);
     let key = f.bind_2(&window, (0, 64), REMOTE, Addressing::Virtual, 1).expect("bind");
@@ -269,7 +269,7 @@ fn type_2b_lets_its_queue_pair_go(world: &World) {
     f.region.close().expect("nothing is bound");
 }
 
-fn invalidation_kills_the_key_and_keeps_the_window(world: &World) {
+fn invalidation_ends_the_key_and_keeps_the_window(world: &World) {
     let f = fixture(world);
     let window = f.type_2(Type2Kind::B);
     f.invalidate(&window).expect("a free window may be invalidated, which changes nothing");
