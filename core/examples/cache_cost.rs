@@ -63,7 +63,8 @@ fn filled(regions: u64) -> Cache<Nothing> {
     let cache = Cache::new(Nothing, limits).expect("a cache");
     for region in 0..regions {
         cache.get_or_register(&key(address(region))).expect("registered");
-        // The first hit of an entry, and the first after eviction looked at it, marks it referenced.
+        // The first hit of an entry, and the first after eviction looked at it, marks it
+        // referenced.
         cache.get_or_register(&key(address(region))).expect("a hit");
     }
     cache

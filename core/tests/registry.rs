@@ -40,8 +40,8 @@ fn lacks<T>() -> Result<T> {
     Err(Error::new(ErrorKind::Unsupported, "test"))
 }
 
-// SAFETY: it allocates, copies and exports nothing. The addresses that it claims are never used, and
-// lie in its span where it says that it has one.
+// SAFETY: it allocates, copies and exports nothing. The addresses that it claims are never used,
+// and lie in its span where it says that it has one.
 unsafe impl Iface for One {
     fn kind(&self) -> IfaceKind {
         KIND

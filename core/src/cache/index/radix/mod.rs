@@ -132,8 +132,8 @@ fn is_empty(slots: &[AtomicU32]) -> bool {
 /// table's end.
 ///
 /// Addresses that differ in their highest bits only have the same place. Device memory may lie in
-/// the upper half of the address space, where all of them are set (Intel's does). Users of the table
-/// compare whole addresses.
+/// the upper half of the address space, where all of them are set (Intel's does). Users of the
+/// table compare whole addresses.
 pub(in crate::cache) fn pages(start: u64, last: u64) -> Option<(u64, u64)> {
     let page = |address: u64| (address % END) >> PAGE_BITS;
     (start / END == last / END).then_some((page(start), page(last)))
