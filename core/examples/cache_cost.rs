@@ -156,7 +156,8 @@ fn main() {
         let miss = per(MISSES, || misses(&full, regions, MISSES));
         let change = per(HITS, || changes(&cache, regions, HITS));
         println!(
-            "{regions} regions: hit {one:.1} ns, two threads {two:.1} ns each, miss {miss:.0} ns, change elsewhere {change:.1} ns"
+            "{regions} regions: hit {one:.1} ns, two threads {two:.1} ns each, miss {miss:.0} ns, \
+             change elsewhere {change:.1} ns"
         );
     }
 }

@@ -178,7 +178,11 @@ impl Registry {
             .context("range", range);
         if owner.iface == IfaceKind::SYSTEM && known.is_none() {
             return error
-                .context("why", "the iface does not know the address: it was freed, belongs to another process, or is host memory")
+                .context(
+                    "why",
+                    "the iface does not know the address: it was freed, belongs to another \
+                     process, or is host memory",
+                )
                 .remedy(
                     "register memory that this process allocated and has not freed, or opened by \
                      an IPC handle; for host memory name the system iface, or none",

@@ -48,7 +48,8 @@ struct Registration {
     number: u32,
     version: u32,
     start: u64,
-    /// Read by uses of the region and written by its end. Loom checks that the two are ordered.
+    /// A cell that uses of the region read, and its deregistration writes. Loom checks that the two
+    /// are ordered.
     used: UnsafeCell<()>,
 }
 

@@ -1,4 +1,4 @@
-//! State of reclamation: invalidated entries, detached regions, and who waits for them.
+//! The state of reclamation: invalidated entries, detached regions, and pending callbacks.
 
 use std::{
     collections::HashMap,
@@ -74,7 +74,7 @@ pub(in crate::cache) struct DetachedRegion<S: CacheBackend> {
     pub(in crate::cache) callbacks: Option<Box<[Arc<CompletionCallback>]>>,
 }
 
-/// Regions that are detached at once: often one.
+/// A list of detached regions, often with one element.
 pub(in crate::cache) type DetachedRegions<S> = SmallVec<[DetachedRegion<S>; 1]>;
 
 /// Callbacks that run after the locks are released. Dropping the value runs them.
