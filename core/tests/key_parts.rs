@@ -11,7 +11,7 @@ fn pieces(key: &RemoteKey) -> Vec<(u64, u64, u64)> {
     key.pieces().map(|piece| (piece.base.0, piece.len, piece.key)).collect()
 }
 
-/// Three pieces, of which the last lies elsewhere.
+/// Returns a key of three pieces: two adjacent ones, and one at other addresses.
 fn split(addressing: Addressing) -> RemoteKey {
     let rest = vec![piece(0x1100, 0x200, 2), piece(0x9000, 0x80, 3)];
     RemoteKey::split(addressing, piece(0x1000, 0x100, 1), rest)

@@ -150,8 +150,8 @@ impl<B: OwnedBuffer> CachedBuffer<B> {
     /// Deregisters every region of the buffer and returns the buffer.
     ///
     /// Waits up to 100 ms for other threads that still use the memory's regions to finish. A lookup
-    /// of other memory in the same page holds a lease of the buffer's region for a moment, and an
-    /// endpoint holds one until it has read the completion of a transfer.
+    /// of other memory in the same page may hold a lease of the buffer's region for a moment. A
+    /// transfer without a descriptor holds one until its completion is read.
     ///
     /// # Errors
     /// - [`ErrorKind::Busy`] if a region of the memory is in use after that time: by a lease, a

@@ -94,7 +94,7 @@ struct Pinning {
     place: Arc<Place>,
     alive: Arc<Mutex<BTreeMap<u64, ()>>>,
     next: Arc<AtomicU64>,
-    /// One in this many calls fails; 0 for none.
+    /// On average one call of this number fails. 0 means that no call fails.
     failing: u64,
     calls: Arc<AtomicU64>,
     watches: Arc<AtomicUsize>,

@@ -37,7 +37,7 @@ use crate::{
 struct Memory {
     /// The version of the memory, incremented when the memory is replaced.
     version: AtomicU32,
-    /// One bit for each live registration.
+    /// The live registrations, one bit each.
     alive: AtomicU32,
     made: AtomicU32,
     /// Number of registrations that the provider refuses, from the first on.
