@@ -219,8 +219,8 @@ impl RemoteKey {
     /// Returns the bytes to send to a peer.
     ///
     /// They are the magic number `hmRK`, a version, the payload, and the CRC-32 of all these bytes
-    /// in little-endian order. Later versions of this crate read them too. [`RemoteKey::from_bytes`]
-    /// has an example.
+    /// in little-endian order. Later versions of this crate read them too.
+    /// [`RemoteKey::from_bytes`] has an example.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         FRAME.write(self)
