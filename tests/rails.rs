@@ -211,7 +211,7 @@ fn failed_choice_or_registration_returns_the_buffer() {
     );
     assert_eq!(
         refused(&machine.hmem, &domains, 13, buffer(), REMOTE),
-        (ErrorKind::InvalidArgument, why("more NICs are asked for than there are"))
+        (ErrorKind::InvalidArgument, why("more NICs are requested than exist"))
     );
     // A refusal by the registration itself.
     let unknown = Access::from_bits_retain(1 << 40);
