@@ -453,11 +453,11 @@ fn every_cause_is_named_by_a_registration_and_an_explanation_that_meet_it() {
             }
             let attempt = trace.iter().find(|attempt| attempt.cause_name == Some(name));
             let attempt = attempt.unwrap_or_else(|| panic!("{who} of {name}: {trace}"));
-            let words = (attempt.cause.as_deref(), attempt.remedy.as_deref());
+            let words = (attempt.cause.as_ref(), attempt.remedy.as_deref());
             let rows = causes().filter(|(iface, cause)| {
                 cause.name == name
                     && iface.is_none_or(|iface| iface == scene.iface)
-                    && words == (Some(cause.cause), Some(cause.remedy))
+                    && words == (Some(&cause.describe(&scene.facts)), Some(cause.remedy))
             });
             let (rows, text) = (rows.collect::<Vec<_>>(), attempt.to_string());
             assert!(!rows.is_empty(), "words of another row: {text}");
@@ -467,9 +467,90 @@ fn every_cause_is_named_by_a_registration_and_an_explanation_that_meet_it() {
             }
         }
     }
+    met.extend(limits().map(|(name, ..)| (None, name)));
     let rows = causes().map(|(iface, cause)| (iface, cause.name));
     let unmet: Vec<_> = rows.filter(|row| !met.contains(row)).collect();
     assert!(unmet.is_empty(), "met by no scene: {unmet:?}");
+}
+
+/// Errors of NICs, devices and system calls that a container's limits keep from being used, with
+/// the facts about the machine and the words that the cause must name.
+fn limits() -> [(&'static str, Step, Error, Facts, &'static str); 7] {
+    let nodes = |nodes: &[&str]| nodes.iter().map(|node| (*node).to_owned()).collect();
+    let all = nodes(&["/dev/dri/renderD128", "/dev/infiniband/uverbs0", "/dev/nvidia0"]);
+    let missing = Facts { missing_nodes: all, ..Facts::default() };
+    let forbidden = Facts { forbidden_nodes: missing.missing_nodes.clone(), ..Facts::default() };
+    let filtered = Facts { seccomp: Some(true), ..Facts::default() };
+    let ring = |errno| {
+        Error::new(ErrorKind::Unavailable, "pinned memory")
+            .errno(errno)
+            .context("call", "io_uring_setup")
+    };
+    [
+        ("seccomp-filter", Step::SystemCall, ring(Errno(1)), filtered.clone(), "seccomp"),
+        ("seccomp-filter", Step::SystemCall, ring(Errno(38)), filtered, "seccomp"),
+        (
+            "nic-node-missing",
+            Step::OpenNic,
+            Error::os(Errno(2), "ibv_open_device"),
+            missing.clone(),
+            "(/dev/infiniband/uverbs0)",
+        ),
+        (
+            "device-node-missing",
+            Step::OpenDevice,
+            Error::new(ErrorKind::Unavailable, "cuInit").driver_code("CUDA_ERROR_NO_DEVICE", 100),
+            missing,
+            "(/dev/dri/renderD128, /dev/nvidia0)",
+        ),
+        (
+            "nic-node-forbidden",
+            Step::OpenNic,
+            Error::os(Errno(13), "ibv_open_device"),
+            forbidden.clone(),
+            "(/dev/infiniband/uverbs0)",
+        ),
+        (
+            "nic-node-forbidden",
+            Step::OpenNic,
+            Error::os(Errno(1), "ibv_open_device"),
+            Facts::default(),
+            "/dev",
+        ),
+        (
+            "device-node-forbidden",
+            Step::OpenDevice,
+            Error::new(ErrorKind::Unavailable, "cuInit").driver_code("CUDA_ERROR_NO_DEVICE", 100),
+            forbidden,
+            "(/dev/dri/renderD128, /dev/nvidia0)",
+        ),
+    ]
+}
+
+/// DIAG-03
+#[test]
+fn limits_of_a_container_are_causes_of_what_is_unavailable() {
+    for (name, step, error, facts, words) in limits() {
+        let paths = DefaultPathSelector::new().facts(Arc::new(Told(facts)));
+        let found = paths.explain_unavailable(step, &error).expect(name);
+        assert_eq!(found.name, name, "{found:?}");
+        assert!(found.cause.contains(words), "{found:?}");
+        assert!(found.remedy.contains('`'), "a command: {found:?}");
+    }
+    let everything = Facts {
+        seccomp: Some(false),
+        missing_nodes: BTreeSet::from(["/dev/kfd".to_owned()]),
+        ..Facts::default()
+    };
+    let paths = DefaultPathSelector::new().facts(Arc::new(Told(everything)));
+    let unrelated = [
+        (Step::SystemCall, Error::os(Errno(1), "io_uring_setup")),
+        (Step::OpenNic, Error::os(Errno(2), "ibv_open_device")),
+        (Step::OpenDevice, Error::new(ErrorKind::Unavailable, "load library")),
+    ];
+    for (step, error) in unrelated {
+        assert_eq!(paths.explain_unavailable(step, &error), None, "{error}");
+    }
 }
 
 /// DIAG-03
@@ -523,6 +604,8 @@ fn host_memory_that_is_refused_has_its_cause_explained() {
     assert_eq!(explanation.path, None);
     assert_eq!(explanation.attempts[0].cause_name, Some("memlock"), "{explanation}");
     assert!(explanation.remedies[0].contains("ulimit -l"), "{explanation}");
+    let cause = explanation.attempts[0].cause.as_deref().unwrap_or_default();
+    assert!(cause.ends_with("(the limit is 65536 bytes)"), "{explanation}");
 }
 
 fn page() -> String {
@@ -745,6 +828,8 @@ fn answered() -> Vec<Error> {
 /// Machines of which nothing is known, of which one thing is, and of which everything is.
 fn machines() -> Vec<Facts> {
     let unknown = Facts::default;
+    let nodes =
+        || (["/dev/infiniband/uverbs0", "/dev/kfd"].map(str::to_owned)).into_iter().collect();
     let one = [
         Facts { kernel: Some((5, 4)), ..unknown() },
         Facts { kernel_options: Some(BTreeSet::new()), ..unknown() },
@@ -752,6 +837,9 @@ fn machines() -> Vec<Facts> {
         Facts { acs_redirects: Some(true), ..unknown() },
         Facts { iommu_translates: Some(true), ..unknown() },
         Facts { memlock: Some(65536), ..unknown() },
+        Facts { seccomp: Some(true), ..unknown() },
+        Facts { missing_nodes: nodes(), ..unknown() },
+        Facts { forbidden_nodes: nodes(), ..unknown() },
         modules(&["nvidia"]),
         closed_modules(),
     ];
@@ -760,6 +848,9 @@ fn machines() -> Vec<Facts> {
         modules: modules(&["nvidia"]).modules,
         kernel_options: Some(BTreeSet::new()),
         memlock: Some(65536),
+        seccomp: Some(true),
+        missing_nodes: nodes(),
+        forbidden_nodes: nodes(),
         iommu_translates: Some(true),
         acs_redirects: Some(true),
         bar: Some(256 << 20),

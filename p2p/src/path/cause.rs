@@ -4,10 +4,13 @@
 //!
 //! `docs/causes.md` is all of them as a page; a test compares the two.
 
+use std::collections::BTreeSet;
+
 use hmem_core::{
     AllocationKind, ErrorKind, Path,
-    cause::{Answer, Facts, Needs, RefusalCause, Step},
+    cause::{Answer, Facts, Needs, RefusalCause, RefusalContext, Step},
     iface::DmaBufMapping,
+    path::Attempt,
 };
 
 use crate::topology::PEER_MEMORY;
@@ -30,6 +33,17 @@ const BAR_FULL: &[Answer] = &[Answer::Errno(&[12, 28]), Answer::Kind(&[ErrorKind
 const NOT_REACHABLE: &[Answer] =
     &[Answer::Errno(&[524, 121]), Answer::Kind(&[ErrorKind::Unreachable])];
 
+const NO_NODE: &[Answer] = &[Answer::Errno(&[2, 6, 19]), Answer::Kind(&[ErrorKind::Unavailable])];
+const NO_ACCESS: &[Answer] = &[
+    Answer::Errno(&[1, 13]),
+    Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied]),
+];
+/// Some drivers report a device that they may not open as one that does not exist.
+const NO_ACCESS_OR_DEVICE: &[Answer] = &[
+    Answer::Errno(&[1, 13]),
+    Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied, ErrorKind::Unavailable]),
+];
+
 /// The cause that holds only while the default mapping is not refused as well.
 pub(super) const NO_PCIE_MAPPING: &str = "no-pcie-mapping";
 
@@ -42,6 +56,49 @@ fn old_kernel(facts: &Facts) -> bool {
 
 fn no_client(facts: &Facts) -> bool {
     PEER_MEMORY.iter().all(|name| facts.has_module(name) == Some(false))
+}
+
+fn memlock_limit(facts: &Facts) -> Option<String> {
+    facts.memlock.map(|limit| format!("the limit is {limit} bytes"))
+}
+
+/// Lists the nodes of NICs, or those of other devices.
+fn nodes(all: &BTreeSet<String>, step: Step) -> Option<String> {
+    let of_step = |node: &&String| node.starts_with("/dev/infiniband/") == (step == Step::OpenNic);
+    let nodes: Vec<_> = all.iter().filter(of_step).map(String::as_str).collect();
+    (!nodes.is_empty()).then(|| nodes.join(", "))
+}
+
+/// The probable cause of an error, with the figures of this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ProbableCause {
+    /// The name: a heading in `docs/causes.md`.
+    pub name: &'static str,
+    /// The cause, in a sentence.
+    pub cause: String,
+    /// The remedy, as a clause.
+    pub remedy: &'static str,
+}
+
+impl ProbableCause {
+    /// Finds the cause among the rows of an iface and the general ones.
+    pub(super) fn find(
+        of_iface: &[RefusalCause],
+        context: &RefusalContext<'_>,
+        facts: &Facts,
+    ) -> Option<Self> {
+        let row = RefusalCause::probable(of_iface.iter().chain(CAUSES), context, facts)?;
+        Some(Self { name: row.name, cause: row.describe(facts), remedy: row.remedy })
+    }
+
+    /// Adds the cause to an attempt.
+    pub(super) fn add_to(found: Option<&Self>, attempt: Attempt) -> Attempt {
+        match found {
+            Some(found) => attempt.with_cause(found.name, found.cause.as_str(), found.remedy),
+            None => attempt,
+        }
+    }
 }
 
 /// Every general cause, in the order of the ranks: special cases stand before the general.
@@ -277,9 +334,12 @@ pub const CAUSES: &[RefusalCause] = &[
         needs: Needs::some("the locked-memory limit is finite", |facts| {
             facts.memlock.is_some_and(|limit| limit != u64::MAX)
         }),
-        cause: "the process may lock no more memory (RLIMIT_MEMLOCK); each registration counts its pages, the same pages again too",
-        remedy: "raise the limit (ulimit -l unlimited, memlock in limits.conf, LimitMEMLOCK= in systemd, --ulimit memlock in a \
-                 container)",
+        cause: "the process may lock no more memory (RLIMIT_MEMLOCK); each registration counts its pages, \
+                even pages that another one counted",
+        detail: Some(memlock_limit),
+        remedy: "raise the limit: `ulimit -l unlimited` in a shell, `docker run --ulimit memlock=-1`, \
+                 LimitMEMLOCK=infinity in the systemd unit of the service or (Kubernetes) of the \
+                 container runtime, memlock in limits.conf",
         ..ANY
     },
     RefusalCause {
@@ -337,6 +397,81 @@ pub const CAUSES: &[RefusalCause] = &[
         answers: &[Answer::Errno(&[9])],
         cause: "the file descriptor is not open",
         remedy: "keep the dma-buf open until the registration returns",
+        ..ANY
+    },
+    RefusalCause {
+        name: "seccomp-filter",
+        rank: 302,
+        paths: EVERY,
+        steps: &[Step::SystemCall],
+        answers: &[
+            Answer::Errno(&[1, 13, 38]),
+            Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::NoSys]),
+        ],
+        needs: Needs::some("a seccomp filter is active", |facts| facts.seccomp == Some(true)),
+        cause: "a seccomp filter is active, as in most containers, and refuses the system call",
+        remedy: "allow the call that the error names in the container's seccomp profile \
+                 (`docker run --security-opt seccomp=profile.json`, seccompProfile in Kubernetes)",
+        ..ANY
+    },
+    RefusalCause {
+        name: "nic-node-missing",
+        rank: 304,
+        paths: EVERY,
+        steps: &[Step::OpenNic],
+        answers: NO_NODE,
+        needs: Needs::some("the kernel announces a NIC whose node /dev lacks", |facts| {
+            nodes(&facts.missing_nodes, Step::OpenNic).is_some()
+        }),
+        cause: "the kernel has the NIC, but its node is missing from /dev",
+        detail: Some(|facts| nodes(&facts.missing_nodes, Step::OpenNic)),
+        remedy: "pass the node into the container (`docker run --device=/dev/infiniband/uverbs0`, \
+                 an RDMA device plug-in in Kubernetes), or `modprobe ib_uverbs` and start udev \
+                 outside of one",
+        ..ANY
+    },
+    RefusalCause {
+        name: "device-node-missing",
+        rank: 306,
+        paths: EVERY,
+        steps: &[Step::OpenDevice],
+        answers: NO_NODE,
+        needs: Needs::some("the kernel announces a device whose node /dev lacks", |facts| {
+            nodes(&facts.missing_nodes, Step::OpenDevice).is_some()
+        }),
+        cause: "the kernel has the device, but its node is missing from /dev",
+        detail: Some(|facts| nodes(&facts.missing_nodes, Step::OpenDevice)),
+        remedy: "pass the nodes into the container (`docker run --gpus all` for NVIDIA, \
+                 `--device=/dev/kfd --device=/dev/dri` for AMD, `--device=/dev/dri` for Intel, the \
+                 vendor's device plug-in in Kubernetes)",
+        ..ANY
+    },
+    RefusalCause {
+        name: "nic-node-forbidden",
+        rank: 307,
+        paths: EVERY,
+        steps: &[Step::OpenNic],
+        answers: NO_ACCESS,
+        cause: "the process may not read and write the NIC's node in /dev",
+        detail: Some(|facts| nodes(&facts.forbidden_nodes, Step::OpenNic)),
+        remedy: "give the user read and write permission (`chmod`, or a udev rule), and pass the \
+                 node into the container with `docker run --device=/dev/infiniband/uverbs0`: a bind \
+                 mount alone leaves it forbidden",
+        ..ANY
+    },
+    RefusalCause {
+        name: "device-node-forbidden",
+        rank: 308,
+        paths: EVERY,
+        steps: &[Step::OpenDevice],
+        answers: NO_ACCESS_OR_DEVICE,
+        needs: Needs::some("the process may not use a device node", |facts| {
+            nodes(&facts.forbidden_nodes, Step::OpenDevice).is_some()
+        }),
+        cause: "the process may not read and write the device's node in /dev",
+        detail: Some(|facts| nodes(&facts.forbidden_nodes, Step::OpenDevice)),
+        remedy: "add the user to the node's group (`usermod -aG render USER`; `ls -l` shows the \
+                 group), or pass the node into the container with `docker run --device=NODE`",
         ..ANY
     },
     RefusalCause {
