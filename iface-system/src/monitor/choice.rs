@@ -1,4 +1,4 @@
-//! Which monitor, and why that one.
+//! Chooses the host memory monitor, and explains the choice.
 
 use std::{fmt, str::FromStr, sync::Arc};
 
@@ -7,7 +7,7 @@ use serde::{Serialize, Serializer};
 
 use super::{Layered, MemHooks, UserFaultFd};
 
-/// A system monitor by its name, as `FI_MR_CACHE_MONITOR` of libfabric has them.
+/// A kind of host memory monitor, by its name in libfabric's `FI_MR_CACHE_MONITOR`.
 ///
 /// ```
 /// use hmem_iface_system::monitor::HostMonitorKind;
@@ -21,7 +21,7 @@ use super::{Layered, MemHooks, UserFaultFd};
 #[serde(into = "&'static str")]
 #[non_exhaustive]
 pub enum HostMonitorKind {
-    /// The best one that passes its own test here.
+    /// The best monitor that passes its own test on this machine.
     #[default]
     Auto,
     /// [`MemHooks`]
@@ -30,12 +30,12 @@ pub enum HostMonitorKind {
     UserFaultFd,
     /// [`super::ImportMonitor`], which the application makes itself.
     Import,
-    /// None: host memory is not cached.
+    /// No monitor: host memory is not cached.
     Disabled,
 }
 
 impl HostMonitorKind {
-    /// Every kind, with the names that it is known by; the first is the one that is printed.
+    /// Every kind with its names. The first name is the one that is printed.
     const NAMES: [(Self, &'static [&'static str]); 5] = [
         (Self::Auto, &["auto", "default"]),
         (Self::MemHooks, &["memhooks"]),
@@ -44,7 +44,7 @@ impl HostMonitorKind {
         (Self::Disabled, &["disabled"]),
     ];
 
-    /// The name as configuration and `info` use it.
+    /// Returns the name in configuration and in `hmem info`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -73,7 +73,7 @@ impl FromStr for HostMonitorKind {
     type Err = Error;
 
     /// # Errors
-    /// InvalidArgument for an unknown name, with those that are known.
+    /// InvalidArgument for an unknown name; the error lists the known ones.
     fn from_str(name: &str) -> Result<Self> {
         let given = name.trim().to_ascii_lowercase();
         let found = Self::NAMES.iter().find(|(_, names)| names.contains(&given.as_str()));
@@ -88,34 +88,34 @@ impl FromStr for HostMonitorKind {
     }
 }
 
-/// One monitor that was tried.
+/// A monitor that was considered, with the result.
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct MonitorCandidate {
-    /// Its name.
+    /// Name of the monitor.
     pub name: &'static str,
-    /// Why it was not taken; `None` if it passed its test.
+    /// The error of its start; `None` if it passed its test.
     #[serde(serialize_with = "display_option")]
     pub refused: Option<Error>,
 }
 
-/// Which monitor was chosen for host memory, and why.
+/// The monitor that was chosen for host memory, and the reason.
 ///
 /// `Display` is one line; it serialises as
 /// `{"requested","name","why","limits","candidates":[{"name","refused"}]}`.
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct MonitorChoice {
-    /// What was asked for.
+    /// The requested kind.
     pub requested: HostMonitorKind,
-    /// What is used: a monitor's name, `disabled` if that was asked for, `none` if no monitor
+    /// The monitor in use: its name, `disabled` if that was requested, or `none` if no monitor
     /// works here.
     pub name: &'static str,
-    /// Why that one.
+    /// The reason for the choice.
     pub why: String,
-    /// Returns the changes that the monitor misses, and the number of ranges that it watches.
+    /// The changes that the monitor misses, and the number of ranges that it watches.
     pub limits: String,
-    /// What was tried, in order.
+    /// The monitors that were considered, in order.
     pub candidates: Vec<MonitorCandidate>,
 }
 
@@ -141,7 +141,7 @@ fn display_option<S: Serializer>(error: &Option<Error>, serializer: S) -> Result
     }
 }
 
-/// A monitor of host memory, running, with the choice that led to it.
+/// A running monitor of host memory, with the choice that led to it.
 #[derive(Debug)]
 pub struct SystemMonitor {
     monitor: Option<Arc<dyn Monitor>>,
@@ -158,13 +158,13 @@ fn net_alone(net: &UserFaultFd) -> String {
 }
 
 impl SystemMonitor {
-    /// Starts the monitor of a kind, and sees that it works.
+    /// Starts a monitor of a kind, and tests that it works.
     ///
-    /// `Auto` never fails: without any monitor it says so, loudly, and host memory is not cached.
+    /// `Auto` never fails. If no monitor works, it logs a warning and host memory is not cached.
     ///
     /// # Errors
-    /// Why the monitor that was asked for by name does not work here; InvalidArgument for `Import`,
-    /// which is the application's to make ([`SystemMonitor::imported`]).
+    /// - The error of the requested monitor if it does not work here.
+    /// - InvalidArgument for `Import`, which the application makes ([`SystemMonitor::imported`]).
     pub fn start(kind: HostMonitorKind) -> Result<Self> {
         match kind {
             HostMonitorKind::Auto => Ok(Self::auto()),
@@ -191,7 +191,7 @@ impl SystemMonitor {
         }
     }
 
-    /// The application's own monitor.
+    /// Uses the application's own monitor.
     #[must_use]
     pub fn imported(monitor: Arc<dyn Monitor>) -> Self {
         Self::named(
@@ -216,7 +216,7 @@ impl SystemMonitor {
         Self::best(MemHooks::start(), UserFaultFd::start())
     }
 
-    /// What is best of what works.
+    /// Returns the best choice among the monitors that work.
     fn best(hooks: Result<Arc<MemHooks>>, net: Result<Arc<UserFaultFd>>) -> Self {
         let (memhooks, userfaultfd) =
             (HostMonitorKind::MemHooks.name(), HostMonitorKind::UserFaultFd.name());
@@ -284,11 +284,10 @@ impl SystemMonitor {
         }
     }
 
-    /// The monitor.
+    /// Returns the monitor.
     ///
     /// # Errors
-    /// Unsupported where there is none, because it was disabled or because none works, with the
-    /// reasons.
+    /// Unsupported if there is none: it was disabled, or none works. The error has the reasons.
     pub fn monitor(&self) -> Result<Arc<dyn Monitor>> {
         self.monitor.clone().ok_or_else(|| {
             Error::new(ErrorKind::Unsupported, "monitor")
@@ -299,7 +298,7 @@ impl SystemMonitor {
         })
     }
 
-    /// Why that one.
+    /// Returns the choice with its reason.
     #[must_use]
     pub fn choice(&self) -> &MonitorChoice {
         &self.choice

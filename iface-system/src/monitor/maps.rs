@@ -1,4 +1,4 @@
-//! `/proc/self/maps`, kept open: to open it takes five times as long as to ask.
+//! `/proc/self/maps`, kept open: opening it takes five times as long as a query.
 
 use std::{
     mem::ManuallyDrop,
@@ -11,16 +11,18 @@ use rustix::{fs::OFlags, io::Errno};
 
 use super::area::{self, Area};
 
-/// Means nothing for this file, and nobody else opens it with that.
+/// Marks this crate's open file. The flag has no effect on this file, and nothing else opens it so.
 const MARK: OFlags = OFlags::NONBLOCK;
 
-/// The file of one process, for as long as it is that process.
+/// The open maps of a process. A forked child opens its own.
 #[derive(Debug, Default)]
 pub(super) struct Maps(RwLock<Option<Kept>>);
 
-/// An open file that answers queries. A program may close what it does not know, and the number be
-/// another file's then; if that is the same file opened again, its answers are as good, but it is
-/// not ours to close: ours is marked.
+/// An open file that answers queries.
+///
+/// A program may close fds that it does not know. The number may then name another file. If that is
+/// the same file opened again, its answers are as good, but this value must not close it. The flag
+/// [`MARK`] shows which file is this value's own.
 #[derive(Debug)]
 struct Kept {
     file: ManuallyDrop<OwnedFd>,
@@ -47,17 +49,17 @@ impl Kept {
 impl Drop for Kept {
     fn drop(&mut self) {
         if self.is_it() && self.is_marked() {
-            // SAFETY: it is dropped here only, and not used after that.
+            // SAFETY: the file is dropped here only, and not used after that.
             unsafe { ManuallyDrop::drop(&mut self.file) };
         }
     }
 }
 
 impl Maps {
-    /// As [`area::check`].
+    /// Checks a range, like [`area::check`].
     ///
     /// # Errors
-    /// As [`area::check`].
+    /// The errors of [`area::check`].
     pub(super) fn check(&self, range: AddressRange, monitor: &'static str) -> Result<Area> {
         area::check(range, monitor, |address| self.at_or_after(address))
     }
@@ -107,17 +109,17 @@ mod tests {
             |maps: &Maps| maps.at_or_after(address).unwrap().map(|area| (area.start, area.end));
         let area = told(&maps);
         assert!(area.is_some_and(|(start, end)| start <= address && address < end));
-        // Before Linux 6.11, and under qemu-user, nothing is kept.
+        // Before Linux 6.11, and under qemu-user, no file is kept.
         let Some(number) = kept(&maps) else { return };
         told(&maps);
         assert_eq!(kept(&maps), Some(number), "it is opened once");
 
-        // SAFETY: as a program does that closes all files: nobody but `maps` knows this one.
+        // SAFETY: a program that closes all its files does the same; only `maps` knows this one.
         drop(unsafe { OwnedFd::from_raw_fd(number) });
         let other =
             rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).unwrap();
         if other.as_raw_fd() != number {
-            // Another test was faster to take the number; then it is that one's.
+            // Another thread took the number first. The case is then the same with its file.
             eprintln!("the number was taken by another thread");
         }
         assert!(told(&maps).is_some());
@@ -135,7 +137,8 @@ mod tests {
         maps.at_or_after(mapping.address().0).unwrap();
         let Some(number) = kept(&maps) else { return };
         let other = area::open(OFlags::empty()).unwrap();
-        // SAFETY: as a program does that closes all files, and puts its own in the place of one.
+        // SAFETY: a program that closes all its files does the same, and opens its own at the
+        // number.
         let theirs = unsafe {
             assert_eq!(libc::dup2(other.as_raw_fd(), number), number);
             OwnedFd::from_raw_fd(number)

@@ -28,8 +28,8 @@ macro_rules! calls {
 calls! {
     /// Lists the devices.
     Devices = "sim_devices",
-    /// Looks up an address of the window. Counted only while a fault waits for it: a count that every thread
-    /// writes would cost more than the lookup.
+    /// Looks up an address of the window. Counted only while a fault waits for it: a count that
+    /// every thread writes would cost more than the lookup.
     Query = "sim_query",
     /// Lists segments.
     Segments = "sim_segments",

@@ -15,8 +15,9 @@
 //!
 //! The kernel lets the calling thread go on once the event is read, before the reading thread has
 //! compared the event with the announcements. So an announced call waits until as many threads have
-//! compared as had begun to read when it returned ([`Announced::reading`]). Otherwise its event could be taken for
-//! that of a raw call, and the range would stay uncached for as long as another thread runs.
+//! compared as had begun to read when it returned ([`Announced::reading`]). Otherwise its event
+//! could be taken for that of a raw call, and the range would stay uncached for as long as another
+//! thread runs.
 
 use std::{
     sync::atomic::{
@@ -30,7 +31,7 @@ use std::{
 /// calls.
 const CALLS: usize = 32;
 
-/// Phases of a call's place, in the lower bits of its word. The upper bits count the uses.
+/// Phases of a call's slot, in the lower bits of its word. The upper bits count the uses.
 const PHASES: u64 = 4;
 const WRITING: u64 = 1;
 const ANNOUNCED: u64 = 2;
@@ -41,7 +42,7 @@ struct Call {
     word: AtomicU64,
     start: AtomicU64,
     end: AtomicU64,
-    /// One past the last address whose event was read.
+    /// Address one past the last one whose event was read.
     read: AtomicU64,
 }
 
@@ -55,12 +56,12 @@ const PAUSES: u32 = 5_000;
 #[derive(Debug)]
 pub(super) struct Announced {
     calls: [Call; CALLS],
-    /// How often a thread began to read events, and how often one has compared them.
+    /// Number of times that a thread began to read events, and that a thread has compared them.
     begun: AtomicU64,
     compared: AtomicU64,
 }
 
-/// A guard of a thread that reads events. Dropping it says that the events were compared.
+/// A guard of a thread that reads events. Dropping it means that the events were compared.
 #[derive(Debug)]
 pub(in super::super) struct Reading(&'static AtomicU64);
 
@@ -82,7 +83,7 @@ impl Announced {
         Reading(&self.compared)
     }
 
-    /// Announces a call, if there is a place for it. The caller retracts it.
+    /// Announces a call, if a slot is free. The caller retracts it.
     pub(super) fn announce(&self, start: u64, end: u64) -> Option<Announcement> {
         let claimed = self.calls.iter().position(|call| {
             let word = call.word.load(Relaxed);
@@ -101,14 +102,14 @@ impl Announced {
     /// during the call was compared with it. Changes `errno`.
     pub(super) fn retract(&self, Announcement(at): Announcement) {
         let begun = self.begun.load(SeqCst);
-        // A reading thread waits for nobody, so this ends unless that thread gets no processor. In
-        // a child that was forked during the call, both counts are zero.
+        // A reading thread waits for no other, so this ends unless that thread gets no processor.
+        // In a child that was forked during the call, both counts are zero.
         for _ in 0..PAUSES {
             if self.compared.load(SeqCst) >= begun {
                 break;
             }
             let pause = libc::timespec { tv_sec: 0, tv_nsec: PAUSE.as_nanos() as libc::c_long };
-            // SAFETY: reads the time, and writes nothing without a second pointer.
+            // SAFETY: nanosleep reads the time, and writes nothing without a second pointer.
             unsafe { libc::nanosleep(&raw const pause, std::ptr::null_mut()) };
         }
         let word = &self.calls[at].word;
@@ -129,7 +130,7 @@ impl Announced {
                 && call.read.load(SeqCst) <= start
                 // The word is unchanged, so the values loaded before belong to one call.
                 && call.word.load(SeqCst) == word;
-            // If another call has taken the place by now, its event is treated as a raw call's.
+            // If another call has taken the slot by now, its event is treated as a raw call's.
             within && call.read.fetch_max(end, SeqCst) <= start
         })
     }

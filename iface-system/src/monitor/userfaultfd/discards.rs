@@ -28,7 +28,7 @@ use super::thread::UffdState;
 /// The most pending ranges. With more, all memory counts as one pending range.
 const PENDING: usize = 4096;
 
-/// The number of times that the threads are looked at before a range is refused.
+/// Number of times that the threads are examined before a range is refused.
 const LOOKS: u32 = 16;
 
 /// The flag of an io_uring worker thread (`linux/sched.h`), which makes no system calls itself.
@@ -86,7 +86,7 @@ impl Discards {
             if !self.pending.iter().any(touches) {
                 return true;
             }
-            // Without /proc nothing is known of other threads.
+            // Without /proc, nothing is known of other threads.
             if self.look().is_err() {
                 return false;
             }
@@ -95,7 +95,7 @@ impl Discards {
         false
     }
 
-    /// Looks once at every thread, and forgets the discards that are over.
+    /// Examines every thread once, and forgets the discards that are over.
     fn look(&mut self) -> io::Result<()> {
         let mut tasks = HashSet::new();
         for task in fs::read_dir(TASKS)? {
@@ -148,7 +148,7 @@ fn is_outside(task: u32) -> bool {
 
 /// Returns the state and flags from a line of `/proc/[pid]/stat`.
 fn state_and_flags(line: &str) -> Option<(char, u64)> {
-    // The thread's name, which comes before, may have any character.
+    // The thread's name comes before, and may contain any character.
     let mut words = line.rsplit_once(") ")?.1.split(' ');
     let state = words.next()?.chars().next()?;
     Some((state, words.nth(5)?.parse().ok()?))
@@ -206,7 +206,7 @@ mod tests {
         let mut discards = Discards::default();
         discards.add(0x1000..0x2000);
         assert!(discards.settled(&(0x2000..0x3000)), "next to it");
-        // A thread that runs all the while, so that nothing is known of it.
+        // A thread that runs without a pause, so that its call is not known.
         let (runs, stop) = (AtomicBool::new(false), AtomicBool::new(false));
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -222,7 +222,8 @@ mod tests {
             stop.store(true, SeqCst);
             assert!(!settled);
         });
-        // Other tests of this process run beside it: they sleep at some time.
+        // Other tests of this process run at the same time; each of their threads sleeps at some
+        // time.
         while !discards.settled(&(0x1000..0x1001)) {
             std::thread::yield_now();
         }
