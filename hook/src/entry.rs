@@ -59,7 +59,7 @@ impl std::fmt::Display for PatchObstacle {
         match self {
             Self::Jump => f.write_str("it begins with a jump: another library has patched it"),
             Self::Unknown(at) => {
-                write!(f, "the instruction at +{at} is not one that is known to be safe to move")
+                write!(f, "the instruction at +{at} is not known to be safe to move")
             }
             Self::OtherCall(nr) => write!(f, "it makes system call {nr}, not its own"),
             Self::NoRoom => {

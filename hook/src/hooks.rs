@@ -72,7 +72,7 @@ use crate::{
 ///         call: Some(libc::SYS_getppid),
 ///         original: &ORIGINAL,
 ///     };
-///     // SAFETY: the C library stays loaded; the hook has the function's type and its own `original`.
+///     // SAFETY: the C library stays loaded; the hook has the type and an `original` of its own.
 ///     unsafe { Patches::plan(NAME, &[getppid]) }
 /// }
 ///

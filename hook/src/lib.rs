@@ -7,9 +7,9 @@
 //!
 //! | file | content |
 //! |---|---|
-//! | `hooks` | [`Hooks`]: the entry point (with an example): patches and subscriptions of one monitor |
+//! | `hooks` | [`Hooks`]: the entry point, with an example: patches and subscriptions |
 //! | `process` | [`HookRegistry`]: subscribers and patches of one kind of hooks in a process |
-//! | `patch` | [`Patches`]: patches a set of functions, undoes it, and detects overwritten patches |
+//! | `patch` | [`Patches`]: patches a set of functions, and undoes it |
 //! | `entry`, `arch` | the rules for entries that one store can patch while threads run them |
 //! | `trampoline` | the code between an entry and its hook |
 //! | `table` | [`Subscribers`]: the invalidators to notify, read without a lock |

@@ -130,7 +130,11 @@ impl Patches {
             if site.patch.is_in_place()
                 && let Err(error) = self.take_back_one(site)
             {
-                tracing::error!(%error, function = site.name, "a patch stays in place; it tells nobody");
+                tracing::error!(
+                    %error,
+                    function = site.name,
+                    "cannot undo a patch: it stays in place without subscribers"
+                );
             } else if !site.patch.is_taken_back() {
                 tracing::warn!(
                     function = site.name,
@@ -189,7 +193,7 @@ impl Patches {
             Ok(())
         } else {
             let error = self.monitor.error(ErrorKind::Busy).context("function", site.name);
-            Err(error.context("why", "it changes under us"))
+            Err(error.context("why", "its code changed between check and store"))
         }
     }
 }

@@ -104,8 +104,10 @@ impl Trampolines {
 
 /// Returns the error for a security policy that forbids making or changing code.
 pub(super) fn not_allowed(monitor: MonitorName, errno: Errno, operation: &'static str) -> Error {
-    Error::os(errno, operation).iface(monitor.iface).context("monitor", monitor.name).remedy(format!(
-        "a security policy (SELinux execmod or execmem, PR_SET_MDWE, seccomp) forbids changing code: allow it, or {}",
+    let error = Error::os(errno, operation).iface(monitor.iface).context("monitor", monitor.name);
+    error.remedy(format!(
+        "a security policy (SELinux execmod or execmem, PR_SET_MDWE, seccomp) forbids changing \
+         code: allow it, or {}",
         monitor.fallback_hint
     ))
 }

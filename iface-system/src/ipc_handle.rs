@@ -65,7 +65,7 @@ impl HandleBody {
             Error::new(ErrorKind::Malformed, "ipc open")
                 .context("why", what)
                 .context("length", bytes.len())
-                .remedy("hand the bytes over as they came out of ipc export")
+                .remedy("pass the bytes unchanged from `ipc_export`")
         };
         let (body, checksum) = bytes
             .split_last_chunk::<4>()
@@ -112,11 +112,11 @@ impl HandleBody {
         let found = sys::find_path(&format!("/proc/{}/fd/{}", self.pid, self.fd));
         let found = found.or_else(|by_path| self.take_fd_over().map_err(|_| by_path));
         let found = found
-            .map_err(|error| self.gone("the owner or its fd is not there").caused_by(error))?;
+            .map_err(|error| self.gone("the owner or its fd does not exist").caused_by(error))?;
         // Opened only after the check: the number may name a device by now, which an open would
         // wake.
         if sys::file_identity(found.as_fd())? != self.file {
-            return Err(self.gone("the owner's fd is another file by now"));
+            return Err(self.gone("the owner's fd names another file by now"));
         }
         // Reopened in any case, so that this process counts as a user of the file.
         let file = sys::reopen(found.as_fd())?;
@@ -128,10 +128,10 @@ impl HandleBody {
             return Err(Error::new(ErrorKind::Malformed, "ipc open")
                 .context(
                     "why",
-                    "the handle names a file that can shrink, which no allocation lives in",
+                    "the handle names a file that can shrink, which holds no allocation",
                 )
                 .context("pid", self.pid)
-                .remedy("hand the bytes over as they came out of ipc export"));
+                .remedy("pass the bytes unchanged from `ipc_export`"));
         }
         let stat = rustix::fs::fstat(&file).map_err(|errno| Error::os(errno, "fstat"))?;
         Ok((file, stat.st_size as u64))
@@ -152,7 +152,7 @@ impl HandleBody {
             .context("why", why)
             .context("pid", self.pid)
             .context("identity", self.id)
-            .remedy("the owner must keep the allocation until it is open everywhere")
+            .remedy("the owner must keep the allocation until every process has opened it")
     }
 }
 
@@ -188,8 +188,8 @@ mod tests {
             let HandleBody { pid, fd, kind, file: (volume, inode), offset, len, id, stamp, .. } =
                 body;
             format!(
-                "pid {pid} fd {fd} device {device} kind {kind} file {volume}:{inode} offset {offset} \
-                 len {len} id {id} stamp {stamp}"
+                "pid {pid} fd {fd} device {device} kind {kind} file {volume}:{inode} offset \
+                 {offset} len {len} id {id} stamp {stamp}"
             )
         });
     }

@@ -383,7 +383,7 @@ impl Udmabuf {
             .map(Self)
             .map_err(|errno| {
                 Error::os(errno, "open /dev/udmabuf")
-                    .remedy("load the udmabuf module, and allow this user to use it")
+                    .remedy("run `modprobe udmabuf`, and allow this user to open the file")
             })
     }
 
@@ -400,7 +400,10 @@ impl Udmabuf {
             Error::os(errno, "ioctl(UDMABUF_CREATE)")
                 .context("offset", offset)
                 .context("size", size)
-                .remedy("raise /sys/module/udmabuf/parameters/size_limit_mb if the range is longer than that")
+                .remedy(
+                    "raise /sys/module/udmabuf/parameters/size_limit_mb if the range is longer \
+                     than that",
+                )
         })
     }
 }

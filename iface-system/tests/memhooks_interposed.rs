@@ -1,5 +1,4 @@
-//! A program that has a `munmap` of its own, before the C library's: the self-test notices. MON-03,
-//! MON-04.
+//! The self-test detects a program's own `munmap` that precedes the C library's. MON-03, MON-04.
 #![allow(missing_docs)]
 
 #[path = "monitors/mod.rs"]
@@ -15,10 +14,10 @@ cases! {
     slow:
 }
 
-/// As a preloaded allocator or profiler has it, past the C library.
+/// Replaces `munmap` as a preloaded allocator or profiler does: by a raw system call.
 #[unsafe(no_mangle)]
 extern "C" fn munmap(at: *mut libc::c_void, len: usize) -> libc::c_int {
-    // SAFETY: the caller of munmap vouches for its range.
+    // SAFETY: the caller of munmap is responsible for its range.
     unsafe { libc::syscall(libc::SYS_munmap, at, len) as libc::c_int }
 }
 

@@ -1,4 +1,4 @@
-//! The application's own monitor: MON-08.
+//! The import monitor, which the application drives: MON-08.
 
 #[path = "monitors/mod.rs"]
 mod monitors;
@@ -13,7 +13,7 @@ use hmem_iface_system::monitor::{HostMonitorKind, ImportCallbacks, ImportMonitor
 use monitors::*;
 use parking_lot::Mutex;
 
-/// Remembers what it was asked, and refuses what lies below a page.
+/// Records its calls, and refuses ranges below one page.
 #[derive(Debug, Default)]
 struct Asked(Mutex<Vec<(bool, AddressRange)>>);
 
@@ -97,7 +97,7 @@ fn an_import_tells_nobody_in_a_forked_child() {
         let told = recorder.count() != 0;
         let refused = monitor.subscribe(at(0x10000), Recorder::new()).is_err();
         monitor.unsubscribe(subscription);
-        // SAFETY: ends the child; a panic would run the parent's test harness on.
+        // SAFETY: ends the child; a panic would continue the parent's test harness.
         unsafe { libc::_exit(i32::from(told || !refused)) };
     });
     assert_eq!(status, 0);
@@ -113,11 +113,11 @@ fn a_child_that_is_forked_within_a_change_lives() {
     let subscription = monitor.subscribe(at(0x10000), Arc::<Recorder>::clone(&recorder)).unwrap();
     let mut child = -1;
     monitor.while_changing(at(0x10000), || {
-        // SAFETY: the child does nothing but end the change and itself.
+        // SAFETY: the child only ends the change and itself.
         child = unsafe { libc::fork() };
     });
     if child == 0 {
-        // SAFETY: ends the child; a return would run the parent's test harness on.
+        // SAFETY: ends the child; a return would continue the parent's test harness.
         unsafe { libc::_exit(7) };
     }
     let mut status = 0;

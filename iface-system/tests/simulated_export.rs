@@ -11,7 +11,7 @@ use hmem_core::{
 use hmem_iface_system::{AddressReuse, DmaBufKind, P2pMatrix, Simulated};
 use support::*;
 
-/// Fds are counted for the whole process: the tests of this file take turns.
+/// Serialises the tests, because fds are counted for the whole process.
 static TURN: Mutex<()> = Mutex::new(());
 
 fn turn() -> std::sync::MutexGuard<'static, ()> {
@@ -52,8 +52,8 @@ fn page_unaligned_ranges_reach_exactly_their_bytes_through_the_exported_fd() {
 
 /// HM-06
 ///
-/// The offset in the dma-buf is not the offset in the allocation, so that mixing them up is
-/// caught.
+/// The offset in the dma-buf differs from the offset in the allocation, so that code that confuses
+/// them fails.
 #[test]
 fn in_a_memory_file_no_allocation_begins_at_offset_0() {
     let _turn = turn();
@@ -89,7 +89,7 @@ fn the_fd_count_after_many_exports_is_what_it_was() {
 
 /// HM-06
 ///
-/// As a dma-buf does, an exported fd keeps the bytes, and nobody else gets them.
+/// An exported fd keeps its bytes, as a dma-buf does, and no other allocation gets them.
 #[test]
 fn an_export_outlives_the_allocation_and_never_shows_the_next_one() {
     let _turn = turn();
@@ -115,7 +115,7 @@ fn an_export_outlives_the_allocation_and_never_shows_the_next_one() {
 
 /// HM-06
 ///
-/// However many exports come and go around one that stays.
+/// Thousands of other exports are made and released around one that stays.
 #[test]
 fn one_export_that_stays_keeps_its_bytes_while_thousands_come_and_go() {
     let _turn = turn();
@@ -140,7 +140,7 @@ fn one_export_that_stays_keeps_its_bytes_while_thousands_come_and_go() {
 
 /// HM-06
 ///
-/// Memory that was exported is used again once its fds are gone.
+/// Exported memory is reused once its fds are closed.
 #[test]
 fn exported_memory_comes_back_when_its_last_user_has_gone() {
     let _turn = turn();
@@ -148,7 +148,7 @@ fn exported_memory_comes_back_when_its_last_user_has_gone() {
     let mut stay = Vec::new();
     for i in 0..20_000 {
         if i % 100 == 0 {
-            // Without these, files that are empty would just be dropped.
+            // Without these, empty files would be dropped instead of reused.
             stay.push(device(&simulated, 4096));
         }
         let allocation = device(&simulated, 4096);

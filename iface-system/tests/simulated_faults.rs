@@ -1,4 +1,4 @@
-//! Every driver call fails once, and nothing is left behind.
+//! Each driver call fails once, and no resource leaks.
 
 mod support;
 
@@ -12,7 +12,7 @@ use hmem_core::{
 use hmem_iface_system::{Call, FreeDetection, Simulated};
 use support::*;
 
-/// Fds are counted for the whole process: the tests of this file take turns.
+/// Serialises the tests, because fds are counted for the whole process.
 static TURN: Mutex<()> = Mutex::new(());
 
 fn turn() -> std::sync::MutexGuard<'static, ()> {
@@ -37,7 +37,7 @@ impl Invalidator for Deaf {
     fn open_gate(&self) {}
 }
 
-/// Uses all of the iface once, goes on where a call fails, and returns the errors.
+/// Uses every operation of the iface once, continues after failures, and returns the errors.
 fn use_everything(simulated: &Simulated) -> Vec<hmem_core::Error> {
     let mut errors = Vec::new();
     let mut keep = |result: Result<()>| errors.extend(result.err());
@@ -120,7 +120,7 @@ fn assert_nothing_is_left(simulated: &Simulated) {
         stats.copies_pending,
     ];
     assert_eq!(left, [0; 7], "{stats:?}");
-    // All of the memory can be had again.
+    // All of the memory can be allocated again.
     let request = AllocRequest { len: 16 << 30, device: DeviceId(0), kind: AllocationKind::Device };
     let all = simulated.allocate(&request).unwrap();
     free(simulated, &all).unwrap();
@@ -134,7 +134,7 @@ fn whichever_call_fails_says_so_and_leaves_nothing() {
     let (fds, maps) = (open_fds(), mappings());
     for call in Call::ALL {
         let before = simulated.faults().count(*call);
-        // Queries are counted only while a fault waits for them.
+        // Queries are counted only while a fault is set for them.
         simulated.faults().fail_nth(*call, u64::MAX / 2, Errno(5));
         assert!(use_everything(&simulated).is_empty());
         simulated.faults().clear();

@@ -1,4 +1,4 @@
-//! Allocations of other processes, with real processes: HM-10.
+//! Allocations of other processes, opened in real processes: HM-10.
 
 mod support;
 
@@ -11,7 +11,7 @@ use hmem_core::{AllocationKind, ErrorKind, Iface, IfaceExt, IfaceKind, iface::Ip
 use hmem_iface_system::{AddressReuse, SIMULATED, Simulated, System};
 use support::*;
 
-/// Fds are counted for the whole process: the tests of this file take turns.
+/// Serialises the tests, because fds are counted for the whole process.
 static TURN: Mutex<()> = Mutex::new(());
 
 fn turn() -> std::sync::MutexGuard<'static, ()> {
@@ -29,7 +29,7 @@ fn close(iface: &dyn Iface, allocation: &hmem_core::Allocation) -> hmem_core::Re
 
 const LEN: usize = 100_000;
 
-/// The child's side: opens the handle, checks the content, writes, closes, and counts its fds.
+/// The child's side: opens the handle, verifies the content, writes, closes, and counts its fds.
 #[test]
 fn child_that_opens_a_handle() {
     let Some(input) = child_input() else { return };
@@ -85,7 +85,7 @@ fn another_process_opens_reads_writes_and_closes_without_leaks() {
     assert!(open_fds() <= fds, "and the owner leaks nothing either");
 }
 
-/// The child's side: exports, says so, and ends when its input does.
+/// The child's side: exports, reports that, and ends when its input ends.
 #[test]
 fn child_that_exports() {
     let Some(kind) = child_input() else { return };
@@ -133,7 +133,7 @@ fn when_the_owner_is_gone_opening_is_unavailable_and_what_is_open_stays() {
 
 /// HM-10
 ///
-/// A handle names an allocation, not a place in a file.
+/// A handle names an allocation, not a position in a file.
 #[test]
 fn a_freed_allocation_cannot_be_opened_even_if_its_memory_is_used_again() {
     let _turn = turn();
@@ -153,7 +153,7 @@ fn a_freed_allocation_cannot_be_opened_even_if_its_memory_is_used_again() {
 
 /// HM-10
 ///
-/// An fd number that means another file by now is not opened.
+/// An fd number that names another file by now is not opened.
 #[test]
 fn a_handle_whose_fd_number_was_used_again_is_unavailable() {
     let _turn = turn();
@@ -171,7 +171,7 @@ fn a_handle_whose_fd_number_was_used_again_is_unavailable() {
 
 /// HM-10
 ///
-/// The opener keeps the old bytes, and the owner's next allocation is not among them.
+/// The opener keeps the old bytes, and the owner's next allocation does not overlap them.
 #[test]
 fn an_opened_allocation_outlives_its_owners_free() {
     let _turn = turn();

@@ -1,4 +1,4 @@
-//! Allocation kinds, what the CPU may touch, and that nothing is left: HM-13.
+//! Allocation kinds, the CPU's access to each, and absence of leaks: HM-13.
 
 mod support;
 
@@ -10,7 +10,7 @@ use hmem_core::{
 use hmem_iface_system::{AddressReuse, Simulated};
 use support::*;
 
-/// Fds and memory are counted for the whole process: the tests of this file take turns.
+/// Serialises the tests, because fds and memory are counted for the whole process.
 static TURN: Mutex<()> = Mutex::new(());
 
 fn turn() -> std::sync::MutexGuard<'static, ()> {
@@ -62,7 +62,7 @@ fn managed_and_host_memory_are_the_same_bytes_for_the_cpu_and_the_engine() {
         let by_cpu =
             unsafe { std::slice::from_raw_parts(pointer(&allocation).cast_const(), 10_000) };
         assert!(by_cpu == bytes);
-        // SAFETY: as above; the slice is not used any longer.
+        // SAFETY: this kind is mapped, and the slice is no longer used.
         unsafe { pointer(&allocation).wrapping_add(9_999).write_volatile(!bytes[9_999]) };
         let mut last = [0];
         simulated.read_bytes(at(&allocation, 9_999), &mut last).unwrap();
@@ -213,8 +213,7 @@ fn a_dropped_device_leaves_no_fd_and_no_mapping() {
         }
     }
     assert_eq!(open_fds(), fds);
-    // The test harness's own threads come and go: what leaked would be a mapping for each device at
-    // least.
+    // Threads of the test harness start and end. A leak would be at least one mapping per device.
     assert!(mappings() < maps + 20, "{} mappings more", mappings() - maps);
 }
 

@@ -1,4 +1,4 @@
-//! Frees that are noticed: MON-07, MON-08.
+//! Detection of frees: MON-07, MON-08.
 
 mod support;
 
@@ -25,7 +25,7 @@ fn with_style(free_detection: FreeDetection) -> Arc<Simulated> {
     Arc::new(builder.build().unwrap())
 }
 
-/// Remembers what it was told.
+/// Records the ranges of notifications.
 #[derive(Debug, Default)]
 struct Told(Mutex<Vec<AddressRange>>);
 
@@ -56,7 +56,7 @@ impl Invalidator for Told {
     fn open_gate(&self) {}
 }
 
-/// Does what a test wants when it is told.
+/// Runs a closure of the test at each notification.
 struct Doing<F>(F);
 
 impl<F> fmt::Debug for Doing<F> {
@@ -141,7 +141,7 @@ fn the_callback_style_tells_exactly_the_subscribers_of_what_is_freed() {
 
 /// MON-07
 ///
-/// And no lock is held that the callback could want, unlikely as it is that it should.
+/// No lock is held that the callback could need, even for unusual callbacks.
 #[test]
 fn a_callback_comes_before_the_memory_goes_and_may_use_the_iface() {
     let simulated = with_style(FreeDetection::Callback);
@@ -229,7 +229,7 @@ fn unsubscribe_waits_for_a_call_under_way() {
         let (inside, ended) = (Arc::clone(&inside), Arc::clone(&ended));
         move |_| {
             inside.wait();
-            // Long enough for an unsubscribe that did not wait to come back first.
+            // Long enough for an unsubscribe without the wait to return first.
             (0..1000).for_each(|_| thread::yield_now());
             ended.store(true, Ordering::Release);
         }
@@ -286,7 +286,7 @@ fn what_is_not_alive_cannot_be_watched() {
 
 /// MON-07
 ///
-/// Whatever the lengths, everyone who overlaps is told, once, and nobody else.
+/// For any lengths, every overlapping subscriber is notified once, and no other subscriber is.
 #[test]
 fn many_subscribers_of_many_allocations_are_told_apart() {
     let simulated = with_style(FreeDetection::Callback);

@@ -1,4 +1,4 @@
-//! Host memory.
+//! The iface of host memory: allocation, copies, exports and unsupported operations.
 
 mod support;
 
@@ -154,9 +154,9 @@ fn what_host_memory_lacks_is_unsupported_with_a_reason() {
         system.start_monitor().map(drop).unwrap_err(),
         system.export_peer_memory(range, &nic("loop0")).unwrap_err(),
         system.host_unregister(range).unwrap_err(),
-        // SAFETY: refused before anything is touched.
+        // SAFETY: the iface refuses the call before it touches anything.
         unsafe { system.host_register(range) }.unwrap_err(),
-        // SAFETY: as above.
+        // SAFETY: the iface refuses the call before it touches anything.
         unsafe { system.start_copy(address, address, 8) }.map(drop).unwrap_err(),
         try_allocate(&system, 64, AllocationKind::Device).unwrap_err(),
     ];

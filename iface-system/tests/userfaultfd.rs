@@ -1,6 +1,6 @@
-//! The kernel's events: MON-02, MON-05, MON-06.
+//! The userfaultfd monitor: MON-02, MON-05, MON-06.
 //!
-//! Each case runs in a process of its own. This machine must have userfaultfd: where it is refused,
+//! Each case runs in a process of its own. This machine must have userfaultfd. If it is refused,
 //! the first case shows that the refusal is explained, and the others fail.
 #![allow(missing_docs)]
 
@@ -81,7 +81,7 @@ fn refuse_by_seccomp() {
     }
 }
 
-/// Gives up root, so that `/dev/userfaultfd` cannot be opened either.
+/// Drops root, so that `/dev/userfaultfd` cannot be opened either.
 fn give_up_root() {
     // SAFETY: restricts this process, which is the case's own.
     unsafe {
@@ -89,7 +89,7 @@ fn give_up_root() {
             assert_eq!(libc::setgid(65534), 0);
             assert_eq!(libc::setuid(65534), 0);
         }
-        // /proc/self is root's until the process is dumpable again.
+        // /proc/self belongs to root until the process is dumpable again.
         assert_eq!(libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0), 0);
     }
 }
@@ -113,7 +113,7 @@ fn a_call_that_the_kernel_says_to_make_again_is_made_again() {
         let mut calls = 0;
         let answer = |_| {
             calls += 1;
-            // One file is to ask what the kernel has, and one to use.
+            // One file queries the kernel's features, and one uses them.
             [1, 2, 4].contains(&calls).then_some(refusal)
         };
         supervised::run(libc::SYS_userfaultfd, answer, || {
@@ -124,7 +124,7 @@ fn a_call_that_the_kernel_says_to_make_again_is_made_again() {
     }
 }
 
-/// The warnings of one thread.
+/// The log warnings of one thread.
 #[derive(Clone, Default)]
 struct Warnings(Arc<Mutex<Vec<String>>>);
 
@@ -189,8 +189,8 @@ fn unprivileged_users_can_watch() {
     monitor.unsubscribe(subscription);
 }
 
-/// Whoever unmapped goes on when the event is read: once the gate is open again, everybody was
-/// told.
+/// Fails unless the changes arrived. A thread that unmaps continues when the event is read; once
+/// the gate is open again, every subscriber was notified.
 fn told(recorder: &Recorder, here: AddressRange, causes: &[InvalidationCause]) {
     while recorder.about(here).len() < causes.len() {
         thread::yield_now();
@@ -201,7 +201,7 @@ fn told(recorder: &Recorder, here: AddressRange, causes: &[InvalidationCause]) {
 }
 
 fn no_fault_of_the_application_waits() {
-    /// Stops the monitor's thread while it tells.
+    /// Stops the monitor's thread during a notification.
     #[derive(Debug)]
     struct Stopping {
         inside: AtomicBool,
@@ -231,23 +231,23 @@ fn no_fault_of_the_application_waits() {
         Arc::new(Stopping { inside: AtomicBool::new(false), go_on: AtomicBool::new(false) });
     let subscription =
         monitor.subscribe(range(block, 256 * page), Arc::<Stopping>::clone(&stopping)).unwrap();
-    // SAFETY: here and below, this function's own pages.
+    // SAFETY: here and below, the pages are this function's own.
     assert_eq!(unsafe { libc::madvise(block, page, libc::MADV_DONTNEED) }, 0);
     while !stopping.inside.load(SeqCst) {
         thread::yield_now();
     }
-    // The thread that would answer faults is not there: faults of every kind go on.
+    // The thread that would answer faults is stopped: faults of every kind continue.
     for index in 0..256 {
         let at = block.cast::<u8>().wrapping_add(index * page);
-        // SAFETY: as above.
+        // SAFETY: the pages are this function's own.
         unsafe {
             assert_eq!(at.read_volatile(), 0, "a read fault");
             at.write_volatile(7);
         }
     }
-    // SAFETY: as above; the child writes its copy.
+    // SAFETY: the pages are this function's own; the child writes its copy.
     assert_eq!(forked(|| unsafe { block.cast::<u8>().write_volatile(8) }), 0);
-    // SAFETY: as above: a fault of copy on write.
+    // SAFETY: the page is this function's own; the write is a copy-on-write fault.
     unsafe { block.cast::<u8>().write_volatile(9) };
     stopping.go_on.store(true, SeqCst);
     monitor.unsubscribe(subscription);
@@ -260,7 +260,7 @@ fn events_are_told_behind_a_closed_gate() {
     let page = page();
     let block = map(4 * page);
     let whole = range(block, 4 * page);
-    // Not whole pages: rounded outwards.
+    // Not whole pages: the monitor rounds outwards.
     let inner = range(block.wrapping_byte_add(100), 3 * page);
     let subscription = monitor.subscribe(inner, Arc::<Recorder>::clone(&recorder)).unwrap();
     // SAFETY: this function's own pages.
@@ -272,7 +272,7 @@ fn events_are_told_behind_a_closed_gate() {
         assert_eq!(libc::mremap(block, page, page, fixed, elsewhere), elsewhere);
         told(&recorder, range(block, page), &[InvalidationCause::Remap, InvalidationCause::Unmap]);
     }
-    // Past the C library.
+    // A raw system call.
     raw_unmap(block.wrapping_byte_add(3 * page), page);
     told(&recorder, range(block.wrapping_byte_add(3 * page), page), &[InvalidationCause::Unmap]);
     monitor.unsubscribe(subscription);
@@ -286,7 +286,7 @@ fn events_are_told_behind_a_closed_gate() {
     assert_eq!(recorder.about(whole), []);
 }
 
-/// Is a mapping watched? The kernel says so in its flags.
+/// Returns true if a mapping is watched, from its flags in `/proc/self/smaps`.
 fn watched(at: *mut libc::c_void) -> bool {
     let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let mut inside = false;
@@ -340,7 +340,7 @@ fn memory_that_is_mapped_anew_is_watched_anew() {
     assert_eq!(unsafe { libc::mmap(block, page, libc::PROT_READ, flags, -1, 0) }, block);
     told(&recorder, here, &[InvalidationCause::Unmap]);
     assert!(!watched(block));
-    // The old subscription has not been taken back yet.
+    // The old subscription still exists.
     let fresh = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
     monitor.unsubscribe(stale);
     assert!(watched(block));
@@ -412,7 +412,7 @@ fn too_many_mappings_are_an_error_that_names_the_limit() {
     );
     let recorder = Recorder::new();
     let mut subscriptions = Vec::new();
-    // Every other page: each is a mapping of its own, and so is what lies between.
+    // Every other page: each is a separate mapping, and so is each gap.
     let error = (0..limit).find_map(|index| {
         let here = range(block.wrapping_byte_add(2 * index * page), page);
         match monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)) {
@@ -426,7 +426,7 @@ fn too_many_mappings_are_an_error_that_names_the_limit() {
     let error = error.expect("the limit was reached");
     assert_eq!(error.kind(), ErrorKind::OutOfResources);
     assert!(error.to_string().contains("vm.max_map_count"), "{error}");
-    // What was subscribed is, and room comes back.
+    // Earlier subscriptions stay, and unsubscribing makes room again.
     assert_eq!(monitor.subscriptions(), subscriptions.len());
     for subscription in subscriptions {
         monitor.unsubscribe(subscription);
@@ -441,8 +441,8 @@ fn many_monitors_together_take_one_share_of_mappings_and_give_it_back() {
     let (page, most) = (page(), monitors[0].most_ranges());
     assert!(most > monitors.len());
     let recorder = Recorder::new();
-    // Subscribes up to twice the share of separate pages at each monitor in turn, until one
-    // refuses, and returns how many there were.
+    // Subscribes separate pages, up to twice the share, at each monitor in turn until one refuses.
+    // Returns their number.
     let fill = |monitors: &[Arc<UserFaultFd>]| {
         // SAFETY: a new mapping without memory.
         let block = unsafe {
@@ -465,7 +465,7 @@ fn many_monitors_together_take_one_share_of_mappings_and_give_it_back() {
     for monitor in &monitors {
         assert_eq!(fill(std::slice::from_ref(monitor)), 0, "the share is all monitors'");
     }
-    // The application has its mappings: none of these is joined with another.
+    // The application has mappings left: none of these is joined with another.
     let own: Vec<_> = (0..2000)
         .map(|_| {
             let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
@@ -476,18 +476,18 @@ fn many_monitors_together_take_one_share_of_mappings_and_give_it_back() {
         })
         .collect();
     own.into_iter().for_each(|at| unmap(at, page));
-    // A child's own monitors have a whole share.
+    // Monitors of a child have a whole share.
     let status = forked(|| {
         let own = start(2);
         assert_eq!(fill(&own), most);
-        // A copy of the parent's monitor has nothing to give back.
+        // A copy of the parent's monitor returns nothing to the share.
         // SAFETY: the reference is the child's own copy.
         drop(unsafe { Arc::from_raw(Arc::as_ptr(&monitors[0])) });
         assert_eq!(fill(&own), 0);
     });
     assert_eq!(status, 0);
     drop(monitors);
-    // Each range was given back, and none twice.
+    // Each range was returned to the share once.
     let again = start(1);
     assert_eq!(fill(&again), most);
     assert_eq!(fill(&start(1)), 0);
@@ -506,7 +506,7 @@ fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
     let recorder = Recorder::new();
     let subscription = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
     let status = forked(|| {
-        // Nobody reads the parent's file for the child, and nobody needs to.
+        // The child waits for no reader of the parent's file.
         unmap(block, page);
         assert!(monitor.subscribe(here, Recorder::new()).unwrap_err().is_unsupported());
         monitor.unsubscribe(subscription);
@@ -547,8 +547,8 @@ fn a_dropped_monitor_leaves_nobody_waiting_though_a_child_has_its_file() {
     };
     unmap(block, page);
     drop(monitor);
-    // The kernel's file is still open in the child. Would it still watch, this call would never
-    // come back.
+    // The kernel's file is still open in the child. If it still watched, this call would never
+    // return.
     unmap(block.wrapping_byte_add(page), page);
     // SAFETY: ends the child, and waits for it.
     unsafe {
@@ -577,8 +577,8 @@ fn dropping_while_other_threads_unmap_leaves_nobody_waiting() {
     }
 }
 
-/// A cache of one entry: valid from its registration until it is told otherwise, and not behind a
-/// closed gate.
+/// A cache of one entry, which is valid from its registration until it is invalidated, and does not
+/// hit behind a closed gate.
 #[derive(Debug, Default)]
 struct OneEntry {
     start: AtomicU64,
@@ -619,8 +619,8 @@ impl Invalidator for OneEntry {
     }
 }
 
-/// How often a lookup hits an entry over memory that is gone: by the thread that unmapped, and by
-/// another that mapped the address anew.
+/// Counts hits on an entry of unmapped memory: those of the thread that unmapped, and those of
+/// another thread that mapped the address again.
 fn stale_hits(monitor: &dyn Monitor, rounds: usize) -> (u64, u64) {
     let page = page();
     let (mut own, mut other) = (0, 0);
@@ -642,7 +642,7 @@ fn stale_hits(monitor: &dyn Monitor, rounds: usize) -> (u64, u64) {
             let racing = scope.spawn(|| {
                 for _ in 0..2000 {
                     if remap() {
-                        // Whoever maps the address now owns other memory there.
+                        // The thread that maps the address now owns other memory there.
                         return Some(entry.hits());
                     }
                 }
@@ -665,14 +665,14 @@ fn stale_hits(monitor: &dyn Monitor, rounds: usize) -> (u64, u64) {
     (own, other)
 }
 
-/// The window that the documentation speaks of is there, for other threads only, and memhooks have
-/// none.
+/// The documented window exists, for other threads only, and not under memhooks.
 fn another_thread_can_hit_what_was_there_before() {
     let rounds = 20_000;
     let monitor = UserFaultFd::start().unwrap();
     let (own, other) = stale_hits(&*monitor, rounds);
     println!(
-        "userfaultfd: {own} stale hits of the thread that unmaps, {other} of another, in {rounds} rounds"
+        "userfaultfd: {own} stale hits of the thread that unmaps, {other} of another, in {rounds} \
+         rounds"
     );
     assert_eq!(own, 0);
     assert!(

@@ -237,7 +237,7 @@ pub(crate) fn check(
                 refused(ErrorKind::Unsupported)
                     .errno(errno)
                     .context("file", "/proc/self/maps")
-                    .remedy("what is mapped there cannot be told: mount /proc")
+                    .remedy("the mapping cannot be read: mount /proc")
             })?
             .filter(|area| area.start <= at)
             .ok_or_else(|| {
@@ -248,7 +248,7 @@ pub(crate) fn check(
                 .context("mapping of", area.name())
                 .context(
                     "why",
-                    "truncating or punching the file behind a mapping is seen by no monitor",
+                    "no monitor detects that the file behind a mapping is truncated or punched",
                 )
                 .remedy(
                     "use anonymous memory, or an import monitor that knows when the file changes",

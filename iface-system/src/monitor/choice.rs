@@ -148,10 +148,15 @@ pub struct SystemMonitor {
     choice: MonitorChoice,
 }
 
-const HOOKS_ALONE: &str = "memory that raw system calls or the dynamic loader unmap is not noticed";
-const NET_ALONE: &str = "a thread that maps the addresses anew at once, while another still unmaps them, can hit what was there before; memory that madvise discards is registered uncached until the call has certainly returned; remap_file_pages and shmat(SHM_REMAP) are not noticed";
-const LAYERED: &str = "of memory that raw system calls unmap, another thread can hit what was there before for a moment; memory that a raw madvise discards is registered uncached until the call has certainly returned; raw calls of remap_file_pages and shmat(SHM_REMAP) are not noticed";
-const NOTHING: &str = "host memory is registered anew each time";
+const HOOKS_ALONE: &str = "unmaps by raw system calls and by the dynamic loader are not detected";
+const NET_ALONE: &str = "a thread that maps the addresses again while another still unmaps \
+    them can hit the old registration; memory that madvise discards is registered uncached until \
+    the call has certainly returned; remap_file_pages and shmat(SHM_REMAP) are not detected";
+const LAYERED: &str = "after a raw system call unmaps memory, another thread can hit the old \
+    registration for a moment; memory that a raw madvise discards is registered uncached until the \
+    call has certainly returned; raw calls of remap_file_pages and shmat(SHM_REMAP) are not \
+    detected";
+const NOTHING: &str = "host memory is registered again each time";
 
 fn net_alone(net: &UserFaultFd) -> String {
     format!("{NET_ALONE}; {} are cached", net.budget())
@@ -168,7 +173,9 @@ impl SystemMonitor {
     pub fn start(kind: HostMonitorKind) -> Result<Self> {
         match kind {
             HostMonitorKind::Auto => Ok(Self::auto()),
-            HostMonitorKind::MemHooks => Ok(Self::named(kind, MemHooks::start()?, HOOKS_ALONE.into())),
+            HostMonitorKind::MemHooks => {
+                Ok(Self::named(kind, MemHooks::start()?, HOOKS_ALONE.into()))
+            }
             HostMonitorKind::UserFaultFd => {
                 let net = UserFaultFd::start()?;
                 let limits = net_alone(&net);
@@ -177,13 +184,16 @@ impl SystemMonitor {
             HostMonitorKind::Import => Err(Error::new(ErrorKind::InvalidArgument, "cache monitor")
                 .iface(IfaceKind::SYSTEM)
                 .context("name", kind)
-                .remedy("an imported monitor is the application's: make it with ImportMonitor::new and pass it")),
+                .remedy(
+                    "the application makes an import monitor: create it with ImportMonitor::new \
+                     and pass it to SystemMonitor::imported",
+                )),
             HostMonitorKind::Disabled => Ok(Self {
                 monitor: None,
                 choice: MonitorChoice {
                     requested: kind,
                     name: kind.name(),
-                    why: "it was asked for".into(),
+                    why: "requested".into(),
                     limits: NOTHING.into(),
                     candidates: Vec::new(),
                 },
@@ -197,7 +207,7 @@ impl SystemMonitor {
         Self::named(
             HostMonitorKind::Import,
             monitor,
-            "what the application does not tell is not noticed".into(),
+            "changes that the application does not report are not detected".into(),
         )
     }
 
@@ -205,7 +215,7 @@ impl SystemMonitor {
         let choice = MonitorChoice {
             requested: kind,
             name: kind.name(),
-            why: "it was asked for".into(),
+            why: "requested".into(),
             limits,
             candidates: vec![MonitorCandidate { name: kind.name(), refused: None }],
         };
@@ -236,41 +246,55 @@ impl SystemMonitor {
                     monitor: Some(Layered::new(hooks, net)),
                     choice: choice(
                         "memhooks+userfaultfd",
-                        "calls of the C library are noticed before the memory goes, and raw system calls by the kernel's events",
+                        "hooks detect calls of the C library before memory is unmapped, and the \
+                         kernel's events detect raw system calls",
                         format!(
-                            "{LAYERED}; {budget} are watched for raw system calls, and any more by the hooks alone"
+                            "{LAYERED}; {budget} are watched for raw system calls, and further \
+                             ranges by the hooks alone"
                         ),
                         vec![passed(memhooks), passed(userfaultfd)],
                     ),
                 }
             }
             (Ok(hooks), Err(error)) => {
-                tracing::warn!(%error, limits = HOOKS_ALONE, "userfaultfd does not work here: host memory is watched by memhooks alone");
+                tracing::warn!(
+                    %error,
+                    limits = HOOKS_ALONE,
+                    "userfaultfd does not work here: memhooks alone watch host memory"
+                );
                 Self {
                     monitor: Some(hooks),
                     choice: choice(
                         memhooks,
-                        "calls of the C library are noticed before the memory goes",
+                        "hooks detect calls of the C library before memory is unmapped",
                         HOOKS_ALONE.into(),
                         vec![passed(memhooks), refused(userfaultfd, error)],
                     ),
                 }
             }
             (Err(error), Ok(net)) => {
-                tracing::warn!(%error, limits = NET_ALONE, "memhooks do not work here: host memory is watched by userfaultfd alone");
+                tracing::warn!(
+                    %error,
+                    limits = NET_ALONE,
+                    "memhooks do not work here: userfaultfd alone watches host memory"
+                );
                 let limits = net_alone(&net);
                 Self {
                     monitor: Some(net),
                     choice: choice(
                         userfaultfd,
-                        "the kernel's events are the only ones to be had",
+                        "only the kernel's events are available",
                         limits,
                         vec![refused(memhooks, error), passed(userfaultfd)],
                     ),
                 }
             }
             (Err(hooks), Err(net)) => {
-                tracing::warn!(memhooks = %hooks, userfaultfd = %net, "no monitor of host memory works here: it is not cached");
+                tracing::warn!(
+                    memhooks = %hooks,
+                    userfaultfd = %net,
+                    "no monitor of host memory works here: it is not cached"
+                );
                 Self {
                     monitor: None,
                     choice: choice(
@@ -294,7 +318,10 @@ impl SystemMonitor {
                 .iface(IfaceKind::SYSTEM)
                 .context("monitor", self.choice.name)
                 .context("why", &self.choice)
-                .remedy("host memory is registered without a cache: ask for another monitor to have one")
+                .remedy(
+                    "set FI_MR_CACHE_MONITOR to a monitor that works here; without one, host \
+                     memory is registered without a cache",
+                )
         })
     }
 
@@ -332,7 +359,7 @@ mod tests {
         if let Ok(net) = UserFaultFd::start() {
             let net = SystemMonitor::best(Err(no("hooks")), Ok(net));
             assert_eq!(net.choice().name, "userfaultfd");
-            assert!(net.choice().to_string().contains("hit what was there before"));
+            assert!(net.choice().to_string().contains("hit the old registration"));
             assert_eq!(net.monitor().unwrap().name(), "userfaultfd");
         }
     }
@@ -359,7 +386,7 @@ mod tests {
         let disabled = SystemMonitor::start(HostMonitorKind::Disabled).unwrap();
         assert_eq!(
             (disabled.choice().name, disabled.choice().why.as_str()),
-            ("disabled", "it was asked for")
+            ("disabled", "requested")
         );
         assert!(disabled.monitor().unwrap_err().is_unsupported());
         let import = SystemMonitor::start(HostMonitorKind::Import).unwrap_err();

@@ -129,7 +129,7 @@ impl Monitor for ImportMonitor {
     }
 
     fn rationale(&self) -> String {
-        "told by the application; what it does not tell is not seen".into()
+        "reported by the application; other changes are not detected".into()
     }
 
     fn detection(&self) -> DetectionMethod {

@@ -92,12 +92,9 @@ impl Monitor for Layered {
         let hooks = self.hooks.rationale();
         let without = match self.uffd_refusals() {
             0 => String::new(),
-            count => format!("; {count} so far were watched by the hooks alone"),
+            count => format!("; the hooks alone watch {count} subscriptions so far"),
         };
-        format!(
-            "{hooks}; of raw system calls, {} by the kernel's events{without}",
-            self.net.budget()
-        )
+        format!("{hooks}; raw system calls: by the kernel's events, {}{without}", self.net.budget())
     }
 
     fn detection(&self) -> DetectionMethod {
@@ -123,7 +120,8 @@ impl Monitor for Layered {
                     logged.push(error.kind());
                     tracing::warn!(
                         %error,
-                        "userfaultfd beneath memhooks does not watch a range: raw system calls on it are not seen"
+                        "userfaultfd beneath memhooks does not watch a range: raw system calls on \
+                         it are not detected"
                     );
                 }
                 *self.why_without.lock() = Some(error);

@@ -1,4 +1,4 @@
-//! What hooks tell, and what calls through them answer and cost.
+//! Notifications of hooks, and results and cost of calls through them.
 
 use std::{ptr, sync::Arc};
 
@@ -63,7 +63,7 @@ pub(crate) fn each_function_tells_before_and_after() {
         expect(&[(range(segment, 3 * page), InvalidationCause::Detach)]);
         monitor.unsubscribe(attached);
 
-        // No other thread runs here: the break is this thread's to move.
+        // No other thread runs here, so no other thread moves the break.
         let top = libc::sbrk((4 * page) as isize);
         let up = top.wrapping_byte_add(top.align_offset(page));
         recorder.clear();
@@ -131,7 +131,7 @@ pub(crate) fn glibcs_own_calls_are_seen() {
     let block = unsafe { libc::malloc(len) };
     let subscription =
         monitor.subscribe(range(block, len), Arc::<Recorder>::clone(&recorder)).unwrap();
-    // SAFETY: as above.
+    // SAFETY: the block is this function's own, and nothing uses it any longer.
     unsafe { libc::free(block) };
     assert_eq!(
         recorder.about(range(block, len)),
@@ -173,7 +173,7 @@ pub(crate) fn hooks_allocate_nothing_and_take_no_lock() {
     for subscription in subscribed {
         monitor.unsubscribe(subscription);
     }
-    // No lock: `subscribing_waits_for_a_change_under_way` unmaps while the lock is held.
+    // No lock is tested here: `subscribing_waits_for_a_change_under_way` unmaps while one is held.
 }
 
 pub(crate) fn unmaps_of_uncached_memory_cost_bounded_memory() {
@@ -181,7 +181,7 @@ pub(crate) fn unmaps_of_uncached_memory_cost_bounded_memory() {
     assert!(told_of_uncached_unmaps(&*monitor) >= 160_000);
 }
 
-/// rustix, which the iface uses otherwise, makes raw system calls.
+/// The iface frees memory by libc: rustix, which it uses otherwise, makes raw system calls.
 pub(crate) fn the_system_ifaces_own_frees_are_told() {
     let monitor = MemHooks::start().unwrap();
     let system =
@@ -191,7 +191,7 @@ pub(crate) fn the_system_ifaces_own_frees_are_told() {
     let memory = system.allocate(&request).unwrap();
     let recorder = Recorder::new();
     let subscription = monitor.subscribe(memory.range, Arc::<Recorder>::clone(&recorder)).unwrap();
-    // SAFETY: nobody uses the memory.
+    // SAFETY: nothing uses the memory.
     unsafe { system.free(&memory) }.unwrap();
     assert_eq!(
         recorder.about(memory.range),

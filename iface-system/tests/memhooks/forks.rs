@@ -32,7 +32,7 @@ fn in_children(monitor: &Arc<MemHooks>, subscription: Subscription, here: Addres
         assert!(error.is_unsupported() && error.to_string().contains("forked"), "{error}");
         assert!(monitor.check().is_err());
         monitor.unsubscribe(subscription);
-        // One of its own works, and is its own.
+        // The child's own monitor works.
         let own = MemHooks::start().unwrap();
         let recorder = Recorder::new();
         let at = map(page);
@@ -56,7 +56,7 @@ fn in_children(monitor: &Arc<MemHooks>, subscription: Subscription, here: Addres
 }
 
 pub(crate) fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
-    /// Counts in memory that a child shares.
+    /// Counts changes in memory that a child shares.
     #[derive(Debug)]
     struct Shared(usize);
     impl Invalidator for Shared {
@@ -74,7 +74,7 @@ pub(crate) fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
     let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
     // SAFETY: a new mapping, zeroed.
     let shared = unsafe { libc::mmap(ptr::null_mut(), page, RW, flags, -1, 0) }.expose_provenance();
-    // SAFETY: as in `begin`.
+    // SAFETY: a shared mapping of this process and its children that is never unmapped.
     let told = || unsafe { &*ptr::with_exposed_provenance::<AtomicU64>(shared) }.load(SeqCst);
     let monitor = MemHooks::start().unwrap();
     let block = map(page);
@@ -120,7 +120,7 @@ pub(crate) fn forks_while_other_threads_subscribe_do_not_deadlock() {
     monitor.unsubscribe(kept);
 }
 
-/// What a child may do at any time, also while another thread of its parent held any lock.
+/// Operations that a child may do at any time, even if another thread of its parent held a lock.
 fn raw_fork_safe(
     monitor: &Arc<MemHooks>,
     here: AddressRange,
@@ -133,7 +133,6 @@ fn raw_fork_safe(
         Arc::new(Mortal { alive: AtomicU64::new(ALIVE), told: Arc::default() });
     assert!(monitor.subscribe(here, own).is_err());
     unmap(block, page);
-    // SAFETY: the reference that the child has is its own; dropping it as the last one must not
-    // wait either.
+    // SAFETY: the reference is the child's own copy. Dropping it as the last one must not wait.
     drop(unsafe { Arc::from_raw(Arc::as_ptr(monitor)) });
 }

@@ -1,4 +1,4 @@
-//! Who is told from when, until when, and of what memory.
+//! The begin and end of notifications, and the memory that they are about.
 
 use std::{
     ptr,
@@ -24,7 +24,7 @@ pub(crate) fn subscribing_waits_for_a_change_under_way() {
     let (block, other) = (map(page), map(page));
     let blocker = Blocker::new(block, page);
     let at = block.expose_provenance();
-    // This change began when nobody was subscribed: nobody will be told of it.
+    // This change began without a subscriber: no subscriber will be notified of it.
     let inside = thread::spawn(move || unmap(ptr::with_exposed_provenance_mut(at), page));
     blocker.wait();
     let subscribed = Arc::new(AtomicBool::new(false));
@@ -48,7 +48,7 @@ pub(crate) fn subscribing_waits_for_a_change_under_way() {
     monitor.unsubscribe(subscribing.join().unwrap());
 }
 
-/// Fails when it is told after it was dropped.
+/// Panics if it is notified after its drop.
 #[derive(Debug)]
 pub(crate) struct Mortal {
     pub(crate) alive: AtomicU64,
@@ -146,7 +146,7 @@ pub(crate) fn files_are_refused_with_the_reason() {
         "{error}"
     );
     let block = map(2 * page);
-    // Remembered as watchable, until something is mapped over it.
+    // Cached as watchable, until something is mapped over it.
     let subscription = monitor.subscribe(range(block, 2 * page), Recorder::new()).unwrap();
     monitor.unsubscribe(subscription);
     // SAFETY: moves the file's mapping over the second page.

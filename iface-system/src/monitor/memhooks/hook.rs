@@ -71,7 +71,14 @@ pub(super) fn address(function: Function) -> usize {
 
 macro_rules! hooks {
     ($($name:ident = $function:expr;)+) => {$(
-        unsafe extern "C" fn $name(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> usize {
+        unsafe extern "C" fn $name(
+            a: usize,
+            b: usize,
+            c: usize,
+            d: usize,
+            e: usize,
+            f: usize,
+        ) -> usize {
             // SAFETY: a patched entry calls the hook with the function's arguments.
             unsafe { hooked::<{ $function as usize }>([a, b, c, d, e, f]) }
         }

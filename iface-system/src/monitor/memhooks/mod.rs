@@ -108,7 +108,7 @@ impl Monitor for MemHooks {
     }
 
     fn rationale(&self) -> String {
-        "told by the C library's functions before the memory goes".into()
+        "notified by hooks of the C library before memory is unmapped".into()
     }
 
     fn detection(&self) -> DetectionMethod {

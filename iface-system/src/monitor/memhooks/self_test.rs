@@ -84,8 +84,8 @@ impl Test<'_> {
                 .context("changes begun", begun)
                 .context("changes ended", ended)
                 .remedy(
-                    "another library intercepts the C library's function and does not call it: turn its memory \
-                     hooks off, or use the userfaultfd monitor",
+                    "another library intercepts the C library's function and does not call it: \
+                     turn its memory hooks off, or use the userfaultfd monitor",
                 )),
         }
     }
@@ -194,9 +194,8 @@ fn fire_brk(subscribers: &Subscribers<MemhooksState>) -> Result<()> {
     // SAFETY: the kernel answers a break below the heap's start with the current one, unchanged.
     unsafe { libc::brk(ptr::null_mut()) };
     if arrived() == before {
-        return Err(failed("brk").remedy(
-            "another library stands before the C library's brk: turn its memory hooks off",
-        ));
+        return Err(failed("brk")
+            .remedy("another library intercepts the C library's brk: turn its memory hooks off"));
     }
     Ok(())
 }

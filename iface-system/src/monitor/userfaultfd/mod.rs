@@ -270,11 +270,11 @@ impl UserFaultFd {
         Err(refused(range, ErrorKind::Busy)
             .context(
                 "why",
-                "a thread has discarded pages of the range by madvise, and may not be done yet",
+                "a thread discards pages of the range by madvise, and may not have returned yet",
             )
             .remedy(
-                "it is cached again once the process's other threads were seen asleep; or use the memhooks \
-                 monitor and the C library's madvise",
+                "the range is cached again once the other threads of the process were seen asleep; \
+                 to avoid this, use the memhooks monitor and the C library's madvise",
             ))
     }
 
@@ -285,8 +285,8 @@ impl UserFaultFd {
             Unwatched::Beyond(Beyond::Share) => refused(range, ErrorKind::OutOfResources)
                 .context(
                     "why",
-                    "each separately watched range takes mappings of the process, and the share of this \
-                     process's monitors is used up",
+                    "each separately watched range takes mappings of the process, and the share of \
+                     the monitors is used up",
                 )
                 .context("separate ranges", self.most)
                 .context("vm.max_map_count", self.limit)
@@ -295,7 +295,7 @@ impl UserFaultFd {
                      monitor",
                 ),
             Unwatched::Beyond(Beyond::Process) => refused(range, ErrorKind::Busy)
-                .context("why", "the process has few mappings left, and the monitor uses none of those")
+                .context("why", "the process has few mappings left, which stay for the application")
                 .context("vm.max_map_count", self.limit)
                 .remedy("raise vm.max_map_count, or use the memhooks monitor"),
         }
@@ -405,7 +405,7 @@ impl Monitor for UserFaultFd {
             0 => String::new(),
             beyond => format!("; {beyond} refused so far"),
         };
-        format!("told by the kernel's events, after the memory went, of {} {beyond}", self.budget())
+        format!("notified by the kernel after memory was unmapped, of {}{beyond}", self.budget())
     }
 
     fn detection(&self) -> DetectionMethod {

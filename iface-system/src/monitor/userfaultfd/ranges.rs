@@ -124,7 +124,10 @@ mod tests {
     proptest! {
         #[test]
         fn counts_are_those_of_a_page_by_page_book(
-            changes in prop::collection::vec((any::<bool>(), 0..PAGES, 1..16_u64, any::<prop::sample::Index>()), 1..60)
+            changes in prop::collection::vec(
+                (any::<bool>(), 0..PAGES, 1..16_u64, any::<prop::sample::Index>()),
+                1..60,
+            )
         ) {
             let mut counted = Counted::default();
             let mut book = vec![0_u32; PAGES as usize];
@@ -151,7 +154,8 @@ mod tests {
                 let begins = |page: &usize| book[*page] > 0 && (*page == 0 || book[*page - 1] == 0);
                 prop_assert_eq!(counted.apart(), (0..PAGES as usize).filter(begins).count());
                 let gaps: Vec<u64> = counted.gaps(3..PAGES - 2).into_iter().flatten().collect();
-                let free: Vec<u64> = (3..PAGES - 2).filter(|page| book[*page as usize] == 0).collect();
+                let free: Vec<u64> =
+                    (3..PAGES - 2).filter(|page| book[*page as usize] == 0).collect();
                 prop_assert_eq!(gaps, free);
             }
             for range in live {

@@ -132,7 +132,10 @@ pub(super) fn open() -> Result<OwnedFd> {
     if !missing.is_empty() {
         return Err(refused(ErrorKind::Unsupported, "ioctl(UFFDIO_API)")
             .context("missing", missing.join(","))
-            .remedy("Linux 5.7 has them on x86-64, 6.10 on aarch64, with CONFIG_HAVE_ARCH_USERFAULTFD_WP"));
+            .remedy(
+                "use Linux 5.7 or newer (x86-64), or 6.10 or newer (aarch64), with \
+                 CONFIG_HAVE_ARCH_USERFAULTFD_WP",
+            ));
     }
     let features = NEEDED.iter().fold(offered & WP_HUGETLBFS_SHMEM, |all, (bit, _)| all | bit);
     let fd = new()?;
