@@ -119,15 +119,15 @@ pub struct Hooks<T: HasTable + 'static> {
     monitor: MonitorName,
     process: &'static Process<T>,
     patches: &'static Patches,
-    mine: [Mine; SLOTS],
+    own: [OwnSubscriptions; SLOTS],
     /// Held while the first subscription of an invalidator begins or the last one ends.
-    turning: Mutex<()>,
+    first_and_last: Mutex<()>,
 }
 
 /// One monitor's subscriptions of an invalidator. Together they hold one subscription of the
 /// process.
 #[derive(Debug, Default)]
-struct Mine {
+struct OwnSubscriptions {
     /// Lower half: number of subscriptions. Upper half: how often the number left zero.
     count: AtomicU64,
     /// The [`identity`] of the invalidator; valid while there are subscriptions.
@@ -136,7 +136,7 @@ struct Mine {
 
 const COUNT: u64 = (1 << 32) - 1;
 
-impl Mine {
+impl OwnSubscriptions {
     /// Adds a subscription if there are any, and all are of this invalidator.
     fn join(&self, invalidator: usize) -> bool {
         // Acquire: the load below sees this count's invalidator, or a later one's. A later one is
@@ -162,16 +162,16 @@ impl Mine {
     }
 
     /// Removes a subscription unless it is the last.
-    fn part(&self) -> bool {
-        self.less(|count| count > 1).is_some()
+    fn remove_unless_last(&self) -> bool {
+        self.subtract_if(|count| count > 1).is_some()
     }
 
     /// Removes a subscription, and returns true if it was the last. The caller holds the lock.
     fn end(&self) -> bool {
-        self.less(|count| count > 0).is_some_and(|before| before & COUNT == 1)
+        self.subtract_if(|count| count > 0).is_some_and(|before| before & COUNT == 1)
     }
 
-    fn less(&self, may: impl Fn(u64) -> bool) -> Option<u64> {
+    fn subtract_if(&self, may: impl Fn(u64) -> bool) -> Option<u64> {
         let one_less = |count: u64| may(count & COUNT).then(|| count - 1);
         self.count.fetch_update(Ordering::Release, Ordering::Relaxed, one_less).ok()
     }
@@ -199,8 +199,8 @@ impl<T: HasTable> Hooks<T> {
             monitor,
             process,
             patches,
-            mine: array::from_fn(|_| Mine::default()),
-            turning: Mutex::new(()),
+            own: array::from_fn(|_| OwnSubscriptions::default()),
+            first_and_last: Mutex::new(()),
         })
     }
 
@@ -263,12 +263,12 @@ impl<T: HasTable> Hooks<T> {
     }
 
     fn subscribe_first(&self, invalidator: &Arc<dyn Invalidator>) -> Result<Subscription> {
-        let _one_at_a_time = self.turning.lock();
+        let _one_at_a_time = self.first_and_last.lock();
         if let Some(subscription) = self.subscribe_again(invalidator) {
             return Ok(subscription);
         }
         let slot = self.subscribers().add(invalidator)?;
-        self.mine[usize::from(slot)].begin(identity(invalidator));
+        self.own[usize::from(slot)].begin(identity(invalidator));
         Ok(Subscription(slot.into()))
     }
 
@@ -276,7 +276,7 @@ impl<T: HasTable> Hooks<T> {
     fn subscribe_again(&self, invalidator: &Arc<dyn Invalidator>) -> Option<Subscription> {
         // Two live invalidators differ in address, and the caller's is alive.
         let wanted = identity(invalidator);
-        let slot = self.subscribers().table().taken().find(|slot| self.mine[*slot].join(wanted))?;
+        let slot = self.subscribers().table().taken().find(|slot| self.own[*slot].join(wanted))?;
         Some(Subscription(slot as u64))
     }
 
@@ -286,12 +286,12 @@ impl<T: HasTable> Hooks<T> {
         if !self.is_own_process() {
             return;
         }
-        let Some(mine) = self.mine.get(subscription.0 as usize) else { return };
-        if mine.part() {
+        let Some(own) = self.own.get(subscription.0 as usize) else { return };
+        if own.remove_unless_last() {
             return;
         }
-        let one_at_a_time = self.turning.lock();
-        let gone = mine.end().then(|| self.subscribers().remove(subscription.0 as u8));
+        let one_at_a_time = self.first_and_last.lock();
+        let gone = own.end().then(|| self.subscribers().remove(subscription.0 as u8));
         drop(one_at_a_time);
         // The drop of an invalidator may call this method again, so no lock is held.
         drop(gone);
@@ -303,8 +303,8 @@ impl<T: HasTable> Drop for Hooks<T> {
         if !self.is_own_process() {
             return;
         }
-        for (slot, mine) in self.mine.iter_mut().enumerate() {
-            if *mine.count.get_mut() & COUNT > 0 {
+        for (slot, own) in self.own.iter_mut().enumerate() {
+            if *own.count.get_mut() & COUNT > 0 {
                 self.process.subscribers().remove(slot as u8);
             }
         }

@@ -19,7 +19,7 @@ use crate::{
     MonitorName,
     arch::{self, Patch},
     entry::LOOKED_AT,
-    trampoline::{Trampolines, not_allowed},
+    trampoline::{Trampolines, code_change_refused},
 };
 
 /// A function to patch.
@@ -112,10 +112,11 @@ impl Patches {
     /// The context lists the patches that could not be undone after the failure.
     pub fn patch_all(&self) -> Result<()> {
         // A patch that is in place already was inherited from the parent process.
-        let put = |site: &Site| if site.patch.is_in_place() { Ok(()) } else { self.put_one(site) };
-        let take_back =
-            |site: &Site| if site.patch.is_in_place() { self.take_back_one(site) } else { Ok(()) };
-        all_or_none(&self.sites, put, take_back)?;
+        let apply =
+            |site: &Site| if site.patch.is_in_place() { Ok(()) } else { self.apply_one(site) };
+        let undo =
+            |site: &Site| if site.patch.is_in_place() { self.undo_one(site) } else { Ok(()) };
+        all_or_none(&self.sites, apply, undo)?;
         if !synchronise_code() {
             tracing::debug!(
                 "no membarrier: other processors see the patches at their next interrupt"
@@ -128,14 +129,14 @@ impl Patches {
     pub fn unpatch_all(&self) {
         for site in &self.sites {
             if site.patch.is_in_place()
-                && let Err(error) = self.take_back_one(site)
+                && let Err(error) = self.undo_one(site)
             {
                 tracing::error!(
                     %error,
                     function = site.name,
                     "cannot undo a patch: it stays in place without subscribers"
                 );
-            } else if !site.patch.is_taken_back() {
+            } else if !site.patch.is_undone() {
                 tracing::warn!(
                     function = site.name,
                     by = site.owner(),
@@ -158,19 +159,19 @@ impl Patches {
         ))
     }
 
-    fn put_one(&self, site: &Site) -> Result<()> {
-        if !site.patch.is_taken_back() {
+    fn apply_one(&self, site: &Site) -> Result<()> {
+        if !site.patch.is_undone() {
             return Err(self.overwritten(site));
         }
         // SAFETY: `while_writable` makes the window writable for the call. `plan` sealed the
         // trampolines, which lead to a hook with its original set.
-        self.while_writable(site, || unsafe { site.patch.put() })
+        self.while_writable(site, || unsafe { site.patch.apply() })
     }
 
-    fn take_back_one(&self, site: &Site) -> Result<()> {
+    fn undo_one(&self, site: &Site) -> Result<()> {
         // SAFETY: `while_writable` makes the window writable for the call. The bytes to restore are
         // the library's own.
-        self.while_writable(site, || unsafe { site.patch.take_back() })
+        self.while_writable(site, || unsafe { site.patch.undo() })
     }
 
     /// Runs `write` while the page of the patch is writable. The page stays executable, because
@@ -181,7 +182,7 @@ impl Patches {
             ptr::with_exposed_provenance_mut::<c_void>(site.patch.start() as usize & !(page - 1));
         let code = MprotectFlags::READ | MprotectFlags::EXEC;
         let refused = |errno| {
-            not_allowed(self.monitor, errno, "mprotect of a library's code")
+            code_change_refused(self.monitor, errno, "mprotect of a library's code")
                 .context("function", site.name)
         };
         // SAFETY: the page is code of the library; it stays readable and executable.
@@ -211,10 +212,12 @@ impl Site {
         let entry = target.entry as u64;
         let refused = || monitor.error(ErrorKind::Unsupported).context("function", name);
         let code = code_at(entry);
-        let fit = arch::decode(entry, &code, call).map_err(|misfit| {
+        let point = arch::decode(entry, &code, call).map_err(|obstacle| {
             let bytes: Vec<_> = code[..24].iter().map(|byte| format!("{byte:02x}")).collect();
-            let error =
-                refused().context("why", misfit).context("bytes", bytes.join(" ")).remedy(format!(
+            let error = refused()
+                .context("why", obstacle)
+                .context("bytes", bytes.join(" "))
+                .remedy(format!(
                     "turn the other library's hooks off where there is one, or {}",
                     monitor.fallback_hint
                 ));
@@ -225,12 +228,12 @@ impl Site {
         })?;
         let out_of_reach = || refused().context("why", "out of a jump's reach");
         let (to_hook, past) =
-            trampolines.write(slot, hook as u64, entry, &fit).ok_or_else(out_of_reach)?;
+            trampolines.write(slot, hook as u64, entry, &point).ok_or_else(out_of_reach)?;
         original.store(past as usize, Ordering::Release);
         // SAFETY: the entry's code was just read. The rest of its 16 aligned bytes is readable too,
         // since code is mapped in whole pages.
         let patch =
-            unsafe { Patch::jump(entry + fit.at as u64, to_hook) }.ok_or_else(out_of_reach)?;
+            unsafe { Patch::jump(entry + point.at as u64, to_hook) }.ok_or_else(out_of_reach)?;
         Ok(Self { name, entry, patch })
     }
 
@@ -266,7 +269,8 @@ fn synchronise_code() -> bool {
 
 fn code_at(entry: u64) -> [u8; LOOKED_AT] {
     // SAFETY: this is the entry of a function of a loaded library. Its code, and the code linked
-    // behind it, is mapped for at least as many bytes. Whoever patches it writes valid bytes.
+    // behind it, is mapped for at least as many bytes. Any library that patches it writes valid
+    // bytes.
     unsafe { ptr::with_exposed_provenance::<[u8; LOOKED_AT]>(entry as usize).read_volatile() }
 }
 
@@ -305,7 +309,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failed_set_is_undone_to_its_last_and_its_error_names_what_could_not_be() {
+    fn failed_set_is_undone_and_its_error_lists_failed_undos() {
         let mut undone = Vec::new();
         let one = |site: &&'static str| match *site {
             "mremap" => Err(Error::new(ErrorKind::Busy, "put").context("function", *site)),

@@ -112,9 +112,9 @@ impl<T: HasTable> Process<T> {
     ) -> Result<&'static Patches> {
         let mut users = self.users.lock();
         // SAFETY: the pointer is null, or comes from `Box::into_raw` below and is never freed.
-        let kept: Option<&'static Patches> =
+        let planned: Option<&'static Patches> =
             unsafe { registry.patches.load(Ordering::Acquire).as_ref() };
-        let patches = match kept {
+        let patches = match planned {
             Some(patches) => patches,
             None => {
                 let patches = Box::into_raw(Box::new(plan()?));
@@ -143,13 +143,13 @@ impl<T: HasTable> Process<T> {
     pub(crate) fn check_patches(&self, patches: &Patches) -> Result<()> {
         let found = patches.check_patches();
         if found.is_err() != self.overwritten.load(Ordering::SeqCst) {
-            self.turned(found.is_err());
+            self.patches_changed(found.is_err());
         }
         found
     }
 
     #[cold]
-    fn turned(&self, overwritten: bool) {
+    fn patches_changed(&self, overwritten: bool) {
         if self.overwritten.swap(overwritten, Ordering::SeqCst) || !overwritten {
             return;
         }

@@ -11,8 +11,8 @@
 //!   and saw an empty table is over. Without this wait, such a change could free memory that was
 //!   registered just after the subscription, and no cache would be notified.
 //!
-//! As in SRCU, passes are counted on two sides, and the writer switches sides twice. Each time it
-//! waits for the side that it leaves:
+//! Like SRCU, the table counts passes on two sides, and the writer switches sides twice. Each time
+//! it waits for the side that it leaves:
 //! - A pass may read the side, be delayed, and count itself on a side that was left meanwhile. The
 //!   second switch waits for it.
 //! - New passes count on the other side, so that a stream of them starves no writer.
@@ -145,10 +145,10 @@ impl SubscriberTable {
         for _ in 0..2 {
             let old = self.side.fetch_add(1, SeqCst) & 1;
             for counter in self.passes[old].iter().flat_map(Line::counters) {
-                let mut turns = 0_u32;
+                let mut waits = 0_u32;
                 while counter.load(SeqCst) & UNDER_WAY != 0 {
-                    turns += 1;
-                    match turns {
+                    waits += 1;
+                    match waits {
                         ..100 => std::hint::spin_loop(),
                         100..200 => std::thread::yield_now(),
                         // The pass waits for a long system call: yield the processor.
@@ -167,10 +167,10 @@ impl TableReadGuard<'_> {
         self.taken == 0
     }
 
-    /// Calls `tell` with the number and invalidator of each slot. Within a pass these are always
+    /// Calls `notify` with the number and invalidator of each slot. Within a pass these are always
     /// the same, except in a child that was forked within the pass: there are none in it.
     #[inline]
-    pub fn each(&self, mut tell: impl FnMut(usize, &dyn Invalidator)) {
+    pub fn each(&self, mut notify: impl FnMut(usize, &dyn Invalidator)) {
         let mut left = self.taken;
         while left != 0 {
             let slot = left.trailing_zeros() as usize;
@@ -181,7 +181,7 @@ impl TableReadGuard<'_> {
             // pointer and drops the box. The pointer is null only in a child that was forked within
             // the pass, where the table was wiped.
             if let Some(invalidator) = unsafe { invalidator.as_ref() } {
-                tell(slot, &**invalidator);
+                notify(slot, &**invalidator);
             }
         }
     }
@@ -212,7 +212,7 @@ struct SubscriptionCounts {
 pub struct Subscribers<T: Wipeable> {
     monitor: MonitorName,
     shared: WipedOnFork<T>,
-    book: Mutex<SubscriptionCounts>,
+    counts: Mutex<SubscriptionCounts>,
 }
 
 impl<T: Wipeable> std::fmt::Debug for Subscribers<T> {
@@ -233,8 +233,9 @@ impl<T: HasTable> Subscribers<T> {
     /// - OutOfResources: no memory is left.
     /// - Unsupported: the kernel cannot wipe the table in a forked child.
     pub fn new(monitor: MonitorName) -> Result<Self> {
-        let book = SubscriptionCounts { by_invalidator: HashMap::new(), subscriptions: [0; SLOTS] };
-        Ok(Self { monitor, shared: WipedOnFork::new(monitor)?, book: Mutex::new(book) })
+        let counts =
+            SubscriptionCounts { by_invalidator: HashMap::new(), subscriptions: [0; SLOTS] };
+        Ok(Self { monitor, shared: WipedOnFork::new(monitor)?, counts: Mutex::new(counts) })
     }
 
     /// Returns the memory that hooks and threads share.
@@ -259,10 +260,10 @@ impl<T: HasTable> Subscribers<T> {
         if !self.shared.is_own_process() {
             return Err(self.monitor.forked("subscribe"));
         }
-        let mut book = self.book.lock();
+        let mut counts = self.counts.lock();
         let key = identity(invalidator);
-        if let Some(&slot) = book.by_invalidator.get(&key) {
-            book.subscriptions[usize::from(slot)] += 1;
+        if let Some(&slot) = counts.by_invalidator.get(&key) {
+            counts.subscriptions[usize::from(slot)] += 1;
             return Ok(slot);
         }
         let table = self.table();
@@ -277,8 +278,8 @@ impl<T: HasTable> Subscribers<T> {
         table.slots[slot].store(Box::into_raw(Box::new(Arc::clone(invalidator))), SeqCst);
         table.taken.fetch_or(1 << slot, SeqCst);
         table.wait_for_passes();
-        book.by_invalidator.insert(key, slot as u8);
-        book.subscriptions[slot] = 1;
+        counts.by_invalidator.insert(key, slot as u8);
+        counts.subscriptions[slot] = 1;
         Ok(slot as u8)
     }
 
@@ -288,10 +289,10 @@ impl<T: HasTable> Subscribers<T> {
         if !self.shared.is_own_process() {
             return None;
         }
-        let mut book = self.book.lock();
+        let mut counts = self.counts.lock();
         let slot = usize::from(slot);
-        let left = book.subscriptions.get(slot).and_then(|count| count.checked_sub(1))?;
-        book.subscriptions[slot] = left;
+        let left = counts.subscriptions.get(slot).and_then(|count| count.checked_sub(1))?;
+        counts.subscriptions[slot] = left;
         if left > 0 {
             return None;
         }
@@ -302,7 +303,7 @@ impl<T: HasTable> Subscribers<T> {
         // SAFETY: the pointer came from `Box::into_raw` in `add`. The slot is no longer taken, and
         // `wait_for_passes` saw the end of every pass that saw it taken, so nothing else uses it.
         let invalidator = unsafe { Box::from_raw(invalidator) };
-        book.by_invalidator.remove(&identity(&invalidator));
+        counts.by_invalidator.remove(&identity(&invalidator));
         Some(*invalidator)
     }
 }
@@ -328,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_is_quiet_when_every_pass_is_over_in_whatever_order_they_end() {
+    fn table_is_quiet_after_all_passes_in_any_order() {
         let table = table();
         let mut before = table.quiet_stamp().unwrap();
         for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
@@ -346,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_waits_for_a_pass_that_has_a_counter_to_itself_and_for_one_beside_it() {
+    fn writer_waits_for_exclusive_and_shared_passes() {
         let table = table();
         for beside in [false, true] {
             let over = std::sync::atomic::AtomicBool::new(false);
@@ -380,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn passes_of_many_threads_and_a_writer_leave_the_table_quiet() {
+    fn concurrent_passes_leave_the_table_quiet() {
         const EACH: u64 = 20_000;
         let table = table();
         std::thread::scope(|scope| {

@@ -68,20 +68,20 @@ impl Trampolines {
         slot: usize,
         hook: u64,
         entry: u64,
-        fit: &PatchPoint,
+        point: &PatchPoint,
     ) -> Option<(u64, u64)> {
         let to_hook = self.start + slot as u64 * SLOT;
         assert!(to_hook + SLOT <= self.start + self.len, "as many slots as functions");
-        let mut code = fit.undo.clone();
+        let mut code = point.undo.clone();
         code.extend(arch::absolute_jump(hook));
         code.resize(code.len().next_multiple_of(16), 0);
         let past = to_hook + code.len() as u64;
-        let mut skipped = fit.skipped.clone();
-        for relative in &fit.relative {
+        let mut skipped = point.skipped.clone();
+        for relative in &point.relative {
             skipped[relative.at..][..4].copy_from_slice(&arch::displacement(past, relative)?);
         }
         code.extend(skipped);
-        code.extend(arch::jump(to_hook + code.len() as u64, entry + fit.resume as u64)?);
+        code.extend(arch::jump(to_hook + code.len() as u64, entry + point.resume as u64)?);
         assert!(code.len() as u64 <= SLOT, "the ways are {} bytes long", code.len());
         let at = std::ptr::with_exposed_provenance_mut::<u8>(to_hook as usize);
         // SAFETY: the slot lies in the mapping, which no thread runs or reads before it is sealed.
@@ -95,7 +95,7 @@ impl Trampolines {
         let len = self.len as usize;
         // SAFETY: `new` made the mapping, and this value owns it.
         unsafe { rustix::mm::mprotect(at, len, MprotectFlags::READ | MprotectFlags::EXEC) }
-            .map_err(|errno| not_allowed(self.monitor, errno, "mprotect of trampolines"))?;
+            .map_err(|errno| code_change_refused(self.monitor, errno, "mprotect of trampolines"))?;
         // SAFETY: `new` mapped the bytes, and they are never unmapped.
         unsafe { arch::flush(self.start, len) };
         Ok(())
@@ -103,7 +103,11 @@ impl Trampolines {
 }
 
 /// Returns the error for a security policy that forbids making or changing code.
-pub(super) fn not_allowed(monitor: MonitorName, errno: Errno, operation: &'static str) -> Error {
+pub(super) fn code_change_refused(
+    monitor: MonitorName,
+    errno: Errno,
+    operation: &'static str,
+) -> Error {
     let error = Error::os(errno, operation).iface(monitor.iface).context("monitor", monitor.name);
     error.remedy(format!(
         "a security policy (SELinux execmod or execmem, PR_SET_MDWE, seccomp) forbids changing \

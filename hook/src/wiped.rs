@@ -72,7 +72,8 @@ impl<T: Wipeable> WipedOnFork<T> {
                 .context("monitor", monitor.name)
                 .errno(errno)
                 .remedy(
-                    "it needs Linux 4.14: without that call a forked child could not be told apart",
+                    "use Linux 4.14 or newer: the monitor needs this call to recognise a forked \
+                     child",
                 )
         })?;
         this.marked().ours.store(1, Ordering::Relaxed);

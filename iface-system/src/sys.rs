@@ -6,7 +6,6 @@
 //!   process may write meanwhile;
 //! - calls that unmap memory, since cache monitors hook libc's functions, and rustix makes raw
 //!   system calls.
-//! system calls.
 
 use std::{
     ffi::c_void,

@@ -8,9 +8,9 @@ use hmem_iface_system::monitor::{HostMonitorKind, MemHooks, SystemMonitor};
 
 cases! {
     /// MON-03
-    a_function_before_the_c_librarys_is_noticed,
+    interposed_function_is_detected,
     /// MON-04
-    auto_takes_another_monitor_and_says_why;
+    auto_falls_back_and_reports_the_reason;
     slow:
 }
 
@@ -21,13 +21,13 @@ extern "C" fn munmap(at: *mut libc::c_void, len: usize) -> libc::c_int {
     unsafe { libc::syscall(libc::SYS_munmap, at, len) as libc::c_int }
 }
 
-fn a_function_before_the_c_librarys_is_noticed() {
+fn interposed_function_is_detected() {
     let error = MemHooks::start().unwrap_err();
     let text = error.to_string();
     assert!(error.is_busy() && text.contains("function=munmap"), "{text}");
 }
 
-fn auto_takes_another_monitor_and_says_why() {
+fn auto_falls_back_and_reports_the_reason() {
     let chosen = SystemMonitor::start(HostMonitorKind::Auto).unwrap();
     let choice = chosen.choice();
     assert!(["userfaultfd", "none"].contains(&choice.name), "{choice}");

@@ -27,15 +27,15 @@ cases! {
     /// MON-01
     the_table_has_these_lines_and_columns,
     /// MON-01
-    memhooks_see_what_the_table_says,
+    memhooks_match_the_table,
     /// MON-01
-    userfaultfd_sees_what_the_table_says,
+    userfaultfd_matches_the_table,
     /// MON-01
-    memhooks_and_userfaultfd_see_what_the_table_says,
+    memhooks_and_userfaultfd_match_the_table,
     /// MON-01
     huge_pages_are_watched_whole_by_the_net,
     /// MON-01
-    import_sees_what_the_table_says;
+    import_matches_the_table;
     slow:
 }
 
@@ -258,7 +258,7 @@ fn the_table_has_these_lines_and_columns() {
 }
 
 /// Applies the cause of each line under a monitor, and compares the events with its column.
-fn column(name: &str, monitor: &dyn Monitor, tell: &dyn Fn(AddressRange)) {
+fn column(name: &str, monitor: &dyn Monitor, report: &dyn Fn(AddressRange)) {
     let index = COLUMNS.iter().position(|column| *column == name).expect("a column");
     assert_eq!(monitor.name(), name);
     let mut wrong = Vec::new();
@@ -277,7 +277,7 @@ fn column(name: &str, monitor: &dyn Monitor, tell: &dyn Fn(AddressRange)) {
             }
             Ok(subscription) => {
                 recorder.clear();
-                tell(here);
+                report(here);
                 act();
                 // The call has returned, so its event, if there is one, was read. Its subscribers
                 // are notified when no gate is closed.
@@ -291,7 +291,7 @@ fn column(name: &str, monitor: &dyn Monitor, tell: &dyn Fn(AddressRange)) {
                     "told"
                 } else if how(How::Begun) && how(How::Ended) {
                     "before"
-                } else if how(How::Told) {
+                } else if how(How::Invalidated) {
                     "event"
                 } else {
                     "unseen"
@@ -305,15 +305,15 @@ fn column(name: &str, monitor: &dyn Monitor, tell: &dyn Fn(AddressRange)) {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
-fn memhooks_see_what_the_table_says() {
+fn memhooks_match_the_table() {
     column("memhooks", &*MemHooks::start().unwrap(), &|_| {});
 }
 
-fn userfaultfd_sees_what_the_table_says() {
+fn userfaultfd_matches_the_table() {
     column("userfaultfd", &*UserFaultFd::start().unwrap(), &|_| {});
 }
 
-fn memhooks_and_userfaultfd_see_what_the_table_says() {
+fn memhooks_and_userfaultfd_match_the_table() {
     let monitor = Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
     column("memhooks+userfaultfd", &*monitor, &|_| {});
     // The mapping of a segment, which the kernel does not watch.
@@ -343,9 +343,9 @@ fn huge_pages_are_watched_whole_by_the_net() {
 
 /// Accepts every range.
 #[derive(Debug)]
-struct Anything;
+struct AcceptAll;
 
-impl ImportCallbacks for Anything {
+impl ImportCallbacks for AcceptAll {
     fn subscribe(&self, _: AddressRange) -> Result<()> {
         Ok(())
     }
@@ -353,7 +353,7 @@ impl ImportCallbacks for Anything {
     fn unsubscribe(&self, _: AddressRange) {}
 }
 
-fn import_sees_what_the_table_says() {
-    let monitor = ImportMonitor::new(Arc::new(Anything)).unwrap();
+fn import_matches_the_table() {
+    let monitor = ImportMonitor::new(Arc::new(AcceptAll)).unwrap();
     column("import", &*monitor, &|range| monitor.invalidate(range));
 }

@@ -14,7 +14,7 @@ use support::*;
 ///
 /// Every size class from one byte to 64 MiB, unaligned by odd numbers on both sides.
 #[test]
-fn copies_of_every_size_class_go_in_and_come_out() {
+fn copies_of_every_size_class_round_trip() {
     let simulated = simulated();
     let sizes =
         (0..=26).flat_map(|power| [(1_usize << power) - 1, 1 << power]).filter(|size| *size > 0);
@@ -52,7 +52,7 @@ fn every_kind_copies_to_every_kind() {
 
 /// HM-03
 #[test]
-fn a_gather_of_uneven_ranges_lands_where_it_should() {
+fn gather_of_uneven_ranges_copies_each_to_its_place() {
     let simulated = simulated();
     let allocation = device(&simulated, 1 << 20);
     let bytes = pattern(200_000, 4);
@@ -132,7 +132,7 @@ fn a_copy_past_the_allocation_is_refused_and_moves_nothing() {
 ///
 /// A driver answers a bad host address with an error instead of ending the process.
 #[test]
-fn a_host_address_that_is_not_mapped_fails_the_copy_and_not_the_process() {
+fn unmapped_host_address_fails_only_the_copy() {
     let simulated = simulated();
     let other = Simulated::builder().kind(hmem_core::IfaceKind(0x101)).build().unwrap();
     let allocation = device(&simulated, 4096);
@@ -149,7 +149,7 @@ fn a_host_address_that_is_not_mapped_fails_the_copy_and_not_the_process() {
 
 /// HM-03
 #[test]
-fn an_asynchronous_copy_moves_its_bytes_when_the_engine_comes_to_it() {
+fn asynchronous_copy_moves_bytes_at_its_engine_step() {
     let simulated = Simulated::builder().stepping(Stepping::ByHand).build().unwrap();
     let allocation = device(&simulated, 64);
     let bytes = pattern(64, 2);
@@ -228,7 +228,7 @@ fn a_copy_takes_at_least_latency_and_length_over_bandwidth() {
 }
 
 #[test]
-fn a_queued_copy_does_not_reach_memory_that_was_freed_and_reused_since() {
+fn queued_copy_does_not_reach_freed_and_reused_memory() {
     let simulated = Simulated::builder()
         .stepping(Stepping::ByHand)
         .address_reuse(hmem_iface_system::AddressReuse::JustFreed)
@@ -251,7 +251,7 @@ fn a_queued_copy_does_not_reach_memory_that_was_freed_and_reused_since() {
 }
 
 #[test]
-fn dropping_the_iface_cancels_what_its_engine_has_not_begun() {
+fn dropping_the_iface_cancels_queued_copies() {
     for stepping in [Stepping::ByHand, Stepping::Thread] {
         let simulated = Simulated::builder()
             .stepping(stepping)
@@ -291,7 +291,7 @@ fn the_device_sees_inbound_writes_after_a_flush() {
 
 /// MR-18
 #[test]
-fn a_copy_of_which_the_device_knows_no_side_is_refused_and_moves_nothing() {
+fn copy_without_a_device_side_is_refused() {
     let simulated = simulated();
     let (from, mut to) = ([7_u8; 64], [0_u8; 64]);
     let (here, there) = (Address::of_ptr(to.as_mut_ptr()), Address::of_ptr(from.as_ptr()));

@@ -127,7 +127,7 @@ fn assert_nothing_is_left(simulated: &Simulated) {
 }
 
 #[test]
-fn whichever_call_fails_says_so_and_leaves_nothing() {
+fn each_failed_call_is_named_and_leaks_nothing() {
     let _turn = turn();
     let simulated = build();
     assert!(use_everything(&simulated).is_empty());
@@ -156,7 +156,7 @@ fn whichever_call_fails_says_so_and_leaves_nothing() {
 }
 
 #[test]
-fn a_call_fails_as_often_as_asked_and_no_more() {
+fn call_fails_exactly_as_often_as_requested() {
     let _turn = turn();
     let simulated = Simulated::builder().fault(Call::Devices, 2, Errno(19)).build().unwrap();
     assert!(simulated.devices().is_ok());
@@ -173,7 +173,7 @@ fn a_call_fails_as_often_as_asked_and_no_more() {
 }
 
 #[test]
-fn a_failed_lookup_is_an_error_and_not_somebody_elses_address() {
+fn failed_lookup_is_an_error_not_a_foreign_address() {
     let _turn = turn();
     let simulated = simulated();
     let allocation = device(&simulated, 64);

@@ -29,7 +29,7 @@ fn registry(simulated: Simulated) -> (Registry, Arc<Simulated>) {
 
 /// HM-01
 #[test]
-fn an_address_is_answered_with_allocation_base_length_device_kind_and_identity() {
+fn query_returns_range_kind_device_and_identity() {
     let simulated = Simulated::builder().devices(3).build().unwrap();
     let mut last_id = 0;
     for kind in DEVICE_KINDS {
@@ -54,7 +54,7 @@ fn an_address_is_answered_with_allocation_base_length_device_kind_and_identity()
 
 /// HM-02
 #[test]
-fn the_owner_is_found_at_both_ends_and_inside_among_ten_thousand_allocations() {
+fn query_finds_each_of_ten_thousand_allocations() {
     let (registry, simulated) = registry(simulated());
     let lens = [1, 63, 4095, 4096, 4097, 70_000];
     let allocations: Vec<Allocation> =
@@ -76,7 +76,7 @@ fn the_owner_is_found_at_both_ends_and_inside_among_ten_thousand_allocations() {
 
 /// HM-02
 #[test]
-fn an_address_that_no_device_knows_is_the_systems() {
+fn address_without_a_device_belongs_to_system() {
     let (registry, simulated) = registry(simulated());
     let allocation = device(&*simulated, 4096);
     let on_the_stack = [0_u8; 64];
@@ -133,7 +133,7 @@ fn allocations_larger_than_many_table_blocks_are_found_everywhere() {
 
 /// HM-05
 #[test]
-fn a_device_out_of_range_is_an_error_that_names_it() {
+fn device_out_of_range_is_an_error_with_its_number() {
     let simulated = Simulated::builder().devices(2).build().unwrap();
     let request = AllocRequest { len: 64, device: DeviceId(2), kind: AllocationKind::Device };
     let error = simulated.allocate(&request).unwrap_err();
@@ -296,7 +296,7 @@ fn lookups_that_race_with_frees_are_consistent() {
 }
 
 #[test]
-fn allocations_come_and_go_from_several_threads_at_once() {
+fn threads_allocate_and_free_concurrently() {
     let simulated =
         Arc::new(Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap());
     let threads: Vec<_> = (0..4_u64)

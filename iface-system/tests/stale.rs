@@ -28,20 +28,20 @@ use monitors::*;
 
 cases! {
     without_a_monitor_every_cause_leaves_stale_hits,
-    memhooks_leave_none_not_even_for_a_second_thread,
-    userfaultfd_leaves_none_for_the_thread_that_unmaps,
-    a_page_looked_up_while_it_is_discarded_is_no_stale_hit_under_userfaultfd,
-    a_page_looked_up_while_it_is_discarded_is_no_stale_hit_under_both,
-    a_discarded_page_is_uncached_with_the_reason_while_another_thread_may_still_be_discarding,
-    memhooks_and_userfaultfd_leave_none;
+    memhooks_leave_no_stale_hits_for_any_thread,
+    userfaultfd_leaves_no_stale_hits_for_the_unmapping_thread,
+    discarded_page_is_no_stale_hit_under_userfaultfd,
+    discarded_page_is_no_stale_hit_under_both,
+    page_in_a_pending_discard_is_uncached_with_the_reason,
+    memhooks_and_userfaultfd_leave_no_stale_hits;
     slow: a_million_rounds_of_each,
-    a_page_looked_up_while_it_is_discarded_is_no_stale_hit_in_many_rounds,
+    discarded_page_is_no_stale_hit_in_many_rounds,
 }
 
 /// Registers by reading a word, which fails for unmapped memory.
-struct Remembering(Option<Arc<dyn Monitor>>);
+struct SnapshotBackend(Option<Arc<dyn Monitor>>);
 
-impl CacheBackend for Remembering {
+impl CacheBackend for SnapshotBackend {
     type Region = u64;
     type Watch = Option<Subscription>;
 
@@ -165,7 +165,7 @@ fn stale_hits(
     rounds: u64,
     adversary: bool,
 ) -> (u64, u64) {
-    let cache = Cache::new(Remembering(monitor), Limits::default()).unwrap();
+    let cache = Cache::new(SnapshotBackend(monitor), Limits::default()).unwrap();
     let at = map(page());
     let key = Key::new(range(at, page()), Access::SEND).unwrap();
     let (running, looked) = (AtomicBool::new(true), AtomicU64::new(0));
@@ -208,9 +208,13 @@ impl Drop for Stop<'_> {
 
 fn none(monitor: &Arc<dyn Monitor>, causes: &[(&str, Replace)], rounds: u64, adversary: bool) {
     for (cause, replace) in causes {
-        let (stale, told) = stale_hits(Some(Arc::clone(monitor)), *replace, rounds, adversary);
+        let (stale, invalidated) =
+            stale_hits(Some(Arc::clone(monitor)), *replace, rounds, adversary);
         assert_eq!(stale, 0, "{cause} under {}", monitor.name());
-        assert!(told > rounds / 10, "{cause}: {told} of {rounds}: hardly anything was cached");
+        assert!(
+            invalidated > rounds / 10,
+            "{cause}: {invalidated} of {rounds}: hardly anything was cached"
+        );
     }
 }
 
@@ -244,15 +248,15 @@ fn layered(rounds: u64) {
     none(&both, &RAW, rounds, false);
 }
 
-fn memhooks_leave_none_not_even_for_a_second_thread() {
+fn memhooks_leave_no_stale_hits_for_any_thread() {
     memhooks(2_000);
 }
 
-fn userfaultfd_leaves_none_for_the_thread_that_unmaps() {
+fn userfaultfd_leaves_no_stale_hits_for_the_unmapping_thread() {
     userfaultfd(2_000);
 }
 
-fn memhooks_and_userfaultfd_leave_none() {
+fn memhooks_and_userfaultfd_leave_no_stale_hits() {
     layered(2_000);
 }
 
@@ -261,7 +265,7 @@ const DISCARDS: [(&str, Replace); 2] = [HOOKED[1], RAW[1]];
 /// Counts stale hits in rounds in which one thread discards a cached page while another looks it up
 /// all the time: lookups after the discard that return the old page's registration.
 fn stale_after_discards(monitor: &Arc<dyn Monitor>, discard: Replace, rounds: u64) -> u64 {
-    let cache = Cache::new(Remembering(Some(Arc::clone(monitor))), Limits::default()).unwrap();
+    let cache = Cache::new(SnapshotBackend(Some(Arc::clone(monitor))), Limits::default()).unwrap();
     let at = map(page());
     let key = Key::new(range(at, page()), Access::SEND).unwrap();
     let (begin, end, over) = (Barrier::new(2), Barrier::new(2), AtomicBool::new(false));
@@ -304,20 +308,20 @@ fn discards(monitor: &Arc<dyn Monitor>, rounds: u64) {
 }
 
 /// MON-01
-fn a_page_looked_up_while_it_is_discarded_is_no_stale_hit_under_userfaultfd() {
+fn discarded_page_is_no_stale_hit_under_userfaultfd() {
     let events: Arc<dyn Monitor> = UserFaultFd::start().unwrap();
     discards(&events, 1_000);
 }
 
 /// MON-01
-fn a_page_looked_up_while_it_is_discarded_is_no_stale_hit_under_both() {
+fn discarded_page_is_no_stale_hit_under_both() {
     let both: Arc<dyn Monitor> =
         Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
     discards(&both, 1_000);
 }
 
 /// MON-01
-fn a_page_looked_up_while_it_is_discarded_is_no_stale_hit_in_many_rounds() {
+fn discarded_page_is_no_stale_hit_in_many_rounds() {
     // SAFETY: sets a timer of this process, for a case that takes long.
     unsafe { libc::alarm(0) };
     let events: Arc<dyn Monitor> = UserFaultFd::start().unwrap();
@@ -328,10 +332,10 @@ fn a_page_looked_up_while_it_is_discarded_is_no_stale_hit_in_many_rounds() {
 }
 
 /// MON-01
-fn a_discarded_page_is_uncached_with_the_reason_while_another_thread_may_still_be_discarding() {
+fn page_in_a_pending_discard_is_uncached_with_the_reason() {
     let both: Arc<dyn Monitor> =
         Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
-    let cache = Cache::new(Remembering(Some(both)), Limits::default()).unwrap();
+    let cache = Cache::new(SnapshotBackend(Some(both)), Limits::default()).unwrap();
     let at = map(2 * page());
     let key = |index| {
         Key::new(range(at.wrapping_byte_add(index * page()), page()), Access::SEND).unwrap()

@@ -28,27 +28,27 @@ use monitors::*;
 cases! {
     /// MON-02
     a_seccomp_filter_is_named,
-    a_call_that_the_kernel_says_to_make_again_is_made_again,
-    auto_says_in_its_choice_and_the_log_that_it_goes_without_userfaultfd,
+    interrupted_calls_are_retried,
+    auto_reports_and_logs_missing_userfaultfd,
     /// MON-02
     unprivileged_users_can_watch,
     /// MON-02
     no_fault_of_the_application_waits,
-    events_are_told_behind_a_closed_gate,
+    events_are_delivered_behind_a_closed_gate,
     overlapping_subscriptions_are_watched_until_the_last_is_gone,
-    memory_that_is_mapped_anew_is_watched_anew,
-    what_moves_away_is_not_watched_for_ever,
-    what_the_kernel_does_not_watch_is_refused_with_the_reason,
+    remapped_memory_is_watched_again,
+    moved_memory_is_not_watched_for_ever,
+    unwatchable_memory_is_refused_with_the_reason,
     too_many_mappings_are_an_error_that_names_the_limit,
     /// MON-10
-    many_monitors_together_take_one_share_of_mappings_and_give_it_back,
+    many_monitors_share_one_budget_of_mappings,
     /// MON-05
     unmaps_of_uncached_memory_cost_bounded_memory,
     /// MON-06
     a_forked_child_is_disarmed_and_the_parent_undisturbed,
     /// MON-06
-    a_dropped_monitor_leaves_nobody_waiting_though_a_child_has_its_file,
-    dropping_while_other_threads_unmap_leaves_nobody_waiting;
+    dropped_monitor_blocks_no_thread_despite_a_child,
+    dropping_during_unmaps_blocks_no_thread;
     slow: another_thread_can_hit_what_was_there_before,
 }
 
@@ -108,7 +108,7 @@ fn a_seccomp_filter_is_named() {
 }
 
 /// MON-02
-fn a_call_that_the_kernel_says_to_make_again_is_made_again() {
+fn interrupted_calls_are_retried() {
     for refusal in [libc::EAGAIN, libc::EINTR] {
         let mut calls = 0;
         let answer = |_| {
@@ -155,7 +155,7 @@ impl tracing::Subscriber for Warnings {
 }
 
 /// MON-02
-fn auto_says_in_its_choice_and_the_log_that_it_goes_without_userfaultfd() {
+fn auto_reports_and_logs_missing_userfaultfd() {
     give_up_root();
     let warnings = Warnings::default();
     let subscriber = warnings.clone();
@@ -185,17 +185,17 @@ fn unprivileged_users_can_watch() {
     let here = range(block, page());
     let subscription = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
     unmap(block, page());
-    told(&recorder, here, &[InvalidationCause::Unmap]);
+    expect_notified(&recorder, here, &[InvalidationCause::Unmap]);
     monitor.unsubscribe(subscription);
 }
 
 /// Fails unless the changes arrived. A thread that unmaps continues when the event is read; once
 /// the gate is open again, every subscriber was notified.
-fn told(recorder: &Recorder, here: AddressRange, causes: &[InvalidationCause]) {
+fn expect_notified(recorder: &Recorder, here: AddressRange, causes: &[InvalidationCause]) {
     while recorder.about(here).len() < causes.len() {
         thread::yield_now();
     }
-    let expected: Vec<_> = causes.iter().map(|cause| (*cause, How::Told)).collect();
+    let expected: Vec<_> = causes.iter().map(|cause| (*cause, How::Invalidated)).collect();
     assert_eq!(recorder.about(here), expected);
     recorder.clear();
 }
@@ -254,7 +254,7 @@ fn no_fault_of_the_application_waits() {
     unmap(block, 256 * page);
 }
 
-fn events_are_told_behind_a_closed_gate() {
+fn events_are_delivered_behind_a_closed_gate() {
     let monitor = UserFaultFd::start().unwrap();
     let recorder = Recorder::new();
     let page = page();
@@ -266,15 +266,23 @@ fn events_are_told_behind_a_closed_gate() {
     // SAFETY: this function's own pages.
     unsafe {
         assert_eq!(libc::madvise(block, page, libc::MADV_DONTNEED), 0);
-        told(&recorder, range(block, page), &[InvalidationCause::Discard]);
+        expect_notified(&recorder, range(block, page), &[InvalidationCause::Discard]);
         let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
         let elsewhere = map(page);
         assert_eq!(libc::mremap(block, page, page, fixed, elsewhere), elsewhere);
-        told(&recorder, range(block, page), &[InvalidationCause::Remap, InvalidationCause::Unmap]);
+        expect_notified(
+            &recorder,
+            range(block, page),
+            &[InvalidationCause::Remap, InvalidationCause::Unmap],
+        );
     }
     // A raw system call.
     raw_unmap(block.wrapping_byte_add(3 * page), page);
-    told(&recorder, range(block.wrapping_byte_add(3 * page), page), &[InvalidationCause::Unmap]);
+    expect_notified(
+        &recorder,
+        range(block.wrapping_byte_add(3 * page), page),
+        &[InvalidationCause::Unmap],
+    );
     monitor.unsubscribe(subscription);
     while recorder.gates.load(SeqCst) != 0 {
         thread::yield_now();
@@ -323,12 +331,12 @@ fn overlapping_subscriptions_are_watched_until_the_last_is_gone() {
     assert_eq!(now(), [false, false, false, true, false, false]);
     assert_eq!(monitor.subscriptions(), 1);
     unmap(at(3), page);
-    told(&recorder, pages(3, 4), &[InvalidationCause::Unmap]);
+    expect_notified(&recorder, pages(3, 4), &[InvalidationCause::Unmap]);
     monitor.unsubscribe(inner);
     assert_eq!(Arc::strong_count(&recorder), 1);
 }
 
-fn memory_that_is_mapped_anew_is_watched_anew() {
+fn remapped_memory_is_watched_again() {
     let monitor = UserFaultFd::start().unwrap();
     let recorder = Recorder::new();
     let page = page();
@@ -338,18 +346,18 @@ fn memory_that_is_mapped_anew_is_watched_anew() {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
     // SAFETY: replaces this function's own page.
     assert_eq!(unsafe { libc::mmap(block, page, libc::PROT_READ, flags, -1, 0) }, block);
-    told(&recorder, here, &[InvalidationCause::Unmap]);
+    expect_notified(&recorder, here, &[InvalidationCause::Unmap]);
     assert!(!watched(block));
     // The old subscription still exists.
     let fresh = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
     monitor.unsubscribe(stale);
     assert!(watched(block));
     unmap(block, page);
-    told(&recorder, here, &[InvalidationCause::Unmap]);
+    expect_notified(&recorder, here, &[InvalidationCause::Unmap]);
     monitor.unsubscribe(fresh);
 }
 
-fn what_moves_away_is_not_watched_for_ever() {
+fn moved_memory_is_not_watched_for_ever() {
     let monitor = UserFaultFd::start().unwrap();
     let recorder = Recorder::new();
     let page = page();
@@ -359,13 +367,13 @@ fn what_moves_away_is_not_watched_for_ever() {
     let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
     // SAFETY: this function's own pages.
     assert_eq!(unsafe { libc::mremap(block, page, page, fixed, elsewhere) }, elsewhere);
-    told(&recorder, here, &[InvalidationCause::Remap, InvalidationCause::Unmap]);
+    expect_notified(&recorder, here, &[InvalidationCause::Remap, InvalidationCause::Unmap]);
     assert!(watched(elsewhere), "the kernel watches what moved where it went");
     monitor.unsubscribe(subscription);
     assert!(!watched(elsewhere));
 }
 
-fn what_the_kernel_does_not_watch_is_refused_with_the_reason() {
+fn unwatchable_memory_is_refused_with_the_reason() {
     let monitor = UserFaultFd::start().unwrap();
     let page = page();
     let refused = |at, len| monitor.subscribe(range(at, len), Recorder::new()).unwrap_err();
@@ -381,7 +389,7 @@ fn what_the_kernel_does_not_watch_is_refused_with_the_reason() {
     let error = refused(segment, page);
     assert!(error.is_unsupported() && error.to_string().contains("System V"), "{error}");
     let error = refused(file, page);
-    assert!(error.is_unsupported() && error.to_string().contains("truncating"), "{error}");
+    assert!(error.is_unsupported() && error.to_string().contains("truncated"), "{error}");
     let block = map(page);
     let blocker = Blocker::new(block, page);
     let error = refused(block, page);
@@ -435,7 +443,7 @@ fn too_many_mappings_are_an_error_that_names_the_limit() {
     monitor.unsubscribe(again);
 }
 
-fn many_monitors_together_take_one_share_of_mappings_and_give_it_back() {
+fn many_monitors_share_one_budget_of_mappings() {
     let start = |count| -> Vec<_> { (0..count).map(|_| UserFaultFd::start().unwrap()).collect() };
     let monitors = start(20);
     let (page, most) = (page(), monitors[0].most_ranges());
@@ -495,7 +503,11 @@ fn many_monitors_together_take_one_share_of_mappings_and_give_it_back() {
 
 fn unmaps_of_uncached_memory_cost_bounded_memory() {
     let monitor = UserFaultFd::start().unwrap();
-    assert_eq!(told_of_uncached_unmaps(&*monitor), 0, "what nobody watches is not told");
+    assert_eq!(
+        notifications_of_uncached_unmaps(&*monitor),
+        0,
+        "unwatched memory causes no notification"
+    );
 }
 
 fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
@@ -518,17 +530,17 @@ fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
         let theirs = Recorder::new();
         let watched = own.subscribe(range(at, page), Arc::<Recorder>::clone(&theirs)).unwrap();
         unmap(at, page);
-        told(&theirs, range(at, page), &[InvalidationCause::Unmap]);
+        expect_notified(&theirs, range(at, page), &[InvalidationCause::Unmap]);
         own.unsubscribe(watched);
     });
     assert_eq!(status, 0);
     assert_eq!(recorder.about(here), []);
     unmap(block, page);
-    told(&recorder, here, &[InvalidationCause::Unmap]);
+    expect_notified(&recorder, here, &[InvalidationCause::Unmap]);
     monitor.unsubscribe(subscription);
 }
 
-fn a_dropped_monitor_leaves_nobody_waiting_though_a_child_has_its_file() {
+fn dropped_monitor_blocks_no_thread_despite_a_child() {
     let monitor = UserFaultFd::start().unwrap();
     let page = page();
     let block = map(2 * page);
@@ -557,7 +569,7 @@ fn a_dropped_monitor_leaves_nobody_waiting_though_a_child_has_its_file() {
     }
 }
 
-fn dropping_while_other_threads_unmap_leaves_nobody_waiting() {
+fn dropping_during_unmaps_blocks_no_thread() {
     let page = page();
     for _ in 0..100 {
         let monitor = UserFaultFd::start().unwrap();

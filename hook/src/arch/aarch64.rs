@@ -143,7 +143,7 @@ impl Patch {
     }
 
     /// Returns true if the original instruction is in place.
-    pub(super) fn is_taken_back(&self) -> bool {
+    pub(super) fn is_undone(&self) -> bool {
         self.word().load(Ordering::Acquire) == self.before
     }
 
@@ -151,7 +151,7 @@ impl Patch {
     ///
     /// # Safety
     /// The word is writable, and the jump's target may be run in place of what it replaces.
-    pub(super) unsafe fn put(&self) -> bool {
+    pub(super) unsafe fn apply(&self) -> bool {
         self.exchange(self.before, self.after)
     }
 
@@ -159,7 +159,7 @@ impl Patch {
     ///
     /// # Safety
     /// The word is writable.
-    pub(super) unsafe fn take_back(&self) -> bool {
+    pub(super) unsafe fn undo(&self) -> bool {
         self.exchange(self.after, self.before)
     }
 
@@ -244,25 +244,25 @@ mod tests {
     }
 
     #[test]
-    fn wrappers_fit_at_the_svc_and_frames_at_their_beginning() {
+    fn wrappers_are_patched_at_the_svc_and_frames_at_the_start() {
         // nop; mov x8, #215; svc #0
-        let fit = decode(0, &entry(&[0xd503_201f, 0xd280_1ae8, SVC_0]), Some(215)).unwrap();
-        assert_eq!((fit.at, fit.resume, fit.skipped.len()), (8, 12, 12));
+        let point = decode(0, &entry(&[0xd503_201f, 0xd280_1ae8, SVC_0]), Some(215)).unwrap();
+        assert_eq!((point.at, point.resume, point.skipped.len()), (8, 12, 12));
         // mmap: the branch is left out of the copy
         let mmap =
             [0xf240_2cbf, 0x5400_0121, 0x9340_7c42, 0x9340_7c63, 0x9340_7c84, 0xd280_1bc8, SVC_0];
-        let fit = decode(0, &entry(&mmap), Some(222)).unwrap();
-        assert_eq!((fit.at, fit.resume, fit.skipped.len()), (24, 28, 24));
+        let point = decode(0, &entry(&mmap), Some(222)).unwrap();
+        assert_eq!((point.at, point.resume, point.skipped.len()), (24, 28, 24));
         // brk
-        let fit = decode(0, &entry(&[0xaa00_03e1, 0xd280_1ac8, SVC_0]), Some(214)).unwrap();
-        assert_eq!((fit.at, fit.resume), (8, 12));
+        let point = decode(0, &entry(&[0xaa00_03e1, 0xd280_1ac8, SVC_0]), Some(214)).unwrap();
+        assert_eq!((point.at, point.resume), (8, 12));
         // mremap
-        let fit = decode(0, &entry(&[0xa9bb_7bfd, 0xf000_05a5]), Some(216)).unwrap();
-        assert_eq!((fit.at, fit.resume, fit.skipped.len()), (0, 4, 4));
+        let point = decode(0, &entry(&[0xa9bb_7bfd, 0xf000_05a5]), Some(216)).unwrap();
+        assert_eq!((point.at, point.resume, point.skipped.len()), (0, 4, 4));
     }
 
     #[test]
-    fn what_does_not_fit_is_refused_by_name() {
+    fn entries_that_do_not_fit_are_refused_by_name() {
         assert_eq!(
             decode(0, &entry(&[0xd280_1ae8, SVC_0]), Some(216)),
             Err(PatchObstacle::OtherCall(215))
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn jumps_lead_where_they_say() {
+    fn decoded_jumps_lead_to_their_targets() {
         for (from, to) in [(0x10_0000, 0x20_0000), (0x20_0000, 0x10_0000)] {
             let code = entry(&[u32::from_le_bytes(jump(from, to).unwrap())]);
             assert_eq!(jump_target(from, &code), Some(to));

@@ -162,7 +162,7 @@ impl Patch {
     }
 
     /// Returns true if the original bytes are in place.
-    pub(super) fn is_taken_back(&self) -> bool {
+    pub(super) fn is_undone(&self) -> bool {
         // SAFETY: the window is code of a library that stays loaded, as the caller of `plan`
         // promised.
         unsafe { self.read() == self.before }
@@ -172,7 +172,7 @@ impl Patch {
     ///
     /// # Safety
     /// The window is writable, and the jump's target may be run in place of what it replaces.
-    pub(super) unsafe fn put(&self) -> bool {
+    pub(super) unsafe fn apply(&self) -> bool {
         // SAFETY: the caller declares the window writable and both contents safe to run.
         unsafe { self.exchange(self.before, self.after) }
     }
@@ -181,7 +181,7 @@ impl Patch {
     ///
     /// # Safety
     /// The window is writable.
-    pub(super) unsafe fn take_back(&self) -> bool {
+    pub(super) unsafe fn undo(&self) -> bool {
         // SAFETY: the caller declares the window writable; the original bytes are safe to run.
         unsafe { self.exchange(self.after, self.before) }
     }
@@ -285,10 +285,10 @@ mod tests {
 
     #[test]
     fn wrappers_with_and_without_endbr64_fit_at_the_mov() {
-        let fit =
+        let point =
             decode(0x1000, &entry("b8 0b 00 00 00 0f 05 48 3d 01 f0 ff ff"), Some(11)).unwrap();
         assert_eq!(
-            fit,
+            point,
             PatchPoint {
                 at: 0,
                 undo: vec![],
@@ -297,39 +297,39 @@ mod tests {
                 resume: 5
             }
         );
-        let fit = decode(0x1000, &entry("f3 0f 1e fa b8 0b 00 00 00 0f 05"), Some(11)).unwrap();
-        assert_eq!((fit.at, fit.resume), (4, 9));
+        let point = decode(0x1000, &entry("f3 0f 1e fa b8 0b 00 00 00 0f 05"), Some(11)).unwrap();
+        assert_eq!((point.at, point.resume), (4, 9));
         assert_eq!(window(0x1004), Some((0x1000, 16)));
     }
 
     #[test]
-    fn mmap_fits_at_its_test_and_mremap_at_its_second_instruction() {
+    fn mmap_is_patched_at_its_test_and_mremap_at_the_next_mov() {
         let mmap = entry("41 89 ca 41 f7 c1 ff 0f 00 00 75 14 b8 09 00 00 00 0f 05");
-        let fit = decode(0x1000, &mmap, Some(9)).unwrap();
-        assert_eq!((fit.at, fit.resume, fit.undo.len()), (3, 10, 0));
+        let point = decode(0x1000, &mmap, Some(9)).unwrap();
+        assert_eq!((point.at, point.resume, point.undo.len()), (3, 10, 0));
         assert_eq!(window(0x1003), Some((0x1000, 8)));
         let mremap = entry("48 83 ec 58 4c 89 44 24 40 64 48 8b 04 25 28 00 00 00");
-        let fit = decode(0x1000, &mremap, Some(25)).unwrap();
-        assert_eq!((fit.at, fit.resume), (4, 9));
-        assert_eq!(fit.undo, [0x48, 0x8d, 0x64, 0x24, 0x58]);
-        assert_eq!(fit.skipped, mremap[..9]);
+        let point = decode(0x1000, &mremap, Some(25)).unwrap();
+        assert_eq!((point.at, point.resume), (4, 9));
+        assert_eq!(point.undo, [0x48, 0x8d, 0x64, 0x24, 0x58]);
+        assert_eq!(point.skipped, mremap[..9]);
     }
 
     /// The entries are those of `libcuda.so` 535.261 and 550.163.
     #[test]
-    fn a_comparison_with_memory_moves_with_what_it_compares() {
+    fn moved_comparison_reads_the_same_address() {
         let code = entry("81 3d 04 35 93 01 00 ba 1c 32 74 0c ff 25 46 c0 83 01");
-        let fit = decode(0x2d_56a0, &code, None).unwrap();
-        assert_eq!((fit.at, fit.resume, fit.undo.len()), (0, 10, 0));
-        assert_eq!(fit.relative, [Relative { at: 2, from: 10, target: 0x2d_56aa + 0x193_3504 }]);
-        assert_eq!(displacement(0x2d_56a0, &fit.relative[0]), Some([0x04, 0x35, 0x93, 0x01]));
-        assert_eq!(displacement(0x1c0_8ba4, &fit.relative[0]), Some([0, 0, 0, 0]));
-        assert_eq!(displacement(1 << 40, &fit.relative[0]), None);
-        assert_eq!(decode(0x2d_56a0, &code, Some(9)).unwrap(), fit);
+        let point = decode(0x2d_56a0, &code, None).unwrap();
+        assert_eq!((point.at, point.resume, point.undo.len()), (0, 10, 0));
+        assert_eq!(point.relative, [Relative { at: 2, from: 10, target: 0x2d_56aa + 0x193_3504 }]);
+        assert_eq!(displacement(0x2d_56a0, &point.relative[0]), Some([0x04, 0x35, 0x93, 0x01]));
+        assert_eq!(displacement(0x1c0_8ba4, &point.relative[0]), Some([0, 0, 0, 0]));
+        assert_eq!(displacement(1 << 40, &point.relative[0]), None);
+        assert_eq!(decode(0x2d_56a0, &code, Some(9)).unwrap(), point);
     }
 
     #[test]
-    fn what_does_not_fit_is_refused_by_name() {
+    fn entries_that_do_not_fit_are_refused_by_name() {
         let unlike = decode(0x1000, &entry("b8 0b 00 00 00 0f 05"), Some(12));
         assert_eq!(unlike, Err(PatchObstacle::OtherCall(11)));
         assert_eq!(
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn jumps_lead_where_they_say() {
+    fn decoded_jumps_lead_to_their_targets() {
         let mut code = entry("");
         code[..5].copy_from_slice(&jump(0x10_0000, 0x20_0000).unwrap());
         assert_eq!(jump_target(0x10_0000, &code), Some(0x20_0000));

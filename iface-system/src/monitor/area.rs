@@ -105,7 +105,7 @@ struct ProcmapQuery {
 const PROCMAP_QUERY: Opcode = opcode::read_write::<ProcmapQuery>(b'f', 17);
 const COVERING_OR_NEXT_VMA: u64 = 0x10;
 
-/// Returns true if a query failed because the kernel lacks it. qemu-user reports a missing call.
+/// Returns true if a query failed because the kernel, or qemu-user, does not implement it.
 pub(super) fn has_no_query(errno: Errno) -> bool {
     matches!(errno, Errno::NOTTY | Errno::NOSYS)
 }
@@ -300,7 +300,7 @@ mod tests {
     use crate::sys::{Mapping, sealed_memfd};
 
     #[test]
-    fn the_query_has_the_layout_and_number_of_the_kernel_header() {
+    fn query_layout_and_number_match_the_kernel_header() {
         assert_eq!(size_of::<ProcmapQuery>(), 104);
         assert_eq!(std::mem::offset_of!(ProcmapQuery, vma_name_size), 80);
         assert_eq!(PROCMAP_QUERY, 0xc068_6611);
@@ -314,7 +314,7 @@ mod tests {
         let code =
             (the_query_and_the_text_give_the_same_answers as fn() as *const ()).addr() as u64;
         let text = |address| read(File::open("/proc/self/maps").unwrap().as_fd(), address).unwrap();
-        let told = |area: Option<Area>| {
+        let summary = |area: Option<Area>| {
             area.map(|area| (area.start, area.end, area.backing, area.name().to_owned()))
         };
         let compare = |address| {
@@ -323,8 +323,8 @@ mod tests {
             loop {
                 let (before, by_query, after) =
                     (text(address), at_or_after(address).unwrap(), text(address));
-                if told(before) == told(after) {
-                    assert_eq!(told(by_query), told(after), "at {address:#x}");
+                if summary(before) == summary(after) {
+                    assert_eq!(summary(by_query), summary(after), "at {address:#x}");
                     return after;
                 }
             }
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_of_maps_are_told_apart() {
+    fn maps_lines_are_classified_by_backing() {
         let backing = |line: &str| parsed(line.as_bytes()).map(|area| area.backing);
         let line = "7f00-8000 rw-s 00000000 00:01 98309                    /SYSV00000000 (deleted)";
         assert_eq!(backing(line), Some(Backing::SysV(98309)));

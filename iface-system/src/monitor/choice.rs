@@ -342,7 +342,7 @@ mod tests {
 
     /// MON-04
     #[test]
-    fn auto_says_what_it_took_and_why_not_the_others() {
+    fn auto_reports_its_choice_and_each_refusal() {
         let none = SystemMonitor::best(Err(no("hooks")), Err(no("net")));
         assert_eq!(none.choice().name, "none");
         let text = none.choice().to_string();
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_those_of_libfabric_and_unknown_ones_are_refused_naming_the_known() {
+    fn unknown_names_are_refused_with_the_known_ones() {
         for (kind, names) in HostMonitorKind::NAMES {
             assert_eq!(names[0], kind.name());
             for name in names {
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn disabled_is_a_choice_and_import_is_the_applications_to_make() {
+    fn disabled_is_a_choice_and_import_is_refused_by_name() {
         let disabled = SystemMonitor::start(HostMonitorKind::Disabled).unwrap();
         assert_eq!(
             (disabled.choice().name, disabled.choice().why.as_str()),

@@ -9,7 +9,7 @@ use hmem_core::{
 };
 
 /// Returns false: no call is hooked.
-pub(super) fn tells_of_discard(_: u64, _: u64) -> bool {
+pub(super) fn is_hooked_discard(_: u64, _: u64) -> bool {
     false
 }
 

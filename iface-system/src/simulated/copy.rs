@@ -202,7 +202,7 @@ mod tests {
     use crate::AddressReuse;
 
     #[test]
-    fn a_copy_does_not_reach_memory_that_was_freed_while_its_time_passed() {
+    fn pending_copy_does_not_reach_freed_memory() {
         let simulated =
             Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap();
         let request = AllocRequest { len: 64, device: DeviceId(0), kind: AllocationKind::Device };

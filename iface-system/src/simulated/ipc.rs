@@ -2,7 +2,7 @@
 //!
 //! A handle names the owner's memory file and the word of its header that holds the allocation's
 //! identity while it lives. The opening process verifies both, so that neither a reused fd number
-//! nor a reused range of the file is taken for the allocation.
+//! nor a reused range of the file is mistaken for the allocation.
 
 use std::{os::fd::AsRawFd, sync::Arc};
 
@@ -117,7 +117,7 @@ mod tests {
     use crate::{Simulated, System, ipc_handle::NO_STAMP};
 
     #[test]
-    fn a_handle_of_a_file_that_can_shrink_is_malformed() {
+    fn handle_of_a_shrinkable_file_is_malformed() {
         let (system, simulated) = (System::new(), Simulated::builder().build().unwrap());
         let fd = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
             .unwrap();

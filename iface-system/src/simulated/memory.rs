@@ -46,7 +46,7 @@ pub(crate) struct Record {
     /// Index of the word in the arena's header that shows its identity to other processes.
     pub(crate) stamp: Option<u16>,
     /// Set while a thread frees it.
-    going: bool,
+    being_freed: bool,
 }
 
 /// The state that changes with allocations and frees, behind one lock.
@@ -162,7 +162,7 @@ impl Inner {
         let allocation = match self.enter(&mut book, shape, Origin::Allocated, parts) {
             Ok(allocation) => allocation,
             Err((error, parts)) => {
-                self.take_memory_back(&mut book, request.kind, first * self.page, parts);
+                self.unback_memory(&mut book, request.kind, first * self.page, parts);
                 book.addresses.give(first, pages);
                 return Err(error);
             }
@@ -193,7 +193,7 @@ impl Inner {
             match taken {
                 Ok(extent) => parts.push(Part { extent, exportable: true }),
                 Err(error) => {
-                    self.take_memory_back(book, AllocationKind::Device, at, parts);
+                    self.unback_memory(book, AllocationKind::Device, at, parts);
                     return Err(error);
                 }
             }
@@ -202,7 +202,7 @@ impl Inner {
         if kind.cpu_accessible()
             && let Err(error) = self.map_for_cpu(at, &parts)
         {
-            self.take_memory_back(book, kind, at, parts);
+            self.unback_memory(book, kind, at, parts);
             return Err(error);
         }
         Ok(parts)
@@ -221,7 +221,7 @@ impl Inner {
     }
 
     /// Undoes [`Inner::back_memory`] for an allocation that is not visible yet.
-    fn take_memory_back(
+    fn unback_memory(
         &self,
         book: &mut SimulatedState,
         kind: AllocationKind,
@@ -263,8 +263,14 @@ impl Inner {
             }
             Origin::Opened => book.opened += 1,
         }
-        book.records[number as usize] =
-            Some(Record { allocation, origin, parts, exported: false, stamp: None, going: false });
+        book.records[number as usize] = Some(Record {
+            allocation,
+            origin,
+            parts,
+            exported: false,
+            stamp: None,
+            being_freed: false,
+        });
         self.table.publish(&mut book.writer, number, &allocation);
         Ok(allocation)
     }
@@ -289,16 +295,16 @@ impl Inner {
         let mut book = self.book.lock();
         let number = self.live_number(&book, allocation, origin, operation)?;
         if let Some(record) = &mut book.records[number as usize] {
-            record.going = true;
+            record.being_freed = true;
         }
         drop(book);
 
         if self.config.free_detection == super::FreeDetection::Callback {
-            self.subscriptions.tell(allocation.range);
+            self.subscriptions.notify(allocation.range);
         }
         let removed = self.remove(number, allocation);
         if self.config.free_detection == super::FreeDetection::Callback {
-            self.subscriptions.told(allocation.range);
+            self.subscriptions.end_notify(allocation.range);
         }
         let record = removed?;
 
@@ -333,7 +339,7 @@ impl Inner {
             let len = range.len().next_multiple_of(self.page) as usize;
             if let Err(errno) = self.window.place_nothing(at, len) {
                 if let Some(record) = &mut book.records[number as usize] {
-                    record.going = false;
+                    record.being_freed = false;
                 }
                 return Err(Error::os(errno, "mmap")
                     .iface(self.config.kind)
@@ -370,7 +376,9 @@ impl Inner {
         let record = number.and_then(|number| book.records[number as usize].as_ref());
         match (number, record) {
             (Some(number), Some(record))
-                if record.allocation == *allocation && record.origin == origin && !record.going =>
+                if record.allocation == *allocation
+                    && record.origin == origin
+                    && !record.being_freed =>
             {
                 Ok(number)
             }

@@ -45,7 +45,7 @@ struct Watch {
 }
 
 impl Watch {
-    fn tell(&self, range: AddressRange) {
+    fn notify(&self, range: AddressRange) {
         let active = self.active.lock();
         if active.get() {
             self.invalidator.invalidate(range, InvalidationCause::Free);
@@ -61,7 +61,7 @@ struct Watches {
     /// no further back than twice that power.
     by_length: [BTreeMap<(u64, u64), Arc<Watch>>; 64],
     /// Ranges whose subscribers are notified or being notified, and whose memory still exists.
-    going: Vec<AddressRange>,
+    being_freed: Vec<AddressRange>,
 }
 
 /// The subscriptions of one iface.
@@ -78,7 +78,7 @@ impl Subscriptions {
             next: 1,
             by_id: HashMap::new(),
             by_length: [const { BTreeMap::new() }; 64],
-            going: Vec::new(),
+            being_freed: Vec::new(),
         }))
     }
 
@@ -96,10 +96,11 @@ impl Subscriptions {
         let class = &mut watches.by_length[length_class(range.len())];
         class.insert((range.start().0, id), Arc::clone(&watch));
         // A subscription during a notification would miss it.
-        let missed = watches.going.iter().copied().find(|going| going.overlaps(range));
+        let missed =
+            watches.being_freed.iter().copied().find(|being_freed| being_freed.overlaps(range));
         drop(watches);
-        if let Some(going) = missed {
-            watch.tell(going);
+        if let Some(being_freed) = missed {
+            watch.notify(being_freed);
         }
         Subscription(id)
     }
@@ -115,10 +116,10 @@ impl Subscriptions {
 
     /// Notifies the subscribers of `range`. No lock is held that they could need, except that
     /// unsubscribing one of them waits.
-    pub(crate) fn tell(&self, range: AddressRange) {
-        let mut told = Vec::new();
+    pub(crate) fn notify(&self, range: AddressRange) {
+        let mut notified = Vec::new();
         let mut watches = self.0.lock();
-        watches.going.push(range);
+        watches.being_freed.push(range);
         let end = range.start().0.saturating_add(range.len());
         for (class, by_start) in
             watches.by_length.iter().enumerate().filter(|(_, class)| !class.is_empty())
@@ -126,22 +127,24 @@ impl Subscriptions {
             let longest = 1_u64.checked_shl(class as u32 + 1).unwrap_or(u64::MAX);
             let from = range.start().0.saturating_sub(longest);
             let near = by_start.range((from, 0)..(end, 0));
-            told.extend(
+            notified.extend(
                 near.map(|(_, watch)| Arc::clone(watch))
                     .filter(|watch| watch.range.overlaps(range)),
             );
         }
         drop(watches);
-        for watch in told {
-            watch.tell(range);
+        for watch in notified {
+            watch.notify(range);
         }
     }
 
     /// Ends a notification: the memory of `range` is freed, or stays after all.
-    pub(crate) fn told(&self, range: AddressRange) {
+    pub(crate) fn end_notify(&self, range: AddressRange) {
         let mut watches = self.0.lock();
-        if let Some(found) = watches.going.iter().position(|going| *going == range) {
-            watches.going.swap_remove(found);
+        if let Some(found) =
+            watches.being_freed.iter().position(|being_freed| *being_freed == range)
+        {
+            watches.being_freed.swap_remove(found);
         }
     }
 }

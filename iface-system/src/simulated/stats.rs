@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 
 use super::{Call, Inner};
 
-/// Counts at one moment; see [`Simulated::stats`](crate::Simulated::stats).
+/// Counts of a simulated device at one moment; see [`Simulated::stats`](crate::Simulated::stats).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SimulatedStats {

@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_overtaken_by_a_free_or_by_the_next_use_of_the_entry_finds_nothing() {
+    fn reader_that_races_with_free_or_reuse_finds_nothing() {
         let window = AddressRange::new(Address(1 << 30), 64 << 20).unwrap();
         let (table, mut writer) = PageTable::new(IfaceKind::FIRST_PLUG_IN, window, 4096).unwrap();
         let (first, second) = (allocation(1 << 30, 1), allocation((1 << 30) + 8192, 2));
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_that_fills_and_empties_gives_its_slots_back_and_works_again() {
+    fn emptied_block_returns_its_slots_and_is_reusable() {
         let window = AddressRange::new(Address(1 << 30), 64 << 20).unwrap();
         let (table, mut writer) = PageTable::new(IfaceKind::FIRST_PLUG_IN, window, 4096).unwrap();
         let block = 4 << 20;

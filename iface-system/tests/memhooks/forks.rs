@@ -75,18 +75,18 @@ pub(crate) fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
     // SAFETY: a new mapping, zeroed.
     let shared = unsafe { libc::mmap(ptr::null_mut(), page, RW, flags, -1, 0) }.expose_provenance();
     // SAFETY: a shared mapping of this process and its children that is never unmapped.
-    let told = || unsafe { &*ptr::with_exposed_provenance::<AtomicU64>(shared) }.load(SeqCst);
+    let notified = || unsafe { &*ptr::with_exposed_provenance::<AtomicU64>(shared) }.load(SeqCst);
     let monitor = MemHooks::start().unwrap();
     let block = map(page);
     let here = range(block, page);
     let subscription = monitor.subscribe(here, Arc::new(Shared(shared))).unwrap();
-    let before = told();
+    let before = notified();
     assert_eq!(forked(|| unmap(block, page)), 0);
-    assert_eq!(told(), before, "what a child unmaps is the child's own");
+    assert_eq!(notified(), before, "what a child unmaps is the child's own");
     in_children(&monitor, subscription, here);
-    let before = told();
+    let before = notified();
     unmap(block, page);
-    assert_eq!(told(), before + 1, "the parent hears of its own");
+    assert_eq!(notified(), before + 1, "the parent hears of its own");
     monitor.unsubscribe(subscription);
     monitor.check().unwrap();
 }
@@ -97,7 +97,7 @@ pub(crate) fn forks_while_other_threads_subscribe_do_not_deadlock() {
     let block = map(page);
     let here = range(block, page);
     let recorder = Recorder::new();
-    let kept = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
+    let subscription = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
     let running = AtomicBool::new(true);
     thread::scope(|scope| {
         for _ in 0..2 {
@@ -111,26 +111,26 @@ pub(crate) fn forks_while_other_threads_subscribe_do_not_deadlock() {
         }
         for _ in 0..200 {
             let status = forked(|| {
-                raw_fork_safe(&monitor, here, kept, block, page);
+                raw_fork_safe(&monitor, here, subscription, block, page);
             });
             assert_eq!(status, 0);
         }
         running.store(false, SeqCst);
     });
-    monitor.unsubscribe(kept);
+    monitor.unsubscribe(subscription);
 }
 
 /// Operations that a child may do at any time, even if another thread of its parent held a lock.
 fn raw_fork_safe(
     monitor: &Arc<MemHooks>,
     here: AddressRange,
-    kept: Subscription,
+    subscription: Subscription,
     block: *mut libc::c_void,
     page: usize,
 ) {
-    monitor.unsubscribe(kept);
+    monitor.unsubscribe(subscription);
     let own: Arc<dyn Invalidator> =
-        Arc::new(Mortal { alive: AtomicU64::new(ALIVE), told: Arc::default() });
+        Arc::new(Mortal { alive: AtomicU64::new(ALIVE), notified: Arc::default() });
     assert!(monitor.subscribe(here, own).is_err());
     unmap(block, page);
     // SAFETY: the reference is the child's own copy. Dropping it as the last one must not wait.

@@ -35,7 +35,7 @@ fn code(name: &std::ffi::CStr) -> [u8; 32] {
 const PATCHED: [&std::ffi::CStr; 7] =
     [c"munmap", c"mmap", c"mremap", c"madvise", c"brk", c"shmat", c"shmdt"];
 
-pub(crate) fn a_thread_inside_the_call_while_it_is_patched_and_unpatched_comes_back() {
+pub(crate) fn thread_inside_a_call_survives_patch_and_unpatch() {
     need_userfaultfd();
     let page = page();
     let blocked = |at: usize| {
@@ -154,7 +154,7 @@ pub(crate) fn patches_are_installed_once_and_removed_with_the_last_monitor() {
     assert_eq!(
         recorder.about(here),
         [(InvalidationCause::Unmap, How::Begun), (InvalidationCause::Unmap, How::Ended)],
-        "told once"
+        "notified once"
     );
     second.unsubscribe(kept);
     assert_eq!(Arc::strong_count(&recorder), 1, "the dropped monitor took its subscriptions back");
@@ -224,7 +224,7 @@ fn patch_as_others_do() {
     }
 }
 
-pub(crate) fn a_later_patch_of_another_library_is_noticed() {
+pub(crate) fn later_patch_of_another_library_is_detected() {
     let monitor = MemHooks::start().unwrap();
     let page = page();
     let block = map(page);
@@ -244,7 +244,8 @@ pub(crate) fn a_later_patch_of_another_library_is_noticed() {
         let text = error.to_string();
         assert!(error.is_busy() && text.contains("munmap") && text.contains(&own), "{text}");
         // Changes since may have been missed, so everything is invalidated, and nothing is watched.
-        let told: &[_] = if number == 0 { &[(InvalidationCause::Unmap, How::Told)] } else { &[] };
+        let told: &[_] =
+            if number == 0 { &[(InvalidationCause::Unmap, How::Invalidated)] } else { &[] };
         assert_eq!(recorder.about(range(block, page)), told);
     }
     drop(monitor);
@@ -254,7 +255,7 @@ pub(crate) fn a_later_patch_of_another_library_is_noticed() {
     assert!(error.is_busy() && error.to_string().contains("munmap"), "{error}");
 }
 
-pub(crate) fn an_earlier_patch_of_another_library_is_refused_by_name() {
+pub(crate) fn earlier_patch_of_another_library_is_refused_by_name() {
     patch_as_others_do();
     let others = code(c"mmap");
     let error = MemHooks::start().unwrap_err();

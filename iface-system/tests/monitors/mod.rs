@@ -31,13 +31,13 @@ const RUNNER: &str = "HMEM_TEST_RUNNER";
 /// no userfaultfd, and its own memory belongs to the process too.
 const NOT_UNDER_QEMU: &[&str] = &[
     "unmaps_of_uncached_memory_cost_bounded_memory",
-    "a_child_that_is_forked_within_a_change_lives",
-    "a_dropped_monitor_leaves_nobody_waiting_though_a_child_has_its_file",
+    "child_forked_during_a_change_survives",
+    "dropped_monitor_blocks_no_thread_despite_a_child",
     "a_forked_child_is_disarmed_and_the_parent_undisturbed",
-    "an_import_tells_nobody_in_a_forked_child",
+    "import_notifies_no_subscriber_in_a_forked_child",
     "forks_while_other_threads_subscribe_do_not_deadlock",
-    "a_thread_inside_the_call_while_it_is_patched_and_unpatched_comes_back",
-    "subscribing_waits_for_a_change_under_way",
+    "thread_inside_a_call_survives_patch_and_unpatch",
+    "subscribing_waits_for_a_change_in_flight",
 ];
 
 /// Runs cases as tests, each in a new process of this binary.
@@ -97,7 +97,7 @@ macro_rules! cases {
 /// The way in which a monitor reports a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
-    Told,
+    Invalidated,
     Begun,
     Ended,
 }
@@ -155,7 +155,7 @@ impl Recorder {
     ) -> Option<(AddressRange, InvalidationCause, How)> {
         let kind = kind.load(SeqCst).checked_sub(1)?;
         let range = AddressRange::new(Address(start.load(SeqCst)), len.load(SeqCst)).unwrap();
-        let how = [How::Told, How::Begun, How::Ended][kind as usize % 3];
+        let how = [How::Invalidated, How::Begun, How::Ended][kind as usize % 3];
         Some((range, InvalidationCause::ALL[kind as usize / 3], how))
     }
 
@@ -173,7 +173,7 @@ impl Recorder {
 
 impl Invalidator for Recorder {
     fn invalidate(&self, range: AddressRange, cause: InvalidationCause) {
-        self.push(range, cause, How::Told);
+        self.push(range, cause, How::Invalidated);
     }
 
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
@@ -295,7 +295,7 @@ impl Drop for Blocker {
 
 /// Maps and unmaps 80,000 pages beside one subscribed page. Returns the number of notifications,
 /// and fails if the process grows in the second half.
-pub fn told_of_uncached_unmaps(monitor: &dyn Monitor) -> usize {
+pub fn notifications_of_uncached_unmaps(monitor: &dyn Monitor) -> usize {
     let page = page();
     let kept = map(page);
     let recorder = Recorder::new();

@@ -1,6 +1,6 @@
 //! Discards by the C library's `madvise` that are in progress, for userfaultfd beneath the hooks.
 //!
-//! The kernel reports a discard before it takes the pages, and does not name the calling thread.
+//! The kernel reports a discard before it frees the pages, and does not name the calling thread.
 //! The hooks notify subscribers before and after each call. So an event of a hooked (*announced*)
 //! call can be ignored; an event of a raw system call cannot.
 //!
@@ -13,10 +13,10 @@
 //! between the two events, or the call fails. Both take two threads that discard the same pages at
 //! the same moment, one of them by a raw call.
 //!
-//! The kernel lets the calling thread go on once the event is read, before the reading thread has
+//! The kernel lets the calling thread continue once the event is read, before the reading thread has
 //! compared the event with the announcements. So an announced call waits until as many threads have
-//! compared as had begun to read when it returned ([`Announced::reading`]). Otherwise its event
-//! could be taken for that of a raw call, and the range would stay uncached for as long as another
+//! finished comparing as had begun to read when it returned ([`Announced::reading`]). Otherwise its event
+//! could be mistaken for that of a raw call, and the range would stay uncached for as long as another
 //! thread runs.
 
 use std::{
@@ -47,7 +47,7 @@ struct Call {
 }
 
 /// The length of one pause of a call that waits for reading threads, and the most pauses. A call
-/// that gives up may have its event taken for that of a raw call.
+/// that gives up may have its event mistaken for that of a raw call.
 const PAUSE: Duration = Duration::from_micros(20);
 const PAUSES: u32 = 5_000;
 
@@ -121,7 +121,7 @@ impl Announced {
 
     /// Returns whether an event of these addresses is that of an announced call. Counts the event
     /// as read.
-    pub(super) fn tells(&self, start: u64, end: u64) -> bool {
+    pub(super) fn account_event(&self, start: u64, end: u64) -> bool {
         self.calls.iter().any(|call| {
             let word = call.word.load(SeqCst);
             let within = word % PHASES == ANNOUNCED
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_stays_announced_until_events_that_were_read_before_its_end_are_compared() {
+    fn call_stays_announced_until_its_events_are_compared() {
         let announced: &'static Announced = Box::leak(Box::new(announced()));
         let call = announced.announce(0x1000, 0x2000).unwrap();
         let reading = announced.reading();
@@ -157,27 +157,30 @@ mod tests {
             for _ in 0..100 {
                 std::thread::yield_now();
             }
-            assert!(announced.tells(0x1000, 0x2000));
+            assert!(announced.account_event(0x1000, 0x2000));
             assert!(!returned.is_finished());
             drop(reading);
         });
-        assert!(!announced.tells(0x1000, 0x2000));
+        assert!(!announced.account_event(0x1000, 0x2000));
     }
 
     #[test]
     fn an_announced_call_has_one_event_for_each_address() {
         let announced = announced();
-        assert!(!announced.tells(0x1000, 0x2000));
+        assert!(!announced.account_event(0x1000, 0x2000));
         let call = announced.announce(0x1000, 0x4000).unwrap();
-        assert!(announced.tells(0x1000, 0x2000));
-        assert!(!announced.tells(0x1000, 0x2000), "a second event of the address is another's");
-        assert!(announced.tells(0x3000, 0x4000));
-        assert!(!announced.tells(0x3000, 0x5000), "it reaches further than the call");
+        assert!(announced.account_event(0x1000, 0x2000));
+        assert!(
+            !announced.account_event(0x1000, 0x2000),
+            "a second event of the address is another's"
+        );
+        assert!(announced.account_event(0x3000, 0x4000));
+        assert!(!announced.account_event(0x3000, 0x5000), "it reaches further than the call");
         let same = announced.announce(0x1000, 0x2000).unwrap();
-        assert!(announced.tells(0x1000, 0x2000));
+        assert!(announced.account_event(0x1000, 0x2000));
         announced.retract(same);
         announced.retract(call);
-        assert!(!announced.tells(0x1000, 0x2000));
+        assert!(!announced.account_event(0x1000, 0x2000));
         let calls: Vec<_> = (0..CALLS).map(|_| announced.announce(0, 1).unwrap()).collect();
         assert!(announced.announce(0, 1).is_none(), "there are so many places");
         calls.into_iter().for_each(|call| announced.retract(call));

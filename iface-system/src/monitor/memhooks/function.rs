@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_takes_what_its_arguments_say_and_no_more() {
+    fn call_affects_exactly_the_ranges_of_its_arguments() {
         use Function::*;
         let (may_move, fixed, keep) = (1_usize, 3_usize, 5_usize);
         assert_eq!(taken(Munmap, &[0x10000, 1]), [(0x10000, 4096, InvalidationCause::Unmap)]);
@@ -370,7 +370,7 @@ mod tests {
 
     /// No huge page of the machine is used: the test touches and reserves none.
     #[test]
-    fn of_huge_pages_that_are_mapped_or_about_to_be_whole_ones_go() {
+    fn huge_pages_are_affected_whole() {
         use Function::*;
         const HUGE: usize = 2 << 20;
         let flags = libc::MFD_HUGETLB | libc::MFD_HUGE_2MB | libc::MFD_CLOEXEC;

@@ -118,7 +118,7 @@ unsafe fn hooked<const FUNCTION: usize>(args: Args) -> usize {
         unsafe { original(function, args) }
     } else {
         // SAFETY: the caller keeps the function's contract.
-        unsafe { told::<FUNCTION>(&pass, &subscribers.shared().announced, args) }
+        unsafe { notify_and_call::<FUNCTION>(&pass, &subscribers.shared().announced, args) }
     }
 }
 
@@ -128,9 +128,8 @@ unsafe fn hooked<const FUNCTION: usize>(args: Args) -> usize {
 ///
 /// # Safety
 /// The caller keeps the function's contract for these arguments.
-/// As for the function with these arguments.
 #[inline(never)]
-unsafe fn told<const FUNCTION: usize>(
+unsafe fn notify_and_call<const FUNCTION: usize>(
     pass: &TableReadGuard<'_>,
     announced: &Announced,
     args: Args,

@@ -34,13 +34,13 @@ const NAME: MonitorName = MonitorName {
 
 /// Returns whether a discard event of these addresses is that of a hooked call in progress.
 /// Allocates nothing and takes no lock.
-pub(super) fn tells_of_discard(start: u64, end: u64) -> bool {
+pub(super) fn is_hooked_discard(start: u64, end: u64) -> bool {
     let subscribers = hook::REGISTRY.subscribers();
-    subscribers.is_some_and(|subscribers| subscribers.shared().announced.tells(start, end))
+    subscribers.is_some_and(|subscribers| subscribers.shared().announced.account_event(start, end))
 }
 
 /// Makes hooked discards wait, before they return, until the guard is dropped. A thread takes it
-/// before it reads events that it compares by [`tells_of_discard`]. Allocates nothing and takes no
+/// before it reads events that it compares by [`is_hooked_discard`]. Allocates nothing and takes no
 /// lock.
 pub(super) fn reading_discards() -> Option<Reading> {
     hook::REGISTRY.subscribers().map(|subscribers| subscribers.shared().announced.reading())

@@ -1,7 +1,7 @@
 //! Discards by `madvise(2)` whose pages may still be there.
 //!
-//! The kernel reports MADV_DONTNEED, MADV_FREE and MADV_REMOVE *before* it takes the pages: the
-//! calling thread goes on as soon as the event is read, and takes them some time later. Pages that
+//! The kernel reports MADV_DONTNEED, MADV_FREE and MADV_REMOVE *before* it frees the pages: the
+//! calling thread continues as soon as the event is read, and frees them some time later. Pages that
 //! are registered in between are the old ones. So the range of such an event is *pending*, and not
 //! cached, until the call has certainly returned.
 //!
@@ -173,16 +173,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_is_outside_when_it_sleeps_in_another_call_or_asks_itself() {
+    fn thread_in_another_call_is_outside() {
         let own = rustix::thread::gettid().as_raw_nonzero().get() as u32;
         assert!(is_outside(own));
-        let (tell, told) = mpsc::channel();
+        let (send, receive) = mpsc::channel();
         let (end, ended) = mpsc::channel::<()>();
         let thread = std::thread::spawn(move || {
-            tell.send(rustix::thread::gettid().as_raw_nonzero().get() as u32).unwrap();
+            send.send(rustix::thread::gettid().as_raw_nonzero().get() as u32).unwrap();
             ended.recv().unwrap_err();
         });
-        let task = told.recv().unwrap();
+        let task = receive.recv().unwrap();
         while !is_outside(task) {
             std::thread::yield_now();
         }
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_range_is_pending_until_every_thread_was_seen_outside_after_it() {
+    fn range_is_pending_until_every_thread_was_outside() {
         let mut discards = Discards::default();
         discards.add(0x1000..0x2000);
         assert!(discards.settled(&(0x2000..0x3000)), "next to it");
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn more_pending_ranges_than_are_kept_are_all_memory() {
+    fn too_many_pending_ranges_become_all_memory() {
         let mut discards = Discards::default();
         for page in 0..PENDING as u64 {
             discards.add(2 * page..2 * page + 1);

@@ -147,8 +147,8 @@ mod tests {
                             unwatched.push(page);
                         }
                     }
-                    let told: Vec<u64> = counted.remove(range).into_iter().flatten().collect();
-                    prop_assert_eq!(told, unwatched);
+                    let removed: Vec<u64> = counted.remove(range).into_iter().flatten().collect();
+                    prop_assert_eq!(removed, unwatched);
                 }
                 prop_assert_eq!(watched(&counted), book.clone());
                 let begins = |page: &usize| book[*page] > 0 && (*page == 0 || book[*page - 1] == 0);

@@ -125,7 +125,7 @@ pub(super) fn read<'a>(fd: &OwnedFd, into: &'a mut [Message; 16]) -> Result<&'a 
 /// policy that refuses the call.
 pub(super) fn open() -> Result<OwnedFd> {
     let offered = Api { api: UFFD_API, features: 0, ioctls: 0 };
-    // Each file allows one handshake: the first file asks for the features, the second uses them.
+    // Each file allows one handshake: the first file queries the features, the second uses them.
     let offered = handshake(&new()?, offered)?.features;
     let missing: Vec<_> =
         NEEDED.iter().filter(|(bit, _)| offered & bit == 0).map(|(_, name)| *name).collect();
@@ -254,10 +254,9 @@ pub(super) fn register(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno> 
 
 /// Asks the kernel to populate a page as a first write does, without changing its bytes.
 ///
-/// A private mapping may be cut before its first touch. Both sides of the cut then have different
-/// origins, so that the kernel never joins them again. Linux 5.14 has the call
-/// (`MADV_POPULATE_WRITE`). If the kernel refuses it, the mappings that stay cut are still part of
-/// the count of the process's mappings.
+/// Watching a part of a private mapping splits it. If that happens before the first write, the
+/// kernel never merges the parts again. Linux 5.14 has the call (`MADV_POPULATE_WRITE`). If the
+/// kernel refuses it, mappings that stay split count towards the process's mappings.
 pub(super) fn touch(page: u64) {
     let at = std::ptr::with_exposed_provenance_mut(page as usize);
     // SAFETY: the kernel checks the address, and leaves the content as it is.

@@ -30,7 +30,7 @@ use super::{
 /// The most moved mappings that are remembered until a subscriber's thread stops watching them.
 const MOVED: usize = 64;
 
-/// The most discards that are remembered until a caller asks if they are over.
+/// The most discards that are remembered until a caller checks if they are over.
 const DISCARDED: usize = 256;
 
 /// The state that the thread shares with the rest of the process.
@@ -41,7 +41,7 @@ pub(super) struct UffdState {
     failed: AtomicU32,
     /// Set if more discards were reported than `discarded` has room for.
     lost_discards: AtomicBool,
-    /// The ranges to which mremap moved watched memory. The kernel goes on watching them.
+    /// The ranges to which mremap moved watched memory. The kernel still watches them.
     pub(super) moved: Ring<MOVED>,
     /// The ranges that `madvise` discards or is about to discard.
     pub(super) discarded: Ring<DISCARDED>,
@@ -150,14 +150,14 @@ fn run(watched: &Watched) -> Result<(), Errno> {
         // continues as soon as the event is read.
         let pass = shared.table.pass();
         pass.each(|_, invalidator| invalidator.close_gate());
-        let told = polled.and_then(|()| {
+        let notified = polled.and_then(|()| {
             if events.intersects(PollFlags::IN) {
-                tell(watched, beneath_hooks, &pass, &mut messages)
+                notify(watched, beneath_hooks, &pass, &mut messages)
             } else {
                 Err(Errno::BADF)
             }
         });
-        if let Err(errno) = told {
+        if let Err(errno) = notified {
             // The gates stay closed, because cached registrations can no longer be trusted.
             shared.failed.store(errno.raw_os_error() as u32, Ordering::Release);
             return Err(errno);
@@ -166,7 +166,7 @@ fn run(watched: &Watched) -> Result<(), Errno> {
     }
 }
 
-fn tell(
+fn notify(
     watched: &Watched,
     beneath_hooks: bool,
     pass: &hmem_hook::TableReadGuard<'_>,
@@ -184,7 +184,7 @@ fn tell(
             EVENT_REMOVE => {
                 let range = clamped(first, second.saturating_sub(first));
                 // Recorded before subscribers are notified, so that later registrations find it.
-                let hooked = beneath_hooks && memhooks::tells_of_discard(first, second);
+                let hooked = beneath_hooks && memhooks::is_hooked_discard(first, second);
                 if !hooked {
                     watched.subscribers.shared().discarded(range);
                 }
