@@ -108,8 +108,8 @@ impl Machine {
     /// This machine, with a simulated device of two devices and a loopback NIC in three modes.
     ///
     /// # Errors
-    /// An invalid value in the environment (`FI_HMEM`, `FI_HMEM_DISABLE_P2P`). An unavailable iface or
-    /// provider is no error: it is listed with its reason.
+    /// An invalid value in the environment (`FI_HMEM`, `FI_HMEM_DISABLE_P2P`). An unavailable iface
+    /// or provider is no error: it is listed with its reason.
     pub fn find() -> Result<Self> {
         let mut absent = Vec::new();
         let mut watches = Vec::new();

@@ -26,30 +26,30 @@ use path_support::{
     vendor::{Refuse, Vendor, causes_of},
 };
 
-/// Facts as a test wants them.
+/// A fact source with fixed facts.
 #[derive(Debug)]
-struct Told(Facts);
+struct FixedFacts(Facts);
 
-impl FactSource for Told {
+impl FactSource for FixedFacts {
     fn facts(&self, _: Option<&str>, _: &Nic) -> Facts {
         self.0.clone()
     }
 }
 
-/// One registration on a machine that has something against it.
+/// One registration on a machine that refuses it.
 struct Scene {
     iface: IfaceKind,
     kind: AllocationKind,
     imports: Imports,
     facts: Facts,
-    /// What is broken about the iface.
+    /// Breaks the iface.
     iface_breaks: fn(&mut Vendor),
-    /// Numbers that the NIC answers registrations with, in order.
+    /// Error numbers with which the NIC refuses registrations, in order.
     nic_answers: &'static [i32],
-    /// What refuses an export of several segments in one, where memory is of segments of a page.
+    /// Refuses the export of several segments as a whole. Memory then has segments of one page.
     whole: Option<Refuse>,
     unexportable: bool,
-    /// Bytes that are registered.
+    /// Length of the registration in bytes.
     size: u64,
 }
 
@@ -78,7 +78,7 @@ impl Scene {
         Self::of(IfaceKind::CUDA)
     }
 
-    /// What a registration and an explanation say.
+    /// Returns the traces of a registration and of an explanation.
     fn play(&self) -> Vec<Trace> {
         let memory =
             Simulated::builder().window(1 << 32).dma_buf(DmaBufKind::MemFd).peer_memory(true);
@@ -97,7 +97,8 @@ impl Scene {
         let faults = Faults::new();
         let provider =
             Loopback::builder().imports(self.imports).faults(&faults).build().expect("a fabric");
-        let paths = Arc::new(DefaultPathSelector::new().facts(Arc::new(Told(self.facts.clone()))));
+        let paths =
+            Arc::new(DefaultPathSelector::new().facts(Arc::new(FixedFacts(self.facts.clone()))));
         let answer = || {
             for (nth, errno) in self.nic_answers.iter().enumerate() {
                 faults.fail(Call::Register, nth as u64 + 1, Errno(*errno));
@@ -192,7 +193,7 @@ fn out_of_reach() -> Option<Error> {
     Some(Error::os(Errno(524), "export dma-buf"))
 }
 
-/// Who meets the cause, by its name.
+/// Returns registrations that meet each cause, by its name.
 fn scenes() -> Vec<(&'static str, Scene)> {
     let nic = |nic_answers| Scene { nic_answers, ..Scene::cuda() };
     let broken = |iface_breaks| Scene { iface_breaks, ..Scene::cuda() };
@@ -531,7 +532,7 @@ fn limits() -> [(&'static str, Step, Error, Facts, &'static str); 7] {
 #[test]
 fn limits_of_a_container_are_causes_of_what_is_unavailable() {
     for (name, step, error, facts, words) in limits() {
-        let paths = DefaultPathSelector::new().facts(Arc::new(Told(facts)));
+        let paths = DefaultPathSelector::new().facts(Arc::new(FixedFacts(facts)));
         let found = paths.explain_unavailable(step, &error).expect(name);
         assert_eq!(found.name, name, "{found:?}");
         assert!(found.cause.contains(words), "{found:?}");
@@ -542,7 +543,7 @@ fn limits_of_a_container_are_causes_of_what_is_unavailable() {
         missing_nodes: BTreeSet::from(["/dev/kfd".to_owned()]),
         ..Facts::default()
     };
-    let paths = DefaultPathSelector::new().facts(Arc::new(Told(everything)));
+    let paths = DefaultPathSelector::new().facts(Arc::new(FixedFacts(everything)));
     let unrelated = [
         (Step::SystemCall, Error::os(Errno(1), "io_uring_setup")),
         (Step::OpenNic, Error::os(Errno(2), "ibv_open_device")),
@@ -596,7 +597,7 @@ fn host_memory_that_is_refused_has_its_cause_explained() {
     let mut registry = Registry::new();
     registry.add(Arc::new(System::new())).unwrap();
     let facts = Facts { memlock: Some(65536), ..Facts::default() };
-    let paths = DefaultPathSelector::new().facts(Arc::new(Told(facts)));
+    let paths = DefaultPathSelector::new().facts(Arc::new(FixedFacts(facts)));
     faults.fail(Call::Register, 1, Errno(12));
     let explanation = paths
         .explain(&Arc::new(registry), &provider, &ExplainRequest::new(IfaceKind::SYSTEM))
@@ -611,18 +612,21 @@ fn host_memory_that_is_refused_has_its_cause_explained() {
 fn page() -> String {
     let mut page = String::from(
         "# Causes and remedies\n\n\
-         Why a way from memory to a NIC is refused, and what to do about it. The name of a cause is \
-         the `cause_name` of an attempt in a decision's trace (`hmem explain`, `hmem info --json`). \
-         Special causes stand before general ones: the first that fits is the probable one. Facts \
-         about the machine only choose between causes; whether a way works is found out by trying \
-         it.\n\n\
-         A range of several segments that is refused in one dma-buf, and then segment by segment in \
-         the same way, has the cause that the export of a segment has. An export that is refused \
-         under the default mapping too has the same cause under both.\n\n\
-         An iface may have words of its own for a general cause: its name then stands in \
+         This page lists the reasons why a path from memory to a NIC is refused, and the remedies. \
+         The name of a cause is the `cause_name` of an attempt in a decision's trace \
+         (`hmem explain`, `hmem info --json`). Special causes come before general ones. The first \
+         cause that fits is the probable one. Facts about the machine only choose between causes; \
+         the library tries each path to find out if it works.\n\n\
+         Causes of \"opening the NIC\", \"opening the device\" and \"system call\" explain NICs, \
+         devices and facilities that are unavailable, often in containers.\n\n\
+         If a range of several segments is refused as one dma-buf, and then each segment in the \
+         same way, both have the cause of the segment's export. If an export is refused under both \
+         mappings, both have the same cause.\n\n\
+         An iface may have its own text for a general cause. The iface's name is then given in \
          brackets.\n\n\
-         This page is `p2p/src/path/cause.rs` and the `causes.rs` of the ifaces; a test compares \
-         them (`HMEM_BLESS=1 cargo test -p hmem-p2p --test path_causes` writes it).\n",
+         The page is generated from `p2p/src/path/cause.rs` and the `causes.rs` of the ifaces. A \
+         test compares it with them (`HMEM_BLESS=1 cargo test -p hmem-p2p --test path_causes` \
+         writes it).\n",
     );
     for (iface, cause) in by_rank() {
         let paths = join(cause.paths.iter().map(|path| path.name().to_owned()));

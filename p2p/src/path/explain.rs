@@ -134,9 +134,16 @@ impl DefaultPathSelector {
         let system = request.iface == IfaceKind::SYSTEM;
         let usual = if system { AllocationKind::System } else { AllocationKind::Device };
         let kind = request.kind.unwrap_or(usual);
+        // Without MMU_NOTIFY a NIC pins every page, and so meets the locked-memory limit.
+        let mut left_out = MrMode::BASIC | MrMode::SCALABLE | MrMode::MMU_NOTIFY;
+        for attr in provider.nics()? {
+            if request.nic.as_ref().is_none_or(|name| attr.nic.name == *name) {
+                left_out = left_out.difference(attr.required_mr_mode & MrMode::MMU_NOTIFY);
+            }
+        }
         let attr = DomainAttr {
             nic: request.nic.clone(),
-            mr_mode: MrMode::all().difference(MrMode::BASIC | MrMode::SCALABLE),
+            mr_mode: MrMode::all().difference(left_out),
             hmem: true,
             p2p: request.policy,
             ..DomainAttr::default()
@@ -179,9 +186,9 @@ impl DefaultPathSelector {
         Ok(explanation)
     }
 
-    /// Returns the probable cause of an error that kept a NIC or a device from being used at all, or
-    /// refused a system call ([`Step::OpenNic`], [`Step::OpenDevice`], [`Step::SystemCall`]). Limits
-    /// of containers are among these causes.
+    /// Returns the probable cause of an error that kept a NIC or a device from being used at all,
+    /// or refused a system call ([`Step::OpenNic`], [`Step::OpenDevice`], [`Step::SystemCall`]).
+    /// Limits of containers are among these causes.
     ///
     /// ```
     /// use hmem_core::{Errno, Error, cause::Step};

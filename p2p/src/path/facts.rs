@@ -1,6 +1,6 @@
-//! Facts about the machine, which tell causes apart that have the same error number.
+//! Facts about the machine, which distinguish causes with the same error number.
 //!
-//! No path is chosen by these facts: ways are tried. They only make the sentence that goes with a
+//! The selector chooses no path by facts: it tries paths. Facts only make the explanation of a
 //! refusal more exact.
 
 use std::{
@@ -33,14 +33,14 @@ const NODE_CLASSES: [(&str, &str); 5] = [
 
 /// A source of facts about the machine.
 pub trait FactSource: fmt::Debug + Send + Sync {
-    /// The facts that matter to a device (by PCI bus id, where it has one) and a NIC.
+    /// Returns the facts that matter to a device (by PCI bus id, if it has one) and a NIC.
     fn facts(&self, device: Option<&str>, nic: &Nic) -> Facts;
 }
 
-/// The machine that this runs on, by procfs and sysfs.
+/// Facts of the local machine, from procfs, sysfs and `/dev`.
 ///
-/// The kernel's options are read once, for it and its clones, as they stay what they are; all else
-/// is read each time.
+/// A value and its clones read the kernel's options once, since these do not change. Everything
+/// else is read each time.
 #[derive(Clone, Debug)]
 pub struct LocalMachine {
     root: PathBuf,
@@ -54,7 +54,7 @@ impl Default for LocalMachine {
 }
 
 impl LocalMachine {
-    /// Reads `proc`, `sys` and `boot` below this folder.
+    /// Reads `proc`, `sys`, `boot` and `dev` below this folder.
     #[must_use]
     pub fn below(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into(), options: Arc::default() }
@@ -64,7 +64,7 @@ impl LocalMachine {
         fs::read_to_string(self.root.join(path)).ok()
     }
 
-    /// Modules, where the kernel lists them.
+    /// Returns the loaded modules, if the kernel lists them.
     fn modules(&self, kernel: &Kernel) -> Option<BTreeSet<String>> {
         let listed =
             ["proc/modules", "sys/module"].iter().any(|path| self.root.join(path).exists());
@@ -174,13 +174,13 @@ impl FactSource for LocalMachine {
     }
 }
 
-/// The options that are set, without `CONFIG_`.
+/// Returns the options that are set, without `CONFIG_`.
 fn built_with(options: &BTreeMap<String, Setting>) -> BTreeSet<String> {
     let set = options.iter().filter(|(_, setting)| **setting != Setting::No);
     set.map(|(name, _)| name.trim_start_matches("CONFIG_").to_owned()).collect()
 }
 
-/// `6.12.117-amd64` as `(6, 12)`.
+/// Parses `6.12.117-amd64` as `(6, 12)`.
 fn version(release: &str) -> Option<(u32, u32)> {
     let mut numbers = release.trim().split(|c: char| !c.is_ascii_digit());
     Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
@@ -191,7 +191,7 @@ fn status_line<'a>(status: &'a str, name: &str) -> Option<&'a str> {
     status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
 }
 
-/// The soft limit of a line of `/proc/self/limits`.
+/// Returns the soft limit of a line of `/proc/self/limits`.
 fn limit(text: &str, name: &str) -> Option<u64> {
     let value = text.lines().find_map(|line| line.strip_prefix(name))?.split_whitespace().next()?;
     if value == "unlimited" { Some(u64::MAX) } else { value.parse().ok() }
@@ -292,7 +292,7 @@ mod tests {
         fs::create_dir_all(root.join("boot")).unwrap();
         let write = |path: &str, text: &str| fs::write(root.join(path), text).unwrap();
         let machine = LocalMachine::below(&root);
-        let told = |machine: &LocalMachine| {
+        let summary = |machine: &LocalMachine| {
             let facts = machine.facts(None, &nic(None));
             (
                 facts.has_option("PCI_P2PDMA"),
@@ -302,26 +302,26 @@ mod tests {
         };
         write("proc/sys/kernel/osrelease", "6.12.1\n");
         write("proc/modules", "");
-        assert_eq!(told(&machine), (None, None, Some(false)));
+        assert_eq!(summary(&machine), (None, None, Some(false)));
         write("boot/config-6.12.1", "CONFIG_PCI_P2PDMA=y\n");
         let found = (Some(true), Some(false), Some(false));
-        assert_eq!(told(&machine), found, "that they could not be read is not kept");
+        assert_eq!(summary(&machine), found, "a failed read is repeated");
 
-        write("proc/config.gz", "what nobody can inflate");
+        write("proc/config.gz", "not compressed data");
         write("proc/modules", "nvidia 16384 0 - Live 0x0\n");
         let later = (Some(true), Some(false), Some(true));
-        assert_eq!((told(&machine), told(&machine.clone())), (later, later));
+        assert_eq!((summary(&machine), summary(&machine.clone())), (later, later));
         assert_eq!(
             LocalMachine::below(&root).facts(None, &nic(None)).kernel,
             None,
-            "it is there to be read"
+            "a new value reads the file"
         );
 
         fs::remove_file(root.join("proc/config.gz")).unwrap();
         write("proc/sys/kernel/osrelease", "6.12.2\n");
         write("boot/config-6.12.2", "CONFIG_UDMABUF=m\n");
         let elsewhere = (Some(false), Some(true), Some(true));
-        assert_eq!(told(&machine), elsewhere, "those of another kernel are not this one's");
+        assert_eq!(summary(&machine), elsewhere, "options of another kernel are not reused");
         fs::remove_dir_all(&root).unwrap();
     }
 
