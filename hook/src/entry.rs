@@ -33,9 +33,9 @@ pub(super) struct PatchPoint {
 /// A displacement of an instruction that reads memory relative to its own address.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Relative {
-    /// Offset of its 4 bytes.
+    /// Offset of the displacement's 4 bytes.
     pub(super) at: usize,
-    /// Offset of the end of its instruction, to which the displacement is relative.
+    /// Offset of the instruction's end, to which the displacement is relative.
     pub(super) from: usize,
     /// The address that the instruction reads.
     pub(super) target: u64,

@@ -137,7 +137,7 @@ struct OwnSubscriptions {
 const COUNT: u64 = (1 << 32) - 1;
 
 impl OwnSubscriptions {
-    /// Adds a subscription if there are any, and all are of this invalidator.
+    /// Adds a subscription if the slot has subscriptions, and they are of this invalidator.
     fn join(&self, invalidator: usize) -> bool {
         // Acquire: the load below sees this count's invalidator, or a later one's. A later one is
         // stored only after the last of these subscriptions ended. The exchange then fails, since

@@ -20,7 +20,7 @@ use hmem_core::{Error, ErrorKind, IfaceKind};
 pub struct MonitorName {
     /// The name of the monitor.
     pub name: &'static str,
-    /// The iface whose memory it watches.
+    /// The iface of the watched memory.
     pub iface: IfaceKind,
     /// The alternative where the monitor cannot run, as the end of a remedy.
     pub fallback_hint: &'static str,

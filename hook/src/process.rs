@@ -45,8 +45,8 @@ impl<T: HasTable + 'static> HookRegistry<T> {
         Self { process: AtomicPtr::new(ptr::null_mut()), patches: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// Returns the subscribers, for a hook: those of this process, or those of its parent with a
-    /// wiped table.
+    /// Returns the subscribers that a hook notifies. In a forked child without a monitor these are
+    /// the parent's, with a wiped table.
     #[inline(always)]
     #[must_use]
     pub fn subscribers(&self) -> Option<&'static Subscribers<T>> {

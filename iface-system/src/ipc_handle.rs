@@ -40,7 +40,7 @@ pub(crate) struct HandleBody {
     pub(crate) stamp: u64,
 }
 
-/// Stamp of a file without a header: it holds one allocation and lives as long.
+/// Stamp of a file without a header. Such a file holds one allocation, and is deleted with it.
 pub(crate) const NO_STAMP: u64 = u64::MAX;
 
 impl HandleBody {
@@ -156,7 +156,7 @@ impl HandleBody {
     }
 }
 
-/// Returns the pid under which other processes find this one.
+/// Returns the pid under which other processes find this process.
 pub(crate) fn own_pid() -> u32 {
     std::process::id()
 }

@@ -13,7 +13,7 @@ use hmem_iface_system::monitor::{HostMonitorKind, ImportCallbacks, ImportMonitor
 use monitors::*;
 use parking_lot::Mutex;
 
-/// Records its calls, and refuses ranges below one page.
+/// Callbacks that record their calls, and refuse ranges below one page.
 #[derive(Debug, Default)]
 struct CallRecorder(Mutex<Vec<(bool, AddressRange)>>);
 

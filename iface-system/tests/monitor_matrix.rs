@@ -341,7 +341,7 @@ fn huge_pages_are_watched_whole_by_the_net() {
     monitor.unsubscribe(subscription);
 }
 
-/// Accepts every range.
+/// Callbacks that accept every range.
 #[derive(Debug)]
 struct AcceptAll;
 

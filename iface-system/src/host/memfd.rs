@@ -54,7 +54,7 @@ impl MemFd {
         Ok(Self { fd, mapping, len })
     }
 
-    /// Returns its addresses, with the requested length.
+    /// Returns the addresses of the mapping, with the requested length.
     #[must_use]
     pub fn range(&self) -> AddressRange {
         let start = self.mapping.address();

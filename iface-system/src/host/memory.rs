@@ -74,7 +74,7 @@ pub(super) struct Record {
 }
 
 impl Record {
-    /// Returns the memory file behind it, if there is one.
+    /// Returns the memory file behind the allocation, if there is one.
     pub(super) fn memfd(&self) -> Option<&MemFd> {
         match &self.backing {
             Backing::MemFd(file) | Backing::Opened(file) => Some(file),

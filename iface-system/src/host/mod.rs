@@ -70,7 +70,7 @@ impl System {
         }
     }
 
-    /// Returns the live allocations that it allocated or opened, in address order.
+    /// Returns the live allocations that this iface allocated or opened, in address order.
     #[must_use]
     pub fn live(&self) -> Vec<Allocation> {
         self.book.read().by_start.values().map(|record| record.allocation).collect()

@@ -12,8 +12,8 @@ use super::System;
 use crate::monitor::SystemMonitor;
 
 impl System {
-    /// Uses this monitor instead of the one that
-    /// [`HostMonitorKind::Auto`](crate::monitor::HostMonitorKind::Auto) picks.
+    /// Sets the monitor. The default is the choice of
+    /// [`HostMonitorKind::Auto`](crate::monitor::HostMonitorKind::Auto).
     #[must_use]
     pub fn with_monitor(mut self, monitor: SystemMonitor) -> Self {
         self.monitor = monitor.into();

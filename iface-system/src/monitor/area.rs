@@ -39,7 +39,8 @@ pub(crate) struct Area {
     /// Address one past the last byte.
     pub(crate) end: u64,
     pub(crate) backing: Backing,
-    /// Bytes of one page. Assumed to be 2 MiB for huge pages if the kernel does not report it.
+    /// Bytes of one page of the mapping. Assumed to be 2 MiB for huge pages if the kernel does not
+    /// report the size.
     pub(crate) page_size: u64,
     name: [u8; NAME],
     name_len: usize,

@@ -94,7 +94,7 @@ impl FromStr for HostMonitorKind {
 pub struct MonitorCandidate {
     /// Name of the monitor.
     pub name: &'static str,
-    /// The error of its start; `None` if it passed its test.
+    /// The error of the monitor's start; `None` if the monitor passed its test.
     #[serde(serialize_with = "display_option")]
     pub refused: Option<Error>,
 }

@@ -27,7 +27,7 @@ use super::{MemHooks, UserFaultFd};
 pub struct Layered {
     hooks: Arc<MemHooks>,
     net: Arc<UserFaultFd>,
-    /// The subscription of the hooks, and the net's if it watches the range.
+    /// The subscription of the hooks, and that of the net if the net watches the range.
     subscriptions: Mutex<HashMap<u64, (Subscription, Option<Subscription>)>>,
     next: AtomicU64,
     uffd_refusals: AtomicU64,

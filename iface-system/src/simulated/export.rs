@@ -168,7 +168,7 @@ impl PeerMemoryExporter for Inner {
 }
 
 impl Inner {
-    /// Creates an fd, and returns it with the position in it of the bytes at `offset` of the
+    /// Creates an fd. Returns the fd, and the position in it of the byte at `offset` of the extent.
     /// extent.
     fn create_fd(
         &self,

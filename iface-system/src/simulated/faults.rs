@@ -35,7 +35,7 @@ calls! {
     Segments = "sim_segments",
     /// Reserves addresses for an allocation.
     ReserveAddress = "sim_reserve_address",
-    /// Creates memory: once for an allocation, once for each segment of a virtual one.
+    /// Creates memory: once for an allocation, or once for each segment of a virtual allocation.
     CreateMemory = "sim_create_memory",
     /// Maps managed or host memory for the CPU.
     MapMemory = "sim_map_memory",

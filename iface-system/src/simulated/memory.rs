@@ -41,11 +41,11 @@ pub(crate) struct Record {
     pub(crate) origin: Origin,
     /// The segments in address order. Together they are as long as the allocation in whole pages.
     pub(crate) parts: Vec<Part>,
-    /// Set if an fd of its memory ever left the iface.
+    /// Set if an fd of this memory ever left the iface.
     pub(crate) exported: bool,
-    /// Index of the word in the arena's header that shows its identity to other processes.
+    /// Index of the word in the arena's header that shows the identity to other processes.
     pub(crate) stamp: Option<u16>,
-    /// Set while a thread frees it.
+    /// Set while a thread frees the allocation.
     being_freed: bool,
 }
 

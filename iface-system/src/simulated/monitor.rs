@@ -16,7 +16,7 @@ use parking_lot::{Mutex, ReentrantMutex};
 
 use super::{Inner, Simulated, faults::Call};
 
-/// The way in which a simulated device lets frees be detected: one of the two that drivers have.
+/// The way in which frees of simulated memory are detected. Drivers have one of these two.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FreeDetection {
     /// No callback: frees are detected by identities, as with CUDA's buffer ids.

@@ -52,7 +52,7 @@ impl SimulatedStats {
         }
     }
 
-    /// Returns the number of calls of a kind, failed ones included.
+    /// Returns the number of calls of a kind, including failed ones.
     #[must_use]
     pub fn calls(&self, call: Call) -> u64 {
         self.calls.get(call as usize).copied().unwrap_or(0)

@@ -104,7 +104,7 @@ impl PageTable {
         ONLY_PAGE_SHIFT.unwrap_or(self.page_shift)
     }
 
-    /// Returns the shift from a page's number to its block's.
+    /// Returns the shift that turns a page number into a block number.
     #[inline]
     fn block_shift(&self) -> u32 {
         block_shift(self.page_shift())

@@ -48,7 +48,7 @@ pub(crate) fn subscribing_waits_for_a_change_in_flight() {
     monitor.unsubscribe(subscribing.join().unwrap());
 }
 
-/// Panics if it is notified after its drop.
+/// An invalidator that panics if it is notified after its drop.
 #[derive(Debug)]
 pub(crate) struct Mortal {
     pub(crate) alive: AtomicU64,

@@ -134,16 +134,9 @@ impl DefaultPathSelector {
         let system = request.iface == IfaceKind::SYSTEM;
         let usual = if system { AllocationKind::System } else { AllocationKind::Device };
         let kind = request.kind.unwrap_or(usual);
-        // Without MMU_NOTIFY a NIC pins every page, and so meets the locked-memory limit.
-        let mut left_out = MrMode::BASIC | MrMode::SCALABLE | MrMode::MMU_NOTIFY;
-        for attr in provider.nics()? {
-            if request.nic.as_ref().is_none_or(|name| attr.nic.name == *name) {
-                left_out = left_out.difference(attr.required_mr_mode & MrMode::MMU_NOTIFY);
-            }
-        }
         let attr = DomainAttr {
             nic: request.nic.clone(),
-            mr_mode: MrMode::all().difference(left_out),
+            mr_mode: MrMode::all().difference(MrMode::BASIC | MrMode::SCALABLE),
             hmem: true,
             p2p: request.policy,
             ..DomainAttr::default()

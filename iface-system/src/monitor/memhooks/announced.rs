@@ -13,11 +13,11 @@
 //! between the two events, or the call fails. Both take two threads that discard the same pages at
 //! the same moment, one of them by a raw call.
 //!
-//! The kernel lets the calling thread continue once the event is read, before the reading thread has
-//! compared the event with the announcements. So an announced call waits until as many threads have
-//! finished comparing as had begun to read when it returned ([`Announced::reading`]). Otherwise its event
-//! could be mistaken for that of a raw call, and the range would stay uncached for as long as another
-//! thread runs.
+//! The kernel lets the calling thread continue once the event is read, before the reading thread
+//! has compared the event with the announcements. So an announced call waits until as many threads
+//! have finished comparing as had begun to read when it returned ([`Announced::reading`]).
+//! Otherwise its event could be mistaken for that of a raw call, and the range would stay uncached
+//! for as long as another thread runs.
 
 use std::{
     sync::atomic::{
@@ -42,7 +42,7 @@ struct Call {
     word: AtomicU64,
     start: AtomicU64,
     end: AtomicU64,
-    /// Address one past the last one whose event was read.
+    /// End of the addresses whose events were read.
     read: AtomicU64,
 }
 
@@ -56,7 +56,7 @@ const PAUSES: u32 = 5_000;
 #[derive(Debug)]
 pub(super) struct Announced {
     calls: [Call; CALLS],
-    /// Number of times that a thread began to read events, and that a thread has compared them.
+    /// Number of threads that began to read events so far.
     begun: AtomicU64,
     compared: AtomicU64,
 }

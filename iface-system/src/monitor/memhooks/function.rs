@@ -41,12 +41,12 @@ macro_rules! functions {
             /// Every function, in the order of their numbers.
             pub(super) const ALL: [Self; [$($nr),+].len()] = [$(Self::$variant),+];
 
-            /// Returns its name as a C string.
+            /// Returns the name of the function as a C string.
             pub(super) const fn symbol(self) -> &'static std::ffi::CStr {
                 match self { $(Self::$variant => $name,)+ }
             }
 
-            /// Returns the number of its system call.
+            /// Returns the number of the function's system call.
             pub(super) const fn nr(self) -> i64 {
                 match self { $(Self::$variant => $nr as i64,)+ }
             }
@@ -154,7 +154,7 @@ fn huge_of_mapped(address: usize, lens: [usize; 2]) -> Option<u64> {
 }
 
 impl Function {
-    /// Returns its name.
+    /// Returns the name of the function.
     pub(super) const fn name(self) -> &'static str {
         match self.symbol().to_str() {
             Ok(name) => name,

@@ -1,9 +1,9 @@
 //! Discards by `madvise(2)` whose pages may still be there.
 //!
 //! The kernel reports MADV_DONTNEED, MADV_FREE and MADV_REMOVE *before* it frees the pages: the
-//! calling thread continues as soon as the event is read, and frees them some time later. Pages that
-//! are registered in between are the old ones. So the range of such an event is *pending*, and not
-//! cached, until the call has certainly returned.
+//! calling thread continues as soon as the event is read, and frees them some time later. Pages
+//! that are registered in between are the old ones. So the range of such an event is *pending*, and
+//! not cached, until the call has certainly returned.
 //!
 //! The event does not name its thread. The call has certainly returned once every thread of the
 //! process was seen outside such calls after the event was read. `/proc/self/task` shows this for
