@@ -5,6 +5,7 @@ use std::{error::Error as _, fmt, sync::Arc};
 
 use hmem::{
     CacheAttr, Domain, DomainAttr, Error, Hmem, IfaceKind, MrMode, Result,
+    cause::Step,
     loopback::{Loopback, Memory},
     p2p::{
         path::{ExplainRequest, Explanation},
@@ -107,8 +108,8 @@ impl Machine {
     /// This machine, with a simulated device of two devices and a loopback NIC in three modes.
     ///
     /// # Errors
-    /// An invalid value in the environment (`FI_HMEM`, `FI_HMEM_DISABLE_P2P`). An unavailable iface or
-    /// provider is no error: it is listed with its reason.
+    /// An invalid value in the environment (`FI_HMEM`, `FI_HMEM_DISABLE_P2P`). An unavailable iface
+    /// or provider is no error: it is listed with its reason.
     pub fn find() -> Result<Self> {
         let mut absent = Vec::new();
         let mut watches = Vec::new();
@@ -160,7 +161,7 @@ impl Machine {
                 machine.absent.push(Absent {
                     sort: "NIC",
                     name: format!("loopback/{nic}"),
-                    why: error.to_string(),
+                    why: machine.explained(Step::SystemCall, &error),
                 });
             }
         }
@@ -179,19 +180,32 @@ impl Machine {
     /// Adds the NICs of the providers that the library found, and the reasons for those that it did
     /// not.
     fn find_hardware(&mut self) {
-        let absent = |name: &str, why: &hmem::Error| Absent {
+        let absent = |machine: &Self, name: &str, why: &hmem::Error| Absent {
             sort: if name.contains('/') { "NIC" } else { "provider" },
             name: name.into(),
-            why: why.to_string(),
+            why: machine.explained(Step::OpenNic, why),
         };
         let missing: Vec<_> =
-            self.hmem.absent_providers().map(|(name, why)| absent(name, why)).collect();
+            self.hmem.absent_providers().map(|(name, why)| absent(self, name, why)).collect();
         self.absent.extend(missing);
         for provider in self.hmem.providers().to_vec() {
             let name = provider.name().to_owned();
             if let Err(error) = self.add(provider, false, "RDMA hardware") {
-                self.absent.push(absent(&name, &error));
+                self.absent.push(absent(self, &name, &error));
             }
+        }
+    }
+
+    /// Returns an error as one line, with its probable cause and remedy if a limit of this process
+    /// or container explains it.
+    #[must_use]
+    pub fn explained(&self, step: Step, error: &Error) -> String {
+        match self.hmem.paths().explain_unavailable(step, error) {
+            Some(found) => {
+                let (reason, _) = reason_and_remedy(error);
+                format!("{reason}; probable cause: {} -> {}", found.cause, found.remedy)
+            }
+            None => error.to_string(),
         }
     }
 

@@ -198,7 +198,7 @@ fn info_says_which_cache_monitor_and_why() {
             assert!(
                 document["cache_monitor"]["why"]
                     .as_str()
-                    .is_some_and(|why| why.contains("asked for"))
+                    .is_some_and(|why| why.contains("requested"))
             );
         } else {
             // Not here: an error, never another monitor.

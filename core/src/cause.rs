@@ -11,6 +11,12 @@ use crate::{AllocationKind, Error, ErrorKind, Path, dma_buf::DmaBufMapping};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Step {
+    /// Opening a NIC.
+    OpenNic,
+    /// Opening the driver of a device.
+    OpenDevice,
+    /// Making a system call that the library needs for itself, such as `io_uring_setup`.
+    SystemCall,
     /// Checking that the NIC supports the path at all.
     Import,
     /// Finding the physical segments.
@@ -26,13 +32,24 @@ pub enum Step {
 
 impl Step {
     /// Every step, in the order of a path search.
-    pub const ALL: [Self; 5] =
-        [Self::Import, Self::Segments, Self::ExportWhole, Self::Export, Self::Register];
+    pub const ALL: [Self; 8] = [
+        Self::OpenNic,
+        Self::OpenDevice,
+        Self::SystemCall,
+        Self::Import,
+        Self::Segments,
+        Self::ExportWhole,
+        Self::Export,
+        Self::Register,
+    ];
 
     /// Returns the name, as it is printed.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
+            Self::OpenNic => "opening the NIC",
+            Self::OpenDevice => "opening the device",
+            Self::SystemCall => "system call",
             Self::Import => "import",
             Self::Segments => "segments",
             Self::ExportWhole => "export of several segments in one",
@@ -111,6 +128,13 @@ pub struct Facts {
     pub kernel_options: Option<BTreeSet<String>>,
     /// The locked-memory limit of the process in bytes. `u64::MAX` means no limit.
     pub memlock: Option<u64>,
+    /// Set if a seccomp filter restricts the system calls of the process.
+    pub seccomp: Option<bool>,
+    /// Device nodes that the kernel announces and `/dev` lacks, such as
+    /// `/dev/infiniband/uverbs0`.
+    pub missing_nodes: BTreeSet<String>,
+    /// Device nodes that the process may not read and write.
+    pub forbidden_nodes: BTreeSet<String>,
     /// Set if an IOMMU translates the addresses that the NIC or the device uses.
     pub iommu_translates: Option<bool>,
     /// Set if PCI access control (ACS) redirects requests between the NIC and the device through
@@ -207,6 +231,9 @@ pub struct RefusalCause {
     pub needs: Option<Needs>,
     /// The text of the cause, in one sentence.
     pub cause: &'static str,
+    /// Returns the figures of the machine that belong to the cause, as a clause: the value of a
+    /// limit, for example.
+    pub detail: Option<fn(&Facts) -> Option<String>>,
     /// The text of the remedy, an instruction.
     pub remedy: &'static str,
 }
@@ -224,8 +251,18 @@ impl RefusalCause {
         answers: &[],
         needs: None,
         cause: "",
+        detail: None,
         remedy: "",
     };
+
+    /// Returns the cause as a sentence, with the figures of this machine if it has any.
+    #[must_use]
+    pub fn describe(&self, facts: &Facts) -> String {
+        match self.detail.and_then(|detail| detail(facts)) {
+            Some(detail) => format!("{} ({detail})", self.cause),
+            None => self.cause.to_owned(),
+        }
+    }
 
     /// Returns true if the rule matches the refusal.
     #[must_use]

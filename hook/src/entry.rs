@@ -1,53 +1,54 @@
-//! How the first instructions of a function let one of them be replaced.
+//! The patch point of a function: the one instruction among the first ones that can be replaced.
 //!
-//! The rules that both architectures follow, so that threads may run the function at any time:
-//! - exactly one whole instruction is replaced, by one aligned store: no thread's program counter
-//!   is ever inside;
-//! - what runs before it is known, leaves the arguments as they are, and can be undone or does no
-//!   harm;
-//! - what runs in its place, when a hook goes on to the original, is a copy of what was skipped,
-//!   and then the rest of the function where it is: return value and `errno` are the library's own
-//!   work.
+//! Both architectures follow these rules, so that threads may run the function at any time:
+//! - One aligned store replaces exactly one whole instruction. No thread's program counter is ever
+//!   inside it.
+//! - The instructions before it are known. They leave the arguments as they are, and can be undone
+//!   or have no effect that a caller can see.
+//! - To call the original, a hook runs a copy of the skipped instructions, and then the rest of the
+//!   function in its place. The library itself produces the return value and `errno`.
 //!
-//! Everything is decoded. An entry that does not fit is refused with the bytes that were seen.
+//! Every instruction is decoded. An entry that does not fit is refused, with its bytes in the
+//! error.
 
-/// Bytes of a function that are looked at.
+/// Number of bytes of a function that are decoded.
 pub(super) const LOOKED_AT: usize = 48;
 
-/// How an entry can be patched.
+/// The instruction of an entry to replace, and the code around it.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct PatchPoint {
-    /// The instruction that is replaced, in bytes from the entry.
+    /// Offset of the replaced instruction from the entry.
     pub(super) at: usize,
-    /// Code that undoes what the instructions before it have done, for the way to the hook.
+    /// Code that undoes the instructions before the patch point. It runs on the way to the hook.
     pub(super) undo: Vec<u8>,
-    /// Code that does what the function does up to `resume`, for the way from the hook.
+    /// Copy of the function's code up to `resume`. It runs on the way from the hook to the
+    /// original.
     pub(super) skipped: Vec<u8>,
-    /// What in `skipped` counts from its own place, and has to be counted anew from another.
+    /// Displacements in `skipped` that depend on the address of the copy.
     pub(super) relative: Vec<Relative>,
-    /// Where the function goes on after that, in bytes from the entry.
+    /// Offset from the entry at which the function continues after `skipped`.
     pub(super) resume: usize,
 }
 
-/// A displacement of an instruction that reaches memory beside the code.
+/// A displacement of an instruction that reads memory relative to its own address.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Relative {
-    /// Where its 4 bytes are.
+    /// Offset of the displacement's 4 bytes.
     pub(super) at: usize,
-    /// The end of its instruction, from which it counts.
+    /// Offset of the instruction's end, to which the displacement is relative.
     pub(super) from: usize,
-    /// The address that it reaches.
+    /// The address that the instruction reads.
     pub(super) target: u64,
 }
 
-/// Why an entry cannot be patched.
+/// The reason why an entry cannot be patched.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum PatchObstacle {
-    /// It begins with a jump or call: somebody patched it before us.
+    /// The entry begins with a jump or call: another library patched it.
     Jump,
     /// The bytes at this offset are no instruction that is known to be safe here.
     Unknown(usize),
-    /// It makes another system call than its name says.
+    /// The function makes another system call than its name says.
     OtherCall(i64),
     /// No instruction can be replaced by one aligned store.
     NoRoom,
@@ -58,7 +59,7 @@ impl std::fmt::Display for PatchObstacle {
         match self {
             Self::Jump => f.write_str("it begins with a jump: another library has patched it"),
             Self::Unknown(at) => {
-                write!(f, "the instruction at +{at} is not one that is known to be safe to move")
+                write!(f, "the instruction at +{at} is not known to be safe to move")
             }
             Self::OtherCall(nr) => write!(f, "it makes system call {nr}, not its own"),
             Self::NoRoom => {

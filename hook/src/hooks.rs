@@ -1,5 +1,4 @@
-//! One monitor's share of the hooks of a kind: the patches for as long as it lives, and its own
-//! subscriptions.
+//! The hooks of one monitor: patches for as long as it lives, and its own subscriptions.
 
 use std::{
     array,
@@ -20,10 +19,10 @@ use crate::{
     table::identity,
 };
 
-/// Functions that are hooked, for one monitor.
+/// Hooked functions and the subscriptions of one monitor.
 ///
-/// All values of one [`HookRegistry`] share the patches: the first one makes them, and the last one
-/// to be dropped undoes them. Dropping one ends its subscriptions.
+/// All values of one [`HookRegistry`] share the patches. The first value makes them, and dropping
+/// the last one undoes them. Dropping a value ends its subscriptions.
 ///
 /// # Examples
 /// ```
@@ -51,7 +50,7 @@ use crate::{
 /// static REGISTRY: HookRegistry<SubscriberTable> = HookRegistry::new();
 /// static ORIGINAL: AtomicUsize = AtomicUsize::new(0);
 ///
-/// /// What runs in place of `getppid`, as if that took all memory away.
+/// /// Runs instead of `getppid`, and treats each call as one that frees all memory.
 /// unsafe extern "C" fn hook() -> libc::pid_t {
 ///     let pass = REGISTRY.subscribers().map(|subscribers| subscribers.table().pass());
 ///     if let Some(pass) = &pass {
@@ -60,7 +59,7 @@ use crate::{
 ///         pass.each(|_, invalidator| invalidator.invalidate(everything, cause));
 ///     }
 ///     let original = with_exposed_provenance::<()>(ORIGINAL.load(Ordering::Relaxed));
-///     // SAFETY: the plan has written the way into the function, which takes and does nothing.
+///     // SAFETY: `plan` has written the original, which has no arguments and no precondition.
 ///     unsafe { transmute::<*const (), GetPpid>(original)() }
 /// }
 ///
@@ -73,14 +72,14 @@ use crate::{
 ///         call: Some(libc::SYS_getppid),
 ///         original: &ORIGINAL,
 ///     };
-///     // SAFETY: the C library stays loaded; the hook is of the function's type and has an `original` to itself.
+///     // SAFETY: the C library stays loaded; the hook has the type and an `original` of its own.
 ///     unsafe { Patches::plan(NAME, &[getppid]) }
 /// }
 ///
 /// #[derive(Debug, Default)]
-/// struct Told(AtomicU32);
+/// struct CallCounter(AtomicU32);
 ///
-/// impl Invalidator for Told {
+/// impl Invalidator for CallCounter {
 ///     fn invalidate(&self, _: AddressRange, _: InvalidationCause) {
 ///         self.0.fetch_add(1, Ordering::Relaxed);
 ///     }
@@ -97,16 +96,16 @@ use crate::{
 ///     fn open_gate(&self) {}
 /// }
 ///
-/// let told = Arc::new(Told::default());
+/// let counter = Arc::new(CallCounter::default());
 /// let call = || {
-///     // SAFETY: it takes nothing and cannot fail.
+///     // SAFETY: getppid has no precondition.
 ///     unsafe { libc::getppid() };
-///     told.0.load(Ordering::Relaxed)
+///     counter.0.load(Ordering::Relaxed)
 /// };
 ///
 /// let hooks = Hooks::start(&REGISTRY, NAME, plan)?;
 /// assert_eq!(hooks.functions().collect::<Vec<_>>(), ["getppid"]);
-/// let invalidator: Arc<dyn Invalidator> = told.clone();
+/// let invalidator: Arc<dyn Invalidator> = counter.clone();
 /// let subscription = hooks.subscribe(&invalidator)?;
 /// assert_eq!((call(), call()), (1, 2));
 /// hooks.unsubscribe(subscription);
@@ -120,28 +119,29 @@ pub struct Hooks<T: HasTable + 'static> {
     monitor: MonitorName,
     process: &'static Process<T>,
     patches: &'static Patches,
-    mine: [Mine; SLOTS],
-    /// Held while one of them begins or ends.
-    turning: Mutex<()>,
+    own: [OwnSubscriptions; SLOTS],
+    /// Held while the first subscription of an invalidator begins or the last one ends.
+    first_and_last: Mutex<()>,
 }
 
-/// The subscriptions that one monitor has in a slot. They hold one of the process's.
+/// One monitor's subscriptions of an invalidator. Together they hold one subscription of the
+/// process.
 #[derive(Debug, Default)]
-struct Mine {
-    /// How many in the lower half; in the upper, how often the first began.
+struct OwnSubscriptions {
+    /// Lower half: number of subscriptions. Upper half: how often the number left zero.
     count: AtomicU64,
-    /// Of whom, by [`identity`]; says so as long as there are any.
+    /// The [`identity`] of the invalidator; valid while there are subscriptions.
     invalidator: AtomicUsize,
 }
 
 const COUNT: u64 = (1 << 32) - 1;
 
-impl Mine {
-    /// One more, if there are any, and they are of this one.
+impl OwnSubscriptions {
+    /// Adds a subscription if the slot has subscriptions, and they are of this invalidator.
     fn join(&self, invalidator: usize) -> bool {
-        // Acquire: the invalidator that is read next is the one that they are of, or a later one's.
-        // It is a later one's only after the last of them ended, and then the exchange
-        // fails: the first of others counts up the upper half.
+        // Acquire: the load below sees this count's invalidator, or a later one's. A later one is
+        // stored only after the last of these subscriptions ended. The exchange then fails, since
+        // the first subscription of another invalidator increments the upper half.
         let mut count = self.count.load(Ordering::Acquire);
         while count & COUNT != 0 && self.invalidator.load(Ordering::Relaxed) == invalidator {
             let (ok, seen) = (Ordering::Acquire, Ordering::Acquire);
@@ -153,7 +153,7 @@ impl Mine {
         false
     }
 
-    /// The first one, under the lock.
+    /// Sets the first subscription. The caller holds the lock.
     fn begin(&self, invalidator: usize) {
         self.invalidator.store(invalidator, Ordering::Relaxed);
         let before = self.count.load(Ordering::Relaxed);
@@ -161,32 +161,33 @@ impl Mine {
         self.count.store((before & !COUNT).wrapping_add(COUNT + 2), Ordering::Release);
     }
 
-    /// One less, if it is not the last.
-    fn part(&self) -> bool {
-        self.less(|count| count > 1).is_some()
+    /// Removes a subscription unless it is the last.
+    fn remove_unless_last(&self) -> bool {
+        self.subtract_if(|count| count > 1).is_some()
     }
 
-    /// One less if any are left, under the lock; whether it was the last.
+    /// Removes a subscription, and returns true if it was the last. The caller holds the lock.
     fn end(&self) -> bool {
-        self.less(|count| count > 0).is_some_and(|before| before & COUNT == 1)
+        self.subtract_if(|count| count > 0).is_some_and(|before| before & COUNT == 1)
     }
 
-    fn less(&self, may: impl Fn(u64) -> bool) -> Option<u64> {
+    fn subtract_if(&self, may: impl Fn(u64) -> bool) -> Option<u64> {
         let one_less = |count: u64| may(count & COUNT).then(|| count - 1);
         self.count.fetch_update(Ordering::Release, Ordering::Relaxed, one_less).ok()
     }
 }
 
 impl<T: HasTable> Hooks<T> {
-    /// Patches the functions of the registry, or joins the hooks that did. The first start of all
-    /// makes the patches by `plan`, with no other start under way; they are kept for good, and
-    /// `plan` of a later start is not called.
+    /// Patches the functions of the registry, or shares the patches of an earlier start. The first
+    /// start of all calls `plan` while no other start runs. Its plan is kept for good, and later
+    /// starts do not call theirs.
     ///
     /// # Errors
-    /// As `plan`; Busy, naming a function that another library patched; PermissionDenied or
-    /// AccessDenied where a security policy forbids changing code; OutOfResources without
-    /// memory; Unsupported where the kernel cannot tell forked children apart (before Linux
-    /// 4.14).
+    /// - The errors of `plan`.
+    /// - Busy: another library patched a function. The error names it.
+    /// - PermissionDenied or AccessDenied: a security policy forbids changing code.
+    /// - OutOfResources: no memory is left.
+    /// - Unsupported: the kernel cannot wipe memory in forked children (before Linux 4.14).
     pub fn start(
         registry: &'static HookRegistry<T>,
         monitor: MonitorName,
@@ -198,24 +199,24 @@ impl<T: HasTable> Hooks<T> {
             monitor,
             process,
             patches,
-            mine: array::from_fn(|_| Mine::default()),
-            turning: Mutex::new(()),
+            own: array::from_fn(|_| OwnSubscriptions::default()),
+            first_and_last: Mutex::new(()),
         })
     }
 
-    /// Whether this process made it, and not one that it was forked from.
+    /// Returns true in the process that started the hooks, and false in a forked child.
     #[inline]
     #[must_use]
     pub fn is_own_process(&self) -> bool {
         self.process.is_own_process()
     }
 
-    /// Fails unless every patch is in place. When one is found overwritten, all who are subscribed
-    /// are told that everything is gone: what else they were not told of since, nobody knows.
+    /// Fails unless every patch is in place. If a patch was overwritten, invalidates all memory for
+    /// every subscriber, since calls were missed from an unknown moment on.
     ///
     /// # Errors
-    /// Busy, naming the function and the library that overwrote its patch; Unsupported in a forked
-    /// child, for `operation`.
+    /// - Busy: a patch was overwritten. The error names the function and the library.
+    /// - Unsupported: this process is a forked child. The error names `operation`.
     pub fn check_patches(&self, operation: &'static str) -> Result<()> {
         if !self.is_own_process() {
             return Err(self.monitor.forked(operation));
@@ -223,74 +224,76 @@ impl<T: HasTable> Hooks<T> {
         self.process.check_patches(self.patches)
     }
 
-    /// The names of the functions.
+    /// Returns the names of the functions.
     pub fn functions(&self) -> impl Iterator<Item = &'static str> {
         self.patches.functions()
     }
 
-    /// Where each function begins, by its name.
+    /// Returns the name and address of each function.
     pub fn entries(&self) -> impl Iterator<Item = (&'static str, usize)> {
         self.patches.entries()
     }
 
-    /// Whom the hooks tell, of every monitor of this process.
+    /// Returns the subscribers of every monitor of this process.
     #[must_use]
     pub fn subscribers(&self) -> &Subscribers<T> {
         self.process.subscribers()
     }
 
-    /// Has `invalidator` told until unsubscribed. When it returns, every change under way is one
-    /// that it is told of. Subscriptions of one invalidator are alike.
+    /// Notifies `invalidator` of changes until it is unsubscribed. When this returns, the
+    /// invalidator is notified of every change in flight too. Subscriptions of one invalidator are
+    /// interchangeable.
     ///
     /// # Errors
-    /// Busy, naming the function whose patch was overwritten; OutOfResources with more than
-    /// [`SLOTS`] invalidators; Unsupported in a forked child.
+    /// - Busy: a patch was overwritten. The error names the function.
+    /// - OutOfResources: more than [`SLOTS`] invalidators are subscribed.
+    /// - Unsupported: this process is a forked child.
     pub fn subscribe(&self, invalidator: &Arc<dyn Invalidator>) -> Result<Subscription> {
-        // First: in a child no lock may be taken, since another thread may have held it in the
-        // parent.
+        // Comes first: a child must not lock, since another thread of the parent may have held the
+        // lock at the fork.
         self.check_patches("subscribe")?;
         if let Some(subscription) = self.subscribe_again(invalidator) {
             return Ok(subscription);
         }
         let subscription = self.subscribe_first(invalidator)?;
-        // Again: when the others were told of a patch that was overwritten meanwhile, this one may
-        // not have been among them.
+        // Checks again: if a patch was overwritten meanwhile, the other subscribers were notified,
+        // perhaps before this one was added.
         self.check_patches("subscribe").inspect_err(|_| self.unsubscribe(subscription))?;
         Ok(subscription)
     }
 
     fn subscribe_first(&self, invalidator: &Arc<dyn Invalidator>) -> Result<Subscription> {
-        let _one_at_a_time = self.turning.lock();
+        let _one_at_a_time = self.first_and_last.lock();
         if let Some(subscription) = self.subscribe_again(invalidator) {
             return Ok(subscription);
         }
         let slot = self.subscribers().add(invalidator)?;
-        self.mine[usize::from(slot)].begin(identity(invalidator));
+        self.own[usize::from(slot)].begin(identity(invalidator));
         Ok(Subscription(slot.into()))
     }
 
-    /// The same of one that has subscriptions of this monitor: without a lock.
+    /// Adds a subscription, without a lock, to those that the invalidator has at this monitor.
     fn subscribe_again(&self, invalidator: &Arc<dyn Invalidator>) -> Option<Subscription> {
-        // Two that live at the same time are not at the same address, and the caller's lives.
+        // Two live invalidators differ in address, and the caller's is alive.
         let wanted = identity(invalidator);
-        let slot = self.subscribers().table().taken().find(|slot| self.mine[*slot].join(wanted))?;
+        let slot = self.subscribers().table().taken().find(|slot| self.own[*slot].join(wanted))?;
         Some(Subscription(slot as u64))
     }
 
-    /// Stops telling. Once for each subscription: by a second call, another may have its place. In
-    /// a forked child nothing is done.
+    /// Ends a subscription. Call this once for each: after that its slot may belong to another
+    /// invalidator. In a forked child it does nothing.
     pub fn unsubscribe(&self, subscription: Subscription) {
         if !self.is_own_process() {
             return;
         }
-        let Some(mine) = self.mine.get(subscription.0 as usize) else { return };
-        if mine.part() {
+        let Some(own) = self.own.get(subscription.0 as usize) else { return };
+        if own.remove_unless_last() {
             return;
         }
-        let one_at_a_time = self.turning.lock();
-        let gone = mine.end().then(|| self.subscribers().remove(subscription.0 as u8));
+        let one_at_a_time = self.first_and_last.lock();
+        let gone = own.end().then(|| self.subscribers().remove(subscription.0 as u8));
         drop(one_at_a_time);
-        // Whose drop may come here again.
+        // The drop of an invalidator may call this method again, so no lock is held.
         drop(gone);
     }
 }
@@ -300,8 +303,8 @@ impl<T: HasTable> Drop for Hooks<T> {
         if !self.is_own_process() {
             return;
         }
-        for (slot, mine) in self.mine.iter_mut().enumerate() {
-            if *mine.count.get_mut() & COUNT > 0 {
+        for (slot, own) in self.own.iter_mut().enumerate() {
+            if *own.count.get_mut() & COUNT > 0 {
                 self.process.subscribers().remove(slot as u8);
             }
         }

@@ -1,22 +1,22 @@
-//! Functions of loaded libraries, hooked where they begin, and the caches that hooks tell.
+//! Patches functions of loaded libraries, and notifies caches when these functions free memory.
 //!
-//! The monitors of several ifaces share this crate: it patches the C library's `munmap` and a
-//! driver's free by the same rules, and their hooks notify
-//! [`Invalidator`](hmem_core::monitor::Invalidator)s from the same kind of table. Each monitor
-//! itself knows which memory a function takes away, and when.
+//! The monitors of several ifaces share this crate. The host monitor patches the C library's
+//! `munmap`, the CUDA monitor patches a driver's free function, both by the same rules. Their hooks
+//! notify [`Invalidator`](hmem_core::monitor::Invalidator)s from a [`SubscriberTable`]. Each
+//! monitor itself knows which memory a function frees, and when.
 //!
-//! | file | what it holds |
+//! | file | content |
 //! |---|---|
-//! | `hooks` | [`Hooks`]: what a monitor starts, with an example: patches while it lives, and its subscriptions |
+//! | `hooks` | [`Hooks`]: the entry point, with an example: patches and subscriptions |
 //! | `process` | [`HookRegistry`]: subscribers and patches of one kind of hooks in a process |
-//! | `patch` | [`Patches`]: a set of functions patched and taken back, and who overwrote which |
-//! | `entry`, `arch` | which entries can be patched, by one store, under running threads |
+//! | `patch` | [`Patches`]: patches a set of functions, and undoes it |
+//! | `entry`, `arch` | the rules for entries that one store can patch while threads run them |
 //! | `trampoline` | the code between an entry and its hook |
-//! | `table` | [`Subscribers`]: who is told, read without a lock |
-//! | `wiped` | [`WipedOnFork`]: memory that a forked child finds zeroed |
-//! | `name` | [`MonitorName`]: who speaks in errors |
+//! | `table` | [`Subscribers`]: the invalidators to notify, read without a lock |
+//! | `wiped` | [`WipedOnFork`]: memory that is zeroed in a forked child |
+//! | `name` | [`MonitorName`]: the name of a monitor in errors |
 //!
-//! Patching is there for glibc on x86-64 and aarch64; the rest for every Linux.
+//! Patching works with glibc on x86-64 and aarch64. The rest works on every Linux.
 //!
 //! # Layers
 //!
@@ -31,8 +31,8 @@
 //!
 //! # Things this crate does not do
 //!
-//! It knows no library and no system call, decides nothing about caching, and hooks nothing by
-//! being linked.
+//! It knows no library and no system call, decides nothing about caching, and patches nothing
+//! until a monitor starts.
 
 #![deny(unsafe_code)]
 

@@ -1,8 +1,8 @@
-//! Who speaks in errors.
+//! The name of a monitor in errors.
 
 use hmem_core::{Error, ErrorKind, IfaceKind};
 
-/// A monitor as its errors name it.
+/// The name of a monitor, its iface and its alternative, for errors.
 ///
 /// # Examples
 /// ```
@@ -18,22 +18,22 @@ use hmem_core::{Error, ErrorKind, IfaceKind};
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MonitorName {
-    /// Its name.
+    /// The name of the monitor.
     pub name: &'static str,
-    /// The iface whose memory it watches.
+    /// The iface of the watched memory.
     pub iface: IfaceKind,
-    /// What to do where it cannot run, as the end of a remedy.
+    /// The alternative where the monitor cannot run, as the end of a remedy.
     pub fallback_hint: &'static str,
 }
 
 impl MonitorName {
-    /// An error of the monitor.
+    /// Creates an error of the monitor.
     #[must_use]
     pub fn error(&self, kind: ErrorKind) -> Error {
         Error::new(kind, self.name).iface(self.iface)
     }
 
-    /// What it answers in a child of the process that it watches.
+    /// Creates the error for a child that was forked from the process that the monitor watches.
     #[cold]
     #[must_use]
     pub fn forked(&self, operation: &'static str) -> Error {

@@ -1,8 +1,7 @@
-//! A set of functions patched where they begin.
+//! Patches a set of functions at their entries, and undoes it.
 //!
-//! A plan is made once for a library and kept for good: trampolines may be in use at any time, also
-//! when nothing is patched. `entry.rs` has the rules by which running threads are safe from the
-//! patching.
+//! A plan is made once for a library and kept for good: a thread may run a trampoline at any time,
+//! even when nothing is patched. `entry.rs` has the rules that keep running threads safe.
 
 use std::{
     ffi::{CStr, c_void},
@@ -20,33 +19,34 @@ use crate::{
     MonitorName,
     arch::{self, Patch},
     entry::LOOKED_AT,
-    trampoline::{Trampolines, not_allowed},
+    trampoline::{Trampolines, code_change_refused},
 };
 
 /// A function to patch.
 #[derive(Clone, Copy, Debug)]
 pub struct PatchTarget {
-    /// Its name.
+    /// The name of the function.
     pub name: &'static str,
-    /// Where it begins.
+    /// The address of the function.
     pub entry: usize,
-    /// What runs in its place.
+    /// The address of the code that runs instead.
     pub hook: usize,
-    /// The number of the system call that it makes, where it is known for one.
+    /// The number of the system call that the function makes, or `None` if it makes none or the
+    /// number is not known.
     pub call: Option<i64>,
-    /// Where the hook finds how to go on: written by [`Patches::plan`], before anything leads to
-    /// the hook.
+    /// The address through which the hook calls the original. [`Patches::plan`] writes it before
+    /// any patch leads to the hook.
     pub original: &'static AtomicUsize,
 }
 
-/// Functions of one library and what replaces an instruction of each.
+/// Functions of one library, with the patch of each.
 #[derive(Debug)]
 pub struct Patches {
     monitor: MonitorName,
     sites: Vec<Site>,
 }
 
-/// One function's patch.
+/// The patch of one function.
 #[derive(Debug)]
 struct Site {
     name: &'static str,
@@ -55,22 +55,25 @@ struct Site {
 }
 
 impl Patches {
-    /// Decodes the entries and writes the ways to and from the hooks. Nothing leads there yet.
+    /// Decodes the entries and writes the trampolines. No patch leads to them yet.
     ///
     /// # Errors
-    /// Unsupported naming the function whose entry does not fit, and who patched it before us;
-    /// OutOfResources without addresses in a jump's reach; what the kernel refused.
+    /// - Unsupported: an entry does not fit. The error names the function, and the library that
+    ///   patched it.
+    /// - OutOfResources: no free address lies within a jump's reach.
+    /// - The error of the kernel if it refuses a mapping.
     ///
     /// # Safety
-    /// Each entry is that of a function of a library that stays loaded. Its hook is called with its
-    /// arguments and by its calling convention, goes on by what `original` holds then, and each
-    /// `original` is of one target of one plan.
+    /// - Each entry is the address of a function of a library that stays loaded.
+    /// - Each hook accepts the function's arguments by its calling convention, and calls the
+    ///   original through the value of `original` at that time.
+    /// - Each `original` belongs to one target of one plan.
     pub unsafe fn plan(monitor: MonitorName, targets: &[PatchTarget]) -> Result<Self> {
         let Some(first) = targets.first() else { return Ok(Self { monitor, sites: Vec::new() }) };
         pin_library_of(first.hook);
         let trampolines = Trampolines::new(monitor, first.entry as u64, targets.len())?;
         let sites = targets.iter().enumerate();
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller promises for each target what `Site::new` needs.
         let sites =
             sites.map(|(slot, target)| unsafe { Site::new(monitor, target, slot, &trampolines) });
         let sites = sites.collect::<Result<_>>()?;
@@ -78,20 +81,21 @@ impl Patches {
         Ok(Self { monitor, sites })
     }
 
-    /// The names of the functions.
+    /// Returns the names of the functions.
     pub fn functions(&self) -> impl Iterator<Item = &'static str> {
         self.entries().map(|(name, _)| name)
     }
 
-    /// Where each function begins, by its name.
+    /// Returns the name and address of each function.
     pub fn entries(&self) -> impl Iterator<Item = (&'static str, usize)> {
         self.sites.iter().map(|site| (site.name, site.entry as usize))
     }
 
-    /// Checks that every patch is in place. The error names the first function whose patch is not.
+    /// Checks that every patch is in place. The error names the first function that lacks its
+    /// patch.
     ///
     /// # Errors
-    /// Busy, with the library that overwrote it.
+    /// Busy, with the library that overwrote the patch.
     pub fn check_patches(&self) -> Result<()> {
         match self.sites.iter().find(|site| !site.patch.is_in_place()) {
             None => Ok(()),
@@ -102,15 +106,17 @@ impl Patches {
     /// Patches the functions: all of them, or none.
     ///
     /// # Errors
-    /// Busy naming a function that another library patched meanwhile; PermissionDenied or
-    /// AccessDenied where a security policy forbids changing code. Its context names what could
-    /// not be taken back after that.
+    /// - Busy: another library patched a function since the plan. The error names the function.
+    /// - PermissionDenied or AccessDenied: a security policy forbids changing code.
+    ///
+    /// The context lists the patches that could not be undone after the failure.
     pub fn patch_all(&self) -> Result<()> {
-        // What is in place already was inherited from the process that this one was forked from.
-        let put = |site: &Site| if site.patch.is_in_place() { Ok(()) } else { self.put_one(site) };
-        let take_back =
-            |site: &Site| if site.patch.is_in_place() { self.take_back_one(site) } else { Ok(()) };
-        all_or_none(&self.sites, put, take_back)?;
+        // A patch that is in place already was inherited from the parent process.
+        let apply =
+            |site: &Site| if site.patch.is_in_place() { Ok(()) } else { self.apply_one(site) };
+        let undo =
+            |site: &Site| if site.patch.is_in_place() { self.undo_one(site) } else { Ok(()) };
+        all_or_none(&self.sites, apply, undo)?;
         if !synchronise_code() {
             tracing::debug!(
                 "no membarrier: other processors see the patches at their next interrupt"
@@ -119,14 +125,18 @@ impl Patches {
         Ok(())
     }
 
-    /// Undoes the patches. Those that another library overwrote stay as they are.
+    /// Undoes the patches. Patches that another library overwrote stay as they are.
     pub fn unpatch_all(&self) {
         for site in &self.sites {
             if site.patch.is_in_place()
-                && let Err(error) = self.take_back_one(site)
+                && let Err(error) = self.undo_one(site)
             {
-                tracing::error!(%error, function = site.name, "a patch stays in place; it tells nobody");
-            } else if !site.patch.is_taken_back() {
+                tracing::error!(
+                    %error,
+                    function = site.name,
+                    "cannot undo a patch: it stays in place without subscribers"
+                );
+            } else if !site.patch.is_undone() {
                 tracing::warn!(
                     function = site.name,
                     by = site.owner(),
@@ -149,48 +159,49 @@ impl Patches {
         ))
     }
 
-    fn put_one(&self, site: &Site) -> Result<()> {
-        if !site.patch.is_taken_back() {
+    fn apply_one(&self, site: &Site) -> Result<()> {
+        if !site.patch.is_undone() {
             return Err(self.overwritten(site));
         }
-        // SAFETY: writable within; the trampolines are sealed and lead to a hook with its original
-        // set.
-        self.while_writable(site, || unsafe { site.patch.put() })
+        // SAFETY: `while_writable` makes the window writable for the call. `plan` sealed the
+        // trampolines, which lead to a hook with its original set.
+        self.while_writable(site, || unsafe { site.patch.apply() })
     }
 
-    fn take_back_one(&self, site: &Site) -> Result<()> {
-        // SAFETY: writable within; what was there before is the library's own.
-        self.while_writable(site, || unsafe { site.patch.take_back() })
+    fn undo_one(&self, site: &Site) -> Result<()> {
+        // SAFETY: `while_writable` makes the window writable for the call. The bytes to restore are
+        // the library's own.
+        self.while_writable(site, || unsafe { site.patch.undo() })
     }
 
-    /// Runs `write` with the page of the patch writable, and executable all the while: threads are
-    /// running it.
+    /// Runs `write` while the page of the patch is writable. The page stays executable, because
+    /// other threads run it.
     fn while_writable(&self, site: &Site, write: impl FnOnce() -> bool) -> Result<()> {
         let page = rustix::param::page_size();
         let at =
             ptr::with_exposed_provenance_mut::<c_void>(site.patch.start() as usize & !(page - 1));
         let code = MprotectFlags::READ | MprotectFlags::EXEC;
         let refused = |errno| {
-            not_allowed(self.monitor, errno, "mprotect of a library's code")
+            code_change_refused(self.monitor, errno, "mprotect of a library's code")
                 .context("function", site.name)
         };
         // SAFETY: the page is code of the library; it stays readable and executable.
         unsafe { rustix::mm::mprotect(at, page, code | MprotectFlags::WRITE) }.map_err(refused)?;
         let written = write();
-        // SAFETY: as above; this is the protection that code is mapped with.
+        // SAFETY: the page is code of the library; this is the protection that code is mapped with.
         unsafe { rustix::mm::mprotect(at, page, code) }.map_err(refused)?;
         if written {
             Ok(())
         } else {
             let error = self.monitor.error(ErrorKind::Busy).context("function", site.name);
-            Err(error.context("why", "it changes under us"))
+            Err(error.context("why", "its code changed between check and store"))
         }
     }
 }
 
 impl Site {
     /// # Safety
-    /// As of [`Patches::plan`].
+    /// The contract of [`Patches::plan`] holds for the target.
     unsafe fn new(
         monitor: MonitorName,
         target: &PatchTarget,
@@ -201,10 +212,12 @@ impl Site {
         let entry = target.entry as u64;
         let refused = || monitor.error(ErrorKind::Unsupported).context("function", name);
         let code = code_at(entry);
-        let fit = arch::decode(entry, &code, call).map_err(|misfit| {
+        let point = arch::decode(entry, &code, call).map_err(|obstacle| {
             let bytes: Vec<_> = code[..24].iter().map(|byte| format!("{byte:02x}")).collect();
-            let error =
-                refused().context("why", misfit).context("bytes", bytes.join(" ")).remedy(format!(
+            let error = refused()
+                .context("why", obstacle)
+                .context("bytes", bytes.join(" "))
+                .remedy(format!(
                     "turn the other library's hooks off where there is one, or {}",
                     monitor.fallback_hint
                 ));
@@ -215,23 +228,23 @@ impl Site {
         })?;
         let out_of_reach = || refused().context("why", "out of a jump's reach");
         let (to_hook, past) =
-            trampolines.write(slot, hook as u64, entry, &fit).ok_or_else(out_of_reach)?;
+            trampolines.write(slot, hook as u64, entry, &point).ok_or_else(out_of_reach)?;
         original.store(past as usize, Ordering::Release);
-        // SAFETY: the entry's code was just read, and so can the rest of its 16 aligned bytes be:
-        // code is mapped in pages.
+        // SAFETY: the entry's code was just read. The rest of its 16 aligned bytes is readable too,
+        // since code is mapped in whole pages.
         let patch =
-            unsafe { Patch::jump(entry + fit.at as u64, to_hook) }.ok_or_else(out_of_reach)?;
+            unsafe { Patch::jump(entry + point.at as u64, to_hook) }.ok_or_else(out_of_reach)?;
         Ok(Self { name, entry, patch })
     }
 
-    /// Who has patched the entry now, as far as its bytes tell.
+    /// Returns the library that has patched the entry, as far as the bytes tell.
     fn owner(&self) -> String {
         owner(self.entry, &code_at(self.entry)).unwrap_or_else(|| "unknown".into())
     }
 }
 
-/// Does each, or undoes what was done up to the one that failed, which may be done in part. The
-/// error is that of the one that failed, and its context what failed to be undone.
+/// Runs `one` for each site. On a failure, undoes all sites up to the failed one, which may be half
+/// done. Returns the error of that site, with failed undos as context.
 fn all_or_none<S>(
     sites: &[S],
     mut one: impl FnMut(&S) -> Result<()>,
@@ -246,8 +259,8 @@ fn all_or_none<S>(
     Err(left.fold(error, |error, why| error.context("not taken back", why)))
 }
 
-/// Makes every processor that runs this process fetch its code anew; false where the kernel lacks
-/// that.
+/// Makes every processor that runs this process fetch its code again. Returns false if the kernel
+/// lacks that.
 fn synchronise_code() -> bool {
     membarrier(MembarrierCommand::RegisterPrivateExpeditedSyncCore)
         .and_then(|()| membarrier(MembarrierCommand::PrivateExpeditedSyncCore))
@@ -255,37 +268,38 @@ fn synchronise_code() -> bool {
 }
 
 fn code_at(entry: u64) -> [u8; LOOKED_AT] {
-    // SAFETY: the entry of a function of a loaded library: its code, and what is linked behind it,
-    // is mapped for at least as many bytes; whoever patches it writes other valid bytes.
+    // SAFETY: this is the entry of a function of a loaded library. Its code, and the code linked
+    // behind it, is mapped for at least as many bytes. Any library that patches it writes valid
+    // bytes.
     unsafe { ptr::with_exposed_provenance::<[u8; LOOKED_AT]>(entry as usize).read_volatile() }
 }
 
-/// The file that a patched entry leads to.
+/// Returns the file that a patched entry leads to.
 fn owner(entry: u64, code: &[u8; LOOKED_AT]) -> Option<String> {
     let target = arch::jump_target(entry, code)?;
     Some(object_of(target as usize)?.to_string_lossy().into_owned())
 }
 
-/// The name of the loaded object that an address lies in.
+/// Returns the name of the loaded object that contains an address.
 fn object_of(address: usize) -> Option<&'static CStr> {
     let mut object = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
     // SAFETY: dladdr looks the address up and fills the structure.
     if unsafe { libc::dladdr(ptr::with_exposed_provenance(address), object.as_mut_ptr()) } == 0 {
         return None;
     }
-    // SAFETY: zeroes are valid, and the call has filled it.
+    // SAFETY: zeroes are a valid value, and dladdr has filled the structure.
     let object = unsafe { object.assume_init() };
-    // SAFETY: a name that the dynamic loader keeps while the object is loaded.
+    // SAFETY: the dynamic loader keeps the name while the object is loaded.
     (!object.dli_fname.is_null()).then(|| unsafe { CStr::from_ptr(object.dli_fname) })
 }
 
-/// Keeps the object that holds the hooks loaded for good, if it is a shared library: entries lead
-/// into it, and threads are in it. The main program, which is not found by this name, is never
-/// unloaded.
+/// Keeps the object that contains the hooks loaded for good if it is a shared library: patched
+/// entries lead into it, and threads run in it. The main program is never unloaded, and dlopen does
+/// not find it by this name.
 fn pin_library_of(hook: usize) {
     if let Some(name) = object_of(hook) {
         let flags = libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE;
-        // SAFETY: loads nothing: it marks an object that is loaded already.
+        // SAFETY: RTLD_NOLOAD loads nothing; the call only marks an object that is already loaded.
         unsafe { libc::dlopen(name.as_ptr(), flags) };
     }
 }
@@ -295,7 +309,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failed_set_is_undone_to_its_last_and_its_error_names_what_could_not_be() {
+    fn failed_set_is_undone_and_its_error_lists_failed_undos() {
         let mut undone = Vec::new();
         let one = |site: &&'static str| match *site {
             "mremap" => Err(Error::new(ErrorKind::Busy, "put").context("function", *site)),

@@ -1,8 +1,8 @@
-//! What a kind of hooks has once in a process: the patches, whom they tell, and who uses them.
+//! The state that one kind of hooks has once in a process: patches, subscribers and users.
 //!
-//! It is process-wide because a library is: there is one function to patch, however many monitors
-//! want it. A forked child has the patches in its own copy of the code, with a table that is wiped;
-//! if it starts a monitor, it gets a new table.
+//! The state is process-wide because the patched function is: however many monitors need it, there
+//! is one function to patch. A forked child inherits the patches in its copy of the code, with a
+//! table that is wiped. If the child starts a monitor, it gets a new table.
 
 use std::{
     ptr,
@@ -18,9 +18,9 @@ use crate::{HasTable, MonitorName, Patches, Subscribers, Wipeable, clamped};
 #[derive(Debug)]
 pub(crate) struct Process<T: Wipeable> {
     subscribers: Subscribers<T>,
-    /// Monitors that use the patches.
+    /// Number of monitors that use the patches.
     users: Mutex<usize>,
-    /// A patch was not in place when that was looked at last.
+    /// Set if a patch was missing at the last check.
     overwritten: AtomicBool,
 }
 
@@ -28,7 +28,7 @@ pub(crate) struct Process<T: Wipeable> {
 #[derive(Debug)]
 pub struct HookRegistry<T: Wipeable> {
     process: AtomicPtr<Process<T>>,
-    /// Made once and kept: trampolines may be in use at any time, also when nothing is patched.
+    /// Made once and kept: a thread may run a trampoline at any time, even when nothing is patched.
     patches: AtomicPtr<Patches>,
 }
 
@@ -45,25 +45,25 @@ impl<T: HasTable + 'static> HookRegistry<T> {
         Self { process: AtomicPtr::new(ptr::null_mut()), patches: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// What a hook finds: the subscribers of this process, or of the one that it was forked from,
-    /// whose table is then wiped.
+    /// Returns the subscribers that a hook notifies. In a forked child without a monitor these are
+    /// the parent's, with a wiped table.
     #[inline(always)]
     #[must_use]
     pub fn subscribers(&self) -> Option<&'static Subscribers<T>> {
-        // SAFETY: null, or from `Box::into_raw` in `get` and never freed: a hook may be reading it
-        // at any time.
+        // SAFETY: the pointer is null, or comes from `Box::into_raw` in `get` and is never freed,
+        // since a hook may read it at any time.
         let process: Option<&'static Process<T>> =
             unsafe { self.process.load(Ordering::Acquire).as_ref() };
         process.map(|process| &process.subscribers)
     }
 
-    /// That of this process; a forked child's own, if it was forked from one that has one.
+    /// Returns the state of this process. Creates it if there is none, or if it is the parent's.
     ///
     /// # Errors
-    /// As [`Subscribers::new`].
+    /// The errors of [`Subscribers::new`].
     pub(crate) fn get(&self, monitor: MonitorName) -> Result<&'static Process<T>> {
         let seen = self.process.load(Ordering::Acquire);
-        // SAFETY: as above.
+        // SAFETY: the pointer is null, or comes from `Box::into_raw` below and is never freed.
         let here: Option<&'static Process<T>> = unsafe { seen.as_ref() };
         if let Some(process) = here.filter(|process| process.is_own_process()) {
             return Ok(process);
@@ -75,12 +75,13 @@ impl<T: HasTable + 'static> HookRegistry<T> {
             overwritten: AtomicBool::new(false),
         }));
         match self.process.compare_exchange(seen, process, Ordering::AcqRel, Ordering::Acquire) {
-            // SAFETY: just made, and from now on never freed.
+            // SAFETY: `Box::into_raw` just returned the pointer; from now on it is never freed.
             Ok(_) => Ok(unsafe { &*process }),
             Err(theirs) => {
-                // SAFETY: just made, and seen by nobody else; the other one is as above.
+                // SAFETY: `Box::into_raw` just returned the pointer, and no other thread saw it.
                 drop(unsafe { Box::from_raw(process) });
-                // SAFETY: as above.
+                // SAFETY: a failed exchange with `seen` (null, or a parent's) returns the pointer
+                // that another thread stored here, from `Box::into_raw`; it is never freed.
                 Ok(unsafe { &*theirs })
             }
         }
@@ -88,39 +89,39 @@ impl<T: HasTable + 'static> HookRegistry<T> {
 }
 
 impl<T: HasTable> Process<T> {
-    /// Whom hooks tell.
+    /// Returns the subscribers that hooks notify.
     pub(crate) fn subscribers(&self) -> &Subscribers<T> {
         &self.subscribers
     }
 
-    /// Whether this process made it, and not one that it was forked from.
+    /// Returns true if this process created the state, rather than a parent that forked it.
     pub(crate) fn is_own_process(&self) -> bool {
         self.subscribers.shared().is_own_process()
     }
 
-    /// Patches the functions, or counts one more user of the patches. They are planned by `plan` if
-    /// they never were, with no other start under way: planning writes where hooks go on, and
-    /// patches lead there.
+    /// Patches the functions, or counts one more user of the patches. Calls `plan` if there is no
+    /// plan yet. The lock keeps other starts out meanwhile: planning writes the `original` of each
+    /// hook, which must precede the patches.
     ///
     /// # Errors
-    /// As `plan` and [`Patches::patch_all`]; Busy if a patch was overwritten since.
+    /// The errors of `plan` and [`Patches::patch_all`]; Busy if a patch was overwritten since.
     pub(crate) fn install(
         &self,
         registry: &HookRegistry<T>,
         plan: impl FnOnce() -> Result<Patches>,
     ) -> Result<&'static Patches> {
         let mut users = self.users.lock();
-        // SAFETY: null, or from `Box::into_raw` below and never freed.
-        let kept: Option<&'static Patches> =
+        // SAFETY: the pointer is null, or comes from `Box::into_raw` below and is never freed.
+        let planned: Option<&'static Patches> =
             unsafe { registry.patches.load(Ordering::Acquire).as_ref() };
-        let patches = match kept {
+        let patches = match planned {
             Some(patches) => patches,
             None => {
                 let patches = Box::into_raw(Box::new(plan()?));
-                // Nobody else stores: a process has one of this type at a registry, and its
-                // lock is held.
+                // No other thread stores: a process has one `Process` at a registry, and this
+                // function holds its lock.
                 registry.patches.store(patches, Ordering::Release);
-                // SAFETY: just made, and from now on never freed.
+                // SAFETY: `Box::into_raw` just returned the pointer; from now on it is never freed.
                 unsafe { &*patches }
             }
         };
@@ -133,22 +134,22 @@ impl<T: HasTable> Process<T> {
         Ok(patches)
     }
 
-    /// Fails unless every patch is in place. If one was overwritten, invalidates all memory for
+    /// Fails unless every patch is in place. If a patch was overwritten, invalidates all memory for
     /// every subscriber: once, since later subscriptions are refused.
     ///
     /// # Errors
-    /// As [`Patches::check_patches`].
+    /// The errors of [`Patches::check_patches`].
     #[inline]
     pub(crate) fn check_patches(&self, patches: &Patches) -> Result<()> {
         let found = patches.check_patches();
         if found.is_err() != self.overwritten.load(Ordering::SeqCst) {
-            self.turned(found.is_err());
+            self.patches_changed(found.is_err());
         }
         found
     }
 
     #[cold]
-    fn turned(&self, overwritten: bool) {
+    fn patches_changed(&self, overwritten: bool) {
         if self.overwritten.swap(overwritten, Ordering::SeqCst) || !overwritten {
             return;
         }
@@ -157,8 +158,8 @@ impl<T: HasTable> Process<T> {
         pass.each(|_, invalidator| invalidator.invalidate(everything, InvalidationCause::Unmap));
     }
 
-    /// Undoes the patches when the last user is gone. Those that another library overwrote stay as
-    /// they are.
+    /// Undoes the patches when the last user is gone. Patches that another library overwrote stay
+    /// as they are.
     pub(crate) fn uninstall(&self, patches: &Patches) {
         let mut users = self.users.lock();
         *users -= 1;

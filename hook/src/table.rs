@@ -1,26 +1,30 @@
-//! Who is told: a fixed table of invalidators that is read without a lock.
+//! The subscriber table: a fixed number of invalidators that hooks read without a lock.
 //!
 //! # Implementation
 //!
-//! A reader (a hook, a monitor's thread, an application's call) *passes* through the table: it
-//! counts itself in, reads which slots are taken, tells their invalidators, and counts itself out.
-//! It waits for nobody. A writer holds the lock of [`Subscribers`], changes the table, and then
-//! waits until every pass that may have seen the old table is over. So:
-//! - after an invalidator was taken out, no pass has it, and its reference may be dropped;
-//! - after one was put in, every pass that is under way tells it: a change that began before and
-//!   saw an empty table is over. Without this wait, what is registered right after could be taken
-//!   away by a change that nobody hears of.
+//! A *pass* is one reader's use of the table. A reader is a hook, a monitor's thread or a call of
+//! the application. It counts itself in, reads which slots are taken, notifies their invalidators,
+//! and counts itself out. It waits for nothing. A writer holds the lock of [`Subscribers`], changes
+//! the table, and waits until every pass that may have seen the old table is over. Therefore:
+//! - After an invalidator was removed, no pass uses it, and its reference may be dropped.
+//! - After an invalidator was added, every pass in flight notifies it: a change that began before
+//!   and saw an empty table is over. Without this wait, such a change could free memory that was
+//!   registered just after the subscription, and no cache would be notified.
 //!
-//! Passes are counted per side, and the writer turns the sides twice, waiting for the one that is
-//! left each time, as SRCU does: a pass may read the side, be held up, and count itself on a side
-//! that was turned since, which the second turn waits for; and new passes count on the other side,
-//! so that a stream of them starves no writer. A pass that counts itself after a writer saw zero
-//! reads the slots after the writer changed them, since its count, its look at the slots, and the
-//! writer's changes and looks are sequentially consistent. Counters are spread over lines by stack
-//! address, so that threads share none as a rule. Each line has a counter that one pass at a time
-//! has to itself: only its beginning is a locked instruction, and its end a store, by which a
-//! writer that sees it sees all that the pass did. Passes that find it taken (of other threads,
-//! or of a signal handler within a pass) count on the line's other counter, with two.
+//! Like SRCU, the table counts passes on two sides, and the writer switches sides twice. Each time
+//! it waits for the side that it leaves:
+//! - A pass may read the side, be delayed, and count itself on a side that was left meanwhile. The
+//!   second switch waits for it.
+//! - New passes count on the other side, so that a stream of them starves no writer.
+//! - A pass that counts itself after the writer saw zero reads the slots after the writer changed
+//!   them. Its count, its read of the slots, the writer's changes and the writer's reads are all
+//!   sequentially consistent.
+//!
+//! The counters are spread over cache lines by stack address, so that threads rarely share a line.
+//! Each line has a counter that one pass at a time has to itself. Only the begin of that pass is a
+//! locked instruction; its end is a store, and a writer that sees the store sees everything that
+//! the pass did. Passes that find this counter in use (other threads, or a signal handler within a
+//! pass) count on the line's second counter, with two locked instructions.
 
 use std::{
     collections::HashMap,
@@ -40,16 +44,16 @@ use parking_lot::Mutex;
 
 use crate::{MonitorName, Wipeable, WipedOnFork};
 
-/// How many invalidators one monitor tells: one for each cache of the process.
+/// Number of invalidators that one monitor notifies: one for each cache of the process.
 pub const SLOTS: usize = 64;
 
 const LINES: usize = 16;
 
-/// Two counters: passes under way in the lower half, passes ever begun in the upper.
+/// Two counters. Lower half: passes in flight. Upper half: passes ever begun.
 #[repr(align(64))]
 #[derive(Debug)]
 struct Line {
-    /// Changed by nobody else while a pass is under way on it.
+    /// Counter that no other thread changes while a pass in flight uses it.
     alone: AtomicU64,
     beside: AtomicU64,
 }
@@ -63,7 +67,7 @@ impl Line {
 const PASS: u64 = 1 << 32 | 1;
 const UNDER_WAY: u64 = (1 << 32) - 1;
 
-/// The invalidators of a monitor.
+/// The invalidators of a monitor, in memory that hooks read without a lock.
 #[repr(C)]
 #[derive(Debug)]
 pub struct SubscriberTable {
@@ -73,14 +77,14 @@ pub struct SubscriberTable {
     passes: [[Line; LINES]; 2],
 }
 
-// SAFETY: zeroes are an empty table with no pass under way. `Invalidator` is Sync, and the pointers
-// are only turned into references within passes. It needs no drop: in a child the invalidators are
-// forgotten with the parent's.
+// SAFETY: zeroes are an empty table with no pass in flight. `Invalidator` is Sync, and only passes
+// turn the pointers into references. The table needs no drop: a child forgets the invalidators
+// together with the parent's other memory.
 unsafe impl Wipeable for SubscriberTable {}
 
-/// Shared memory that has a table in it.
+/// Memory shared with hooks that contains a subscriber table.
 pub trait HasTable: Wipeable {
-    /// The table.
+    /// Returns the table.
     fn table(&self) -> &SubscriberTable;
 }
 
@@ -91,18 +95,18 @@ impl HasTable for SubscriberTable {
     }
 }
 
-/// Guard of a reader: what it reads in the table is not freed until the guard is dropped.
+/// Guard of a reader. The invalidators that it reads are not freed until it is dropped.
 #[derive(Debug)]
 pub struct TableReadGuard<'a> {
     table: &'a SubscriberTable,
     line: &'a Line,
-    /// What the counter that it has to itself is after it; `None` for one of those beside.
+    /// The value of the exclusive counter after this pass; `None` for a pass on the shared counter.
     after: Option<u64>,
     taken: u64,
 }
 
 impl SubscriberTable {
-    /// Counts the caller in.
+    /// Begins a pass.
     #[inline]
     pub fn pass(&self) -> TableReadGuard<'_> {
         let on_stack = 0_u8;
@@ -120,34 +124,34 @@ impl SubscriberTable {
         TableReadGuard { table: self, line, after, taken: self.taken.load(SeqCst) }
     }
 
-    /// A number that differs whenever a pass began in between; `None` while one is under way.
+    /// Returns a number that changes whenever a pass begins, or `None` while a pass is in flight.
     #[inline]
     pub fn quiet_stamp(&self) -> Option<u64> {
         let counters = self.passes.iter().flatten().flat_map(Line::counters);
-        // The sum of the lower halves stays below what would carry: there are not so many threads.
+        // The sum of the lower halves does not carry: there are far fewer threads.
         let sum = counters.fold(0_u64, |sum, counter| sum.wrapping_add(counter.load(SeqCst)));
         (sum & UNDER_WAY == 0).then_some(sum >> 32)
     }
 
-    /// The slots that are taken.
+    /// Returns the slots that are taken.
     #[inline]
     pub(crate) fn taken(&self) -> impl Iterator<Item = usize> {
         let taken = self.taken.load(SeqCst);
         (0..SLOTS).filter(move |slot| taken >> slot & 1 != 0)
     }
 
-    /// Waits until every pass is over that began before. The caller is the only writer.
+    /// Waits until every pass that began before is over. The caller is the only writer.
     fn wait_for_passes(&self) {
         for _ in 0..2 {
             let old = self.side.fetch_add(1, SeqCst) & 1;
             for counter in self.passes[old].iter().flat_map(Line::counters) {
-                let mut turns = 0_u32;
+                let mut waits = 0_u32;
                 while counter.load(SeqCst) & UNDER_WAY != 0 {
-                    turns += 1;
-                    match turns {
+                    waits += 1;
+                    match waits {
                         ..100 => std::hint::spin_loop(),
                         100..200 => std::thread::yield_now(),
-                        // A long system call is beneath: give the processor away.
+                        // The pass waits for a long system call: yield the processor.
                         _ => std::thread::sleep(Duration::from_micros(50)),
                     }
                 }
@@ -157,27 +161,27 @@ impl SubscriberTable {
 }
 
 impl TableReadGuard<'_> {
-    /// Whether there is nobody to tell.
+    /// Returns true if there is no subscriber.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.taken == 0
     }
 
-    /// Calls `tell` with each slot's number and invalidator: the same ones each time within a pass,
-    /// or none any more in a child that was forked within it.
+    /// Calls `notify` with the number and invalidator of each slot. Within a pass these are always
+    /// the same, except in a child that was forked within the pass: there are none in it.
     #[inline]
-    pub fn each(&self, mut tell: impl FnMut(usize, &dyn Invalidator)) {
+    pub fn each(&self, mut notify: impl FnMut(usize, &dyn Invalidator)) {
         let mut left = self.taken;
         while left != 0 {
             let slot = left.trailing_zeros() as usize;
             left &= left - 1;
             let invalidator = self.table.slots[slot].load(SeqCst);
-            // SAFETY: the slot was taken when this pass began, so its pointer was set before, from
-            // a box; the writer that takes it out waits for this pass before it clears
-            // the pointer and drops the box. It is null only in a child that was forked
-            // within the pass: the table was wiped there.
+            // SAFETY: the slot was taken when this pass began, so its pointer was stored before,
+            // from a box. The writer that removes it waits for this pass before it clears the
+            // pointer and drops the box. The pointer is null only in a child that was forked within
+            // the pass, where the table was wiped.
             if let Some(invalidator) = unsafe { invalidator.as_ref() } {
-                tell(slot, &**invalidator);
+                notify(slot, &**invalidator);
             }
         }
     }
@@ -187,28 +191,28 @@ impl Drop for TableReadGuard<'_> {
     #[inline]
     fn drop(&mut self) {
         match self.after {
-            // `Release`: who sees it may free what the pass used.
+            // `Release`: a writer that sees the store may free what the pass used.
             Some(after) => self.line.alone.store(after, Release),
             None => _ = self.line.beside.fetch_sub(1, SeqCst),
         }
     }
 }
 
-/// The numbers of subscriptions of each invalidator.
+/// The number of subscriptions of each invalidator.
 #[derive(Debug)]
 struct SubscriptionCounts {
-    /// Slot and subscriptions, by the address of the invalidator, which the slot keeps alive.
+    /// Slot of each invalidator, by its address. The slot keeps the invalidator alive.
     by_invalidator: HashMap<usize, u8>,
     subscriptions: [u64; SLOTS],
 }
 
 /// The invalidators of one monitor with their subscriptions.
 ///
-/// The lock is never taken by whoever tells, nor in a forked child.
+/// Neither a hook nor a forked child ever takes the lock.
 pub struct Subscribers<T: Wipeable> {
     monitor: MonitorName,
     shared: WipedOnFork<T>,
-    book: Mutex<SubscriptionCounts>,
+    counts: Mutex<SubscriptionCounts>,
 }
 
 impl<T: Wipeable> std::fmt::Debug for Subscribers<T> {
@@ -217,47 +221,49 @@ impl<T: Wipeable> std::fmt::Debug for Subscribers<T> {
     }
 }
 
-/// Tells invalidators that live apart.
+/// Returns a number that differs between invalidators that are alive at the same time.
 pub(crate) fn identity(invalidator: &Arc<dyn Invalidator>) -> usize {
     Arc::as_ptr(invalidator).cast::<()>().addr()
 }
 
 impl<T: HasTable> Subscribers<T> {
-    /// Subscribers whose table lies in a `T`.
+    /// Creates an empty table within a `T`.
     ///
     /// # Errors
-    /// OutOfResources without memory; Unsupported where the kernel cannot wipe the table in a
-    /// forked child.
+    /// - OutOfResources: no memory is left.
+    /// - Unsupported: the kernel cannot wipe the table in a forked child.
     pub fn new(monitor: MonitorName) -> Result<Self> {
-        let book = SubscriptionCounts { by_invalidator: HashMap::new(), subscriptions: [0; SLOTS] };
-        Ok(Self { monitor, shared: WipedOnFork::new(monitor)?, book: Mutex::new(book) })
+        let counts =
+            SubscriptionCounts { by_invalidator: HashMap::new(), subscriptions: [0; SLOTS] };
+        Ok(Self { monitor, shared: WipedOnFork::new(monitor)?, counts: Mutex::new(counts) })
     }
 
-    /// What hooks and threads share.
+    /// Returns the memory that hooks and threads share.
     #[inline]
     pub fn shared(&self) -> &WipedOnFork<T> {
         &self.shared
     }
 
-    /// The table.
+    /// Returns the table.
     #[inline]
     pub fn table(&self) -> &SubscriberTable {
         self.shared.table()
     }
 
-    /// Counts a subscription of `invalidator` and returns its slot. When it returns, every change
-    /// under way is one that the invalidator is told of.
+    /// Adds a subscription of `invalidator` and returns its slot. When this returns, the
+    /// invalidator is notified of every change in flight too.
     ///
     /// # Errors
-    /// OutOfResources when [`SLOTS`] invalidators are subscribed; Unsupported in a forked child.
+    /// - OutOfResources: [`SLOTS`] invalidators are subscribed.
+    /// - Unsupported: this process is a forked child.
     pub fn add(&self, invalidator: &Arc<dyn Invalidator>) -> Result<u8> {
         if !self.shared.is_own_process() {
             return Err(self.monitor.forked("subscribe"));
         }
-        let mut book = self.book.lock();
+        let mut counts = self.counts.lock();
         let key = identity(invalidator);
-        if let Some(&slot) = book.by_invalidator.get(&key) {
-            book.subscriptions[usize::from(slot)] += 1;
+        if let Some(&slot) = counts.by_invalidator.get(&key) {
+            counts.subscriptions[usize::from(slot)] += 1;
             return Ok(slot);
         }
         let table = self.table();
@@ -272,21 +278,21 @@ impl<T: HasTable> Subscribers<T> {
         table.slots[slot].store(Box::into_raw(Box::new(Arc::clone(invalidator))), SeqCst);
         table.taken.fetch_or(1 << slot, SeqCst);
         table.wait_for_passes();
-        book.by_invalidator.insert(key, slot as u8);
-        book.subscriptions[slot] = 1;
+        counts.by_invalidator.insert(key, slot as u8);
+        counts.subscriptions[slot] = 1;
         Ok(slot as u8)
     }
 
-    /// Takes a subscription back. After the last one of an invalidator it is not called any more,
-    /// and is returned.
+    /// Removes a subscription. After the last one of an invalidator, hooks no longer call it, and
+    /// it is returned.
     pub fn remove(&self, slot: u8) -> Option<Arc<dyn Invalidator>> {
         if !self.shared.is_own_process() {
             return None;
         }
-        let mut book = self.book.lock();
+        let mut counts = self.counts.lock();
         let slot = usize::from(slot);
-        let left = book.subscriptions.get(slot).and_then(|count| count.checked_sub(1))?;
-        book.subscriptions[slot] = left;
+        let left = counts.subscriptions.get(slot).and_then(|count| count.checked_sub(1))?;
+        counts.subscriptions[slot] = left;
         if left > 0 {
             return None;
         }
@@ -294,20 +300,20 @@ impl<T: HasTable> Subscribers<T> {
         table.taken.fetch_and(!(1 << slot), SeqCst);
         table.wait_for_passes();
         let invalidator = table.slots[slot].swap(ptr::null_mut(), SeqCst);
-        // SAFETY: it came from `Box::into_raw` in `add`; the slot is not taken, and no pass that
-        // saw it taken is left, so that nobody else has it.
+        // SAFETY: the pointer came from `Box::into_raw` in `add`. The slot is no longer taken, and
+        // `wait_for_passes` saw the end of every pass that saw it taken, so nothing else uses it.
         let invalidator = unsafe { Box::from_raw(invalidator) };
-        book.by_invalidator.remove(&identity(&invalidator));
+        counts.by_invalidator.remove(&identity(&invalidator));
         Some(*invalidator)
     }
 }
 
-/// A range for `start` and `len` as a system call was given them: to the end of the address space
-/// where they wrap.
+/// Returns the range for the `start` and `len` of a system call, clamped to the end of the address
+/// space.
 #[inline]
 pub fn clamped(start: u64, len: u64) -> AddressRange {
     let longest = (u64::MAX - start).saturating_add(1);
-    // It cannot wrap; and if it did, hooks have no memory for an error.
+    // `len` is clamped, so the range is valid. A hook could not allocate an error anyway.
     AddressRange::checked(hmem_core::Address(start), len.min(longest))
         .unwrap_or(AddressRange::of::<u8>(&[]))
 }
@@ -323,11 +329,11 @@ mod tests {
     }
 
     #[test]
-    fn a_table_is_quiet_when_every_pass_is_over_in_whatever_order_they_end() {
+    fn table_is_quiet_after_all_passes_in_any_order() {
         let table = table();
         let mut before = table.quiet_stamp().unwrap();
         for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
-            // Of one thread, so that they are on one line: the first has a counter to itself.
+            // All passes of one thread are on one line; the first has the exclusive counter.
             let mut passes: Vec<_> = (0..3).map(|_| Some(table.pass())).collect();
             assert_eq!(passes.iter().flatten().filter(|pass| pass.after.is_some()).count(), 1);
             for which in order {
@@ -341,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_waits_for_a_pass_that_has_a_counter_to_itself_and_for_one_beside_it() {
+    fn writer_waits_for_exclusive_and_shared_passes() {
         let table = table();
         for beside in [false, true] {
             let over = std::sync::atomic::AtomicBool::new(false);
@@ -360,7 +366,7 @@ mod tests {
                     table.wait_for_passes();
                     over.load(Relaxed)
                 });
-                // The writer has turned a side: it waits, or is about to.
+                // The writer has switched a side: it waits, or is about to.
                 while table.side.load(SeqCst) % 4 == if beside { 2 } else { 0 } {
                     std::thread::yield_now();
                 }
@@ -375,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn passes_of_many_threads_and_a_writer_leave_the_table_quiet() {
+    fn concurrent_passes_leave_the_table_quiet() {
         const EACH: u64 = 20_000;
         let table = table();
         std::thread::scope(|scope| {

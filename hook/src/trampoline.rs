@@ -10,10 +10,10 @@ use rustix::{
 
 use crate::{MonitorName, arch, entry::PatchPoint};
 
-/// Bytes for one function's two ways.
+/// Bytes of one function's trampoline, both directions together.
 const SLOT: u64 = 128;
 
-/// The mapping. It is never unmapped: a thread may be on its way through it at any time.
+/// The mapping. It is never unmapped: a thread may be running in it at any time.
 #[derive(Debug)]
 pub(super) struct Trampolines {
     monitor: MonitorName,
@@ -22,8 +22,8 @@ pub(super) struct Trampolines {
 }
 
 impl Trampolines {
-    /// A mapping for so many functions within reach of code at `near`, writable until
-    /// [`Trampolines::seal`].
+    /// Maps memory for the trampolines of some functions, within a jump's reach of `near`. It is
+    /// writable until [`Trampolines::seal`].
     pub(super) fn new(monitor: MonitorName, near: u64, functions: usize) -> Result<Self> {
         let len = (functions as u64 * SLOT).next_multiple_of(page_size());
         let failed = |call: &'static str, errno: Errno| Error::os(errno, call).iface(monitor.iface);
@@ -43,8 +43,8 @@ impl Trampolines {
             match unsafe { rustix::mm::mmap_anonymous(at, len as usize, prot, flags) } {
                 Ok(mapped) if mapped == at => return Ok(Self { monitor, start, len }),
                 Ok(elsewhere) => {
-                    // SAFETY: kernels that do not know the flag take the address for a hint: this
-                    // mapping is ours.
+                    // SAFETY: a kernel that does not know the flag uses the address as a hint and
+                    // maps elsewhere; this mapping is new, and this function's own.
                     unsafe { rustix::mm::munmap(elsewhere, len as usize) }
                         .map_err(|errno| failed("munmap", errno))?;
                 }
@@ -61,51 +61,57 @@ impl Trampolines {
             )))
     }
 
-    /// Writes the two ways of the function in this slot, whose entry is at `entry`, and returns
-    /// where they begin: to the hook, and past the replaced instruction.
+    /// Writes the trampoline of the function at `entry` into a slot. Returns the addresses of its
+    /// two parts: the way to the hook, and the way past the replaced instruction.
     pub(super) fn write(
         &self,
         slot: usize,
         hook: u64,
         entry: u64,
-        fit: &PatchPoint,
+        point: &PatchPoint,
     ) -> Option<(u64, u64)> {
         let to_hook = self.start + slot as u64 * SLOT;
         assert!(to_hook + SLOT <= self.start + self.len, "as many slots as functions");
-        let mut code = fit.undo.clone();
+        let mut code = point.undo.clone();
         code.extend(arch::absolute_jump(hook));
         code.resize(code.len().next_multiple_of(16), 0);
         let past = to_hook + code.len() as u64;
-        let mut skipped = fit.skipped.clone();
-        for relative in &fit.relative {
+        let mut skipped = point.skipped.clone();
+        for relative in &point.relative {
             skipped[relative.at..][..4].copy_from_slice(&arch::displacement(past, relative)?);
         }
         code.extend(skipped);
-        code.extend(arch::jump(to_hook + code.len() as u64, entry + fit.resume as u64)?);
+        code.extend(arch::jump(to_hook + code.len() as u64, entry + point.resume as u64)?);
         assert!(code.len() as u64 <= SLOT, "the ways are {} bytes long", code.len());
         let at = std::ptr::with_exposed_provenance_mut::<u8>(to_hook as usize);
-        // SAFETY: the slot lies in the mapping, which nobody runs or reads before it is sealed.
+        // SAFETY: the slot lies in the mapping, which no thread runs or reads before it is sealed.
         unsafe { std::ptr::copy_nonoverlapping(code.as_ptr(), at, code.len()) };
         Some((to_hook, past))
     }
 
-    /// Makes the mapping executable, and no longer writable.
+    /// Makes the mapping executable and no longer writable.
     pub(super) fn seal(&self) -> Result<()> {
         let at = std::ptr::with_exposed_provenance_mut(self.start as usize);
         let len = self.len as usize;
-        // SAFETY: the mapping is this value's own.
+        // SAFETY: `new` made the mapping, and this value owns it.
         unsafe { rustix::mm::mprotect(at, len, MprotectFlags::READ | MprotectFlags::EXEC) }
-            .map_err(|errno| not_allowed(self.monitor, errno, "mprotect of trampolines"))?;
-        // SAFETY: just mapped.
+            .map_err(|errno| code_change_refused(self.monitor, errno, "mprotect of trampolines"))?;
+        // SAFETY: `new` mapped the bytes, and they are never unmapped.
         unsafe { arch::flush(self.start, len) };
         Ok(())
     }
 }
 
-/// Code must not be made: what forbids it.
-pub(super) fn not_allowed(monitor: MonitorName, errno: Errno, operation: &'static str) -> Error {
-    Error::os(errno, operation).iface(monitor.iface).context("monitor", monitor.name).remedy(format!(
-        "a security policy (SELinux execmod or execmem, PR_SET_MDWE, seccomp) forbids changing code: allow it, or {}",
+/// Returns the error for a security policy that forbids making or changing code.
+pub(super) fn code_change_refused(
+    monitor: MonitorName,
+    errno: Errno,
+    operation: &'static str,
+) -> Error {
+    let error = Error::os(errno, operation).iface(monitor.iface).context("monitor", monitor.name);
+    error.remedy(format!(
+        "a security policy (SELinux execmod or execmem, PR_SET_MDWE, seccomp) forbids changing \
+         code: allow it, or {}",
         monitor.fallback_hint
     ))
 }
@@ -114,9 +120,9 @@ fn page_size() -> u64 {
     rustix::param::page_size() as u64
 }
 
-/// Starts of `len` free bytes at both ends of every gap of the address space.
+/// Returns the start of `len` free bytes at both ends of every gap of the address space.
 fn gaps(maps: &str, len: u64) -> impl Iterator<Item = u64> {
-    // Keeps clear of guards and of what grows.
+    // Distance from guard pages, and from mappings that grow.
     const MARGIN: u64 = 1 << 20;
     let page = page_size();
     let mut last_end = None::<u64>;
@@ -130,7 +136,8 @@ fn gaps(maps: &str, len: u64) -> impl Iterator<Item = u64> {
             let gap = last_end.replace(end).filter(|from| start.saturating_sub(*from) >= len);
             let grows = line.ends_with("[stack]") || line.ends_with("[vsyscall]");
             match gap {
-                // Too narrow for margins: only between libraries, where nothing grows.
+                // Too narrow for margins. Narrow gaps lie only between libraries, where nothing
+                // grows.
                 Some(from) if start - from < 3 * MARGIN + len => {
                     [(!grows).then_some(start - len), None]
                 }

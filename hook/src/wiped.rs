@@ -1,9 +1,9 @@
-//! Memory that a forked child finds zeroed.
+//! Memory that is zeroed in a forked child.
 //!
-//! What a hook or a monitor's thread shares with the rest of the process lives in it, so that a
-//! child, however it was made (`fork`, raw `clone`), has no invalidator, no lock that another
-//! thread held, and nothing under way. A child that shares the parent's memory (`vfork`, threads)
-//! shares this too, as it must.
+//! It holds the state that a hook or a monitor's thread shares with the rest of the process. A
+//! child of `fork` or of a raw `clone` thus has no invalidator, no lock that another thread held,
+//! and no change in flight. A child that shares the parent's memory (`vfork`, threads) shares this
+//! memory too, as it must.
 
 use std::{
     ops::Deref,
@@ -19,40 +19,42 @@ use rustix::{
 
 use crate::MonitorName;
 
-/// What zeroed memory is a valid value of, at any moment.
+/// A type for which zeroed memory is a valid value at any moment.
 ///
 /// # Safety
-/// All-zero bytes are a valid value even where another value was a moment ago, sharing it between
-/// threads is sound, and it needs no drop.
+/// - All-zero bytes are a valid value, even where another value was a moment ago.
+/// - Threads may share the value.
+/// - The type needs no drop.
 pub unsafe trait Wipeable: Sync {}
 
 // SAFETY: any bytes are an `AtomicUsize`, which threads may share and which needs no drop.
 unsafe impl Wipeable for AtomicUsize {}
 
-/// `T` behind a mark that a child does not have.
+/// A `T` behind a mark that is zero in a child.
 #[repr(C)]
 struct Marked<T> {
     ours: AtomicU32,
     value: T,
 }
 
-/// One `T` that starts as zeroes, and is zeroes again in a forked child.
+/// A `T` that starts as zeroes, and is zeroes again in a forked child.
 #[derive(Debug)]
 pub struct WipedOnFork<T> {
     marked: NonNull<Marked<T>>,
 }
 
-// SAFETY: a mapping belongs to the process, not to a thread; what lies in it is shared as `T:
-// Wipeable` allows, which needs no drop, so that any thread may drop it.
+// SAFETY: a mapping belongs to the process, not to a thread. `T: Wipeable` lets threads share the
+// value and needs no drop, so that any thread may drop the mapping.
 unsafe impl<T: Wipeable> Send for WipedOnFork<T> {}
-// SAFETY: as above; `&WipedOnFork` gives out nothing but `&T`.
+// SAFETY: `&WipedOnFork` gives access to nothing but `&T`, which `T: Wipeable` lets threads share.
 unsafe impl<T: Wipeable> Sync for WipedOnFork<T> {}
 
 impl<T: Wipeable> WipedOnFork<T> {
-    /// For a monitor, which is named where it cannot be had.
+    /// Maps zeroed memory. Errors name the monitor.
     ///
     /// # Errors
-    /// OutOfResources without memory; Unsupported where the kernel cannot wipe (before Linux 4.14).
+    /// - OutOfResources: no memory is left.
+    /// - Unsupported: the kernel cannot wipe memory in a child (before Linux 4.14).
     pub fn new(monitor: MonitorName) -> Result<Self> {
         assert!(align_of::<Marked<T>>() <= rustix::param::page_size(), "mappings are page-aligned");
         let len = size_of::<Marked<T>>();
@@ -63,21 +65,22 @@ impl<T: Wipeable> WipedOnFork<T> {
             unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), len, prot, MapFlags::PRIVATE) };
         let at = at.map_err(failed)?;
         let this = Self { marked: NonNull::new(at.cast()).ok_or_else(|| failed(Errno::FAULT))? };
-        // SAFETY: the mapping is this function's own, and zeroes are what its users accept.
+        // SAFETY: the mapping is this function's own, and zeroes are a valid `Marked<T>`.
         unsafe { rustix::mm::madvise(at, len, Advice::LinuxWipeOnFork) }.map_err(|errno| {
             Error::new(ErrorKind::Unsupported, "madvise(MADV_WIPEONFORK)")
                 .iface(monitor.iface)
                 .context("monitor", monitor.name)
                 .errno(errno)
                 .remedy(
-                    "it needs Linux 4.14: without that call a forked child could not be told apart",
+                    "use Linux 4.14 or newer: the monitor needs this call to recognise a forked \
+                     child",
                 )
         })?;
         this.marked().ours.store(1, Ordering::Relaxed);
         Ok(this)
     }
 
-    /// Whether this process made it. Not so in a forked child, where it holds zeroes.
+    /// Returns true in the process that created this value, and false in a forked child.
     #[inline]
     pub fn is_own_process(&self) -> bool {
         self.marked().ours.load(Ordering::Relaxed) != 0
@@ -85,17 +88,17 @@ impl<T: Wipeable> WipedOnFork<T> {
 
     #[inline]
     fn marked(&self) -> &Marked<T> {
-        // SAFETY: the mapping is as long as a `Marked<T>`, aligned, lives as long as `self`, and
-        // holds zeroes or what `&Marked<T>` was used to write; `T: Wipeable` accepts both,
-        // and so does an `AtomicU32`.
+        // SAFETY: `new` mapped the bytes of a `Marked<T>`, page-aligned, and they live as long as
+        // `self`. They hold zeroes, or values that users of `&Marked<T>` wrote. Both are valid for
+        // `T: Wipeable` and for an `AtomicU32`.
         unsafe { self.marked.as_ref() }
     }
 }
 
 impl<T> Drop for WipedOnFork<T> {
     fn drop(&mut self) {
-        // SAFETY: mapped by `new`, of this length, and whoever drops it has no use for it any
-        // longer.
+        // SAFETY: `new` mapped these bytes with this length, and the dropped value was their only
+        // user.
         let done =
             unsafe { rustix::mm::munmap(self.marked.as_ptr().cast(), size_of::<Marked<T>>()) };
         if let Err(errno) = done {

@@ -23,10 +23,10 @@ const NAME: MonitorName =
     MonitorName { name: "test", iface: IfaceKind::SYSTEM, fallback_hint: "do without" };
 static REGISTRY: HookRegistry<SubscriberTable> = HookRegistry::new();
 static ORIGINAL: AtomicUsize = AtomicUsize::new(0);
-/// Each test's changes are told to all who are subscribed in the process.
+/// Serialises the tests: a change of one test notifies every subscriber in the process.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// Runs in place of `getppid`.
+/// Runs instead of `getppid`.
 unsafe extern "C" fn hook() -> libc::pid_t {
     let pass = REGISTRY.subscribers().map(|subscribers| subscribers.table().pass());
     if let Some(pass) = &pass {
@@ -35,7 +35,7 @@ unsafe extern "C" fn hook() -> libc::pid_t {
         });
     }
     let original = with_exposed_provenance::<()>(ORIGINAL.load(Ordering::Relaxed));
-    // SAFETY: the plan has written the way into the function, which takes and does nothing.
+    // SAFETY: `plan` has written the original, which has no arguments and no precondition.
     unsafe { transmute::<*const (), GetPpid>(original)() }
 }
 
@@ -48,26 +48,26 @@ fn plan() -> Result<Patches> {
         call: Some(libc::SYS_getppid),
         original: &ORIGINAL,
     };
-    // SAFETY: the C library stays loaded; the hook is of the function's type and has an `original`
-    // to itself.
+    // SAFETY: the C library stays loaded; the hook has the function's type and its own
+    // `original`.
     unsafe { Patches::plan(NAME, &[getppid]) }
 }
 
 fn change() {
-    // SAFETY: it takes nothing and cannot fail.
+    // SAFETY: getppid has no precondition.
     unsafe { libc::getppid() };
 }
 
 #[derive(Debug, Default)]
-struct Told(AtomicU64);
+struct CallCounter(AtomicU64);
 
-impl Told {
+impl CallCounter {
     fn times(&self) -> u64 {
         self.0.load(Ordering::SeqCst)
     }
 }
 
-impl Invalidator for Told {
+impl Invalidator for CallCounter {
     fn invalidate(&self, _: AddressRange, _: InvalidationCause) {
         self.0.fetch_add(1, Ordering::SeqCst);
     }
@@ -79,25 +79,24 @@ impl Invalidator for Told {
     fn open_gate(&self) {}
 }
 
-/// Whoever is subscribed is told, and whoever is not any more is not, however many others begin and
-/// end meanwhile.
+/// Only subscribed invalidators are notified, while other subscriptions begin and end.
 #[test]
-fn whoever_is_subscribed_is_told_and_nobody_else() {
+fn only_subscribed_invalidators_are_notified() {
     const ROUNDS: usize = 10_000;
     let _one = ONE_AT_A_TIME.lock().unwrap();
     let hooks = Hooks::start(&REGISTRY, NAME, plan).unwrap();
-    let subscribe = |told: &Arc<Told>| -> Subscription {
-        let invalidator: Arc<dyn Invalidator> = Arc::<Told>::clone(told);
+    let subscribe = |counter: &Arc<CallCounter>| -> Subscription {
+        let invalidator: Arc<dyn Invalidator> = Arc::<CallCounter>::clone(counter);
         hooks.subscribe(&invalidator).unwrap()
     };
-    let shared = [Arc::new(Told::default()), Arc::new(Told::default())];
+    let shared = [Arc::new(CallCounter::default()), Arc::new(CallCounter::default())];
     thread::scope(|scope| {
         for number in 0..3 {
             let (hooks, subscribe, shared) = (&hooks, &subscribe, &shared);
             scope.spawn(move || {
                 for round in 0..ROUNDS {
-                    // Of several threads: the last subscription of one may be followed by another's
-                    // first.
+                    // Shared by several threads: one thread's last subscription may be followed by
+                    // another's first.
                     let ours = &shared[(number + round) % shared.len()];
                     let (first, second) = (subscribe(ours), subscribe(ours));
                     hooks.unsubscribe(first);
@@ -105,36 +104,45 @@ fn whoever_is_subscribed_is_told_and_nobody_else() {
                     change();
                     assert!(ours.times() > before);
                     hooks.unsubscribe(second);
-                    // Of this round only: memory of others' is used again for it.
-                    let own = Arc::new(Told::default());
+                    // Of this round only: its memory was used by earlier invalidators.
+                    let own = Arc::new(CallCounter::default());
                     let subscription = subscribe(&own);
                     change();
-                    let told = own.times();
-                    assert!(told > 0);
+                    let counter = own.times();
+                    assert!(counter > 0);
                     hooks.unsubscribe(subscription);
-                    let told = own.times().max(told);
+                    let counter = own.times().max(counter);
                     change();
-                    assert_eq!(own.times(), told);
-                    assert_eq!(Arc::strong_count(&own), 1, "nobody holds what is told no more");
+                    assert_eq!(own.times(), counter);
+                    assert_eq!(
+                        Arc::strong_count(&own),
+                        1,
+                        "an unsubscribed invalidator is dropped"
+                    );
                 }
             });
         }
     });
-    let before = shared.each_ref().map(|told| told.times());
+    let before = shared.each_ref().map(|counter| counter.times());
     change();
-    assert_eq!(shared.each_ref().map(|told| told.times()), before);
+    assert_eq!(shared.each_ref().map(|counter| counter.times()), before);
     assert!(hooks.subscribers().table().pass().is_empty());
-    // One that is left is let go with the hooks, and another monitor of the process is told still.
+    // A remaining subscription ends with the hooks. Another monitor of the process is still
+    // notified.
     let other = Hooks::start(&REGISTRY, NAME, plan).unwrap();
     let [first, second] = &shared;
     subscribe(first);
     subscribe(first);
-    let invalidator: Arc<dyn Invalidator> = Arc::<Told>::clone(second);
+    let invalidator: Arc<dyn Invalidator> = Arc::<CallCounter>::clone(second);
     other.subscribe(&invalidator).unwrap();
     drop(invalidator);
     let before = first.times();
     change();
-    assert_eq!(first.times(), before + 1, "two subscriptions of one invalidator are one telling");
+    assert_eq!(
+        first.times(),
+        before + 1,
+        "two subscriptions of one invalidator are one notification"
+    );
     drop(hooks);
     let before = [first.times(), second.times()];
     change();
@@ -143,21 +151,22 @@ fn whoever_is_subscribed_is_told_and_nobody_else() {
     assert_eq!(shared.each_ref().map(Arc::strong_count), [1, 1]);
 }
 
-/// A slot is another's meanwhile, which another monitor has told.
+/// Meanwhile the slot belongs to an invalidator of another monitor.
 #[test]
-fn one_that_comes_back_to_another_slot_is_let_go_once_it_is_subscribed_no_more() {
+fn invalidator_in_a_new_slot_is_dropped_after_unsubscribe() {
     let _one = ONE_AT_A_TIME.lock().unwrap();
     let [first, second] = [(), ()].map(|()| Hooks::start(&REGISTRY, NAME, plan).unwrap());
-    let tolds = [(); 2].map(|()| Arc::new(Told::default()));
-    let [ours, others] =
-        tolds.each_ref().map(|told| Arc::<Told>::clone(told) as Arc<dyn Invalidator>);
+    let counters = [(); 2].map(|()| Arc::new(CallCounter::default()));
+    let [ours, others] = counters
+        .each_ref()
+        .map(|counter| Arc::<CallCounter>::clone(counter) as Arc<dyn Invalidator>);
     first.unsubscribe(first.subscribe(&ours).unwrap());
     second.subscribe(&others).unwrap();
     let subscriptions = [(); 3].map(|()| first.subscribe(&ours).unwrap());
     change();
-    assert_eq!(tolds.each_ref().map(|told| told.times()), [1, 1]);
+    assert_eq!(counters.each_ref().map(|counter| counter.times()), [1, 1]);
     subscriptions.into_iter().for_each(|subscription| first.unsubscribe(subscription));
     change();
-    assert_eq!(tolds.each_ref().map(|told| told.times()), [1, 2]);
-    assert_eq!(Arc::strong_count(&ours), 2, "of the test");
+    assert_eq!(counters.each_ref().map(|counter| counter.times()), [1, 2]);
+    assert_eq!(Arc::strong_count(&ours), 2, "held by the test only");
 }

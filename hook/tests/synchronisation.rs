@@ -1,4 +1,4 @@
-//! Processors are made to fetch changed code before a monitor starts or ends.
+//! Processors refetch changed code before a monitor starts or ends.
 
 mod supervised;
 
@@ -18,10 +18,10 @@ const NAME: MonitorName =
 static REGISTRY: HookRegistry<SubscriberTable> = HookRegistry::new();
 static ORIGINAL: AtomicUsize = AtomicUsize::new(0);
 
-/// Runs in place of `getppid`.
+/// Runs instead of `getppid`.
 unsafe extern "C" fn hook() -> libc::pid_t {
     let original = with_exposed_provenance::<()>(ORIGINAL.load(Ordering::Relaxed));
-    // SAFETY: the plan has written the way into the function, which takes and does nothing.
+    // SAFETY: `plan` has written the original, which has no arguments and no precondition.
     unsafe { transmute::<*const (), GetPpid>(original)() }
 }
 
@@ -33,14 +33,14 @@ fn plan() -> Result<Patches> {
     let hook = (hook as *const ()).expose_provenance();
     let call = Some(libc::SYS_getppid);
     let getppid = PatchTarget { name: "getppid", entry: entry(), hook, call, original: &ORIGINAL };
-    // SAFETY: the C library stays loaded; the hook is of the function's type and has an `original`
-    // to itself.
+    // SAFETY: the C library stays loaded; the hook has the function's type and its own
+    // `original`.
     unsafe { Patches::plan(NAME, &[getppid]) }
 }
 
-/// The function's first instructions as they are now.
+/// Returns the current first instructions of the function.
 fn code() -> [u8; 32] {
-    // SAFETY: code of the C library, which is replaced by whole valid instructions only.
+    // SAFETY: code of the C library is readable, and only whole valid instructions replace it.
     unsafe { with_exposed_provenance::<[u8; 32]>(entry()).read_volatile() }
 }
 
@@ -51,7 +51,7 @@ const REGISTER_SYNC_CORE: u64 = 1 << 6;
 /// MON-03
 #[test]
 #[cfg_attr(target_arch = "aarch64", ignore = "qemu-user has no seccomp filters")]
-fn processors_fetch_the_code_anew_after_it_was_patched_and_after_it_was_taken_back() {
+fn processors_refetch_code_after_patch_and_unpatch() {
     let unpatched = code();
     let mut calls = Vec::new();
     let seen = |command| {
@@ -70,6 +70,6 @@ fn processors_fetch_the_code_anew_after_it_was_patched_and_after_it_was_taken_ba
             (REGISTER_SYNC_CORE, false),
             (SYNC_CORE, false),
         ],
-        "commands, and whether the code was patched then"
+        "commands, and whether the code was patched at the time"
     );
 }

@@ -39,7 +39,8 @@ pub const CAUSES: &[RefusalCause] = &[
         mapping: Some(DmaBufMapping::Pcie),
         answers: &[Answer::UNSUPPORTED, Answer::Kind(&[ErrorKind::InvalidArgument])],
         cause: "the driver or the device has no PCIe mapping for exports (CUDA from 12.8)",
-        remedy: "nothing where the default mapping works, which is tried next; update the driver where it does not",
+        remedy: "none needed if the default mapping works, which is tried next; otherwise update \
+                 the driver",
         ..RefusalCause::ANY
     },
     RefusalCause {
@@ -69,7 +70,8 @@ pub const CAUSES: &[RefusalCause] = &[
             Answer::Errno(&[14, 22]),
             Answer::Kind(&[ErrorKind::Unsupported, ErrorKind::InvalidArgument]),
         ],
-        cause: "the driver exports no memory of this stream-ordered pool, as it was not made for RDMA or pools cannot be",
+        cause: "the driver does not export memory of this stream-ordered pool: the pool was not \
+                created for RDMA, or the driver has no such pools",
         remedy: "allocate what is registered with the plain allocator; where the driver has RDMA for pools (gpuDirectRDMACapable in \
                  CUmemPoolProps, CUDA 13), from one made with it, which only dma-bufs reach",
         ..RefusalCause::ANY
@@ -104,7 +106,7 @@ pub const CAUSES: &[RefusalCause] = &[
             Answer::Errno(&[1, 13]),
             Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied]),
         ],
-        cause: "the process may not use the device's files, or the buffer was opened for reading only",
+        cause: "the process may not use the device's files, or the buffer was opened read-only",
         remedy: "give the user (or container) /dev/infiniband/uverbs* and /dev/nvidia*, and export for writing",
         ..RefusalCause::ANY
     },
@@ -116,7 +118,7 @@ pub const CAUSES: &[RefusalCause] = &[
         steps: &[Step::Segments, Step::ExportWhole, Step::Export],
         answers: &[Answer::Driver(&[101])],
         cause: "the device fell off the bus, was reset, or was taken from this process",
-        remedy: "look at the kernel log (dmesg), and start again once the device answers",
+        remedy: "look at the kernel log (`dmesg`), and restart the process when the device answers",
         ..RefusalCause::ANY
     },
 ];

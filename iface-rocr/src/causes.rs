@@ -57,7 +57,8 @@ pub const CAUSES: &[RefusalCause] = &[
         mapping: Some(DmaBufMapping::Pcie),
         answers: &[Answer::UNSUPPORTED, Answer::Kind(&[ErrorKind::InvalidArgument])],
         cause: "the driver or the device has no PCIe mapping for exports (ROCr from 7.2)",
-        remedy: "nothing where the default mapping works, which is tried next; update the driver where it does not",
+        remedy: "none needed if the default mapping works, which is tried next; otherwise update \
+                 the driver",
         ..RefusalCause::ANY
     },
     RefusalCause {
@@ -103,7 +104,7 @@ pub const CAUSES: &[RefusalCause] = &[
             Answer::Errno(&[1, 13]),
             Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied]),
         ],
-        cause: "the process may not use the device's files, or the buffer was opened for reading only",
+        cause: "the process may not use the device's files, or the buffer was opened read-only",
         remedy: "give the user (or container) /dev/infiniband/uverbs*, /dev/kfd and /dev/dri/renderD*, and export for writing",
         ..RefusalCause::ANY
     },

@@ -1,4 +1,4 @@
-//! Prints what a lookup costs: among 100,000 live allocations at random, and for a foreign address.
+//! Prints the cost of a lookup: random among 100,000 live allocations, and of a foreign address.
 
 use std::{hint::black_box, time::Instant};
 
@@ -27,7 +27,7 @@ fn main() -> Result<()> {
     print("foreign", || host, iface)
 }
 
-/// The fastest of many batches: this machine may be busy with something else as well.
+/// Prints the fastest of many batches, because this machine may be busy with other work.
 fn print(what: &str, mut address: impl FnMut() -> Address, iface: &dyn Iface) -> Result<()> {
     let mut best = f64::INFINITY;
     for _ in 0..200 {

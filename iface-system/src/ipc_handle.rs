@@ -1,5 +1,4 @@
-//! How an allocation is named to another process: by the owner's pid and fd, and what must be found
-//! there.
+//! The IPC handle of an allocation: the owner's pid and fd, and the identity to verify.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -13,35 +12,35 @@ use crate::sys;
 
 const MAGIC: [u8; 4] = *b"hmIP";
 const VERSION: u16 = 1;
-/// Magic, version, kind, a spare byte, the nine numbers, checksum.
+/// Bytes of magic, version, kind, a spare byte, the nine numbers and the checksum.
 const LEN: usize = 4 + 2 + 1 + 1 + 4 * 3 + 8 * 6 + 4;
 const NO_DEVICE: u32 = u32::MAX;
 
 /// The content of an IPC handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HandleBody {
-    /// The owner's process.
+    /// Process id of the owner.
     pub(crate) pid: u32,
-    /// The memory file's fd there.
+    /// The fd of the memory file in the owner's process.
     pub(crate) fd: u32,
-    /// The allocation's device.
+    /// The device of the allocation.
     pub(crate) device: Option<DeviceId>,
-    /// The kind's code.
+    /// Code of the allocation's kind.
     pub(crate) kind: u8,
-    /// Device and inode of the memory file: an fd number may have another meaning by now.
+    /// Device and inode of the memory file. The fd number may name another file by now.
     pub(crate) file: (u64, u64),
-    /// Where in the file the allocation begins, in bytes.
+    /// Offset of the allocation in the file, in bytes.
     pub(crate) offset: u64,
-    /// Bytes of the allocation.
+    /// Length of the allocation in bytes.
     pub(crate) len: u64,
-    /// The owner's identity of the allocation.
+    /// Identity of the allocation in the owner's process.
     pub(crate) id: u64,
-    /// The word of the file's header that shows that identity while the allocation lives, and, for
-    /// what has no header, `NO_STAMP`.
+    /// Index of the word in the file's header that holds the identity while the allocation lives,
+    /// or `NO_STAMP` if the file has no header.
     pub(crate) stamp: u64,
 }
 
-/// The file shows no identities: it holds one allocation and goes with it.
+/// Stamp of a file without a header. Such a file holds one allocation, and is deleted with it.
 pub(crate) const NO_STAMP: u64 = u64::MAX;
 
 impl HandleBody {
@@ -60,13 +59,13 @@ impl HandleBody {
         bytes
     }
 
-    /// Malformed for anything but what [`HandleBody::to_bytes`] made.
+    /// Decodes a handle. Fails with Malformed for bytes that [`HandleBody::to_bytes`] did not make.
     pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let malformed = |what: &'static str| {
             Error::new(ErrorKind::Malformed, "ipc open")
                 .context("why", what)
                 .context("length", bytes.len())
-                .remedy("hand the bytes over as they came out of ipc export")
+                .remedy("pass the bytes unchanged from `ipc_export`")
         };
         let (body, checksum) = bytes
             .split_last_chunk::<4>()
@@ -107,31 +106,32 @@ impl HandleBody {
         Ok(handle)
     }
 
-    /// Opens the owner's memory file, which cannot shrink, and says how long it is.
+    /// Opens the owner's memory file, which cannot shrink, and returns its length.
     pub(crate) fn open_file(&self) -> Result<(OwnedFd, u64)> {
-        // By path needs less of a privilege than taking the fd over.
+        // Opening by path needs fewer privileges than `pidfd_getfd`.
         let found = sys::find_path(&format!("/proc/{}/fd/{}", self.pid, self.fd));
         let found = found.or_else(|by_path| self.take_fd_over().map_err(|_| by_path));
         let found = found
-            .map_err(|error| self.gone("the owner or its fd is not there").caused_by(error))?;
-        // Only then opened: the number may be a device's by now, which an open would wake.
+            .map_err(|error| self.gone("the owner or its fd does not exist").caused_by(error))?;
+        // Opened only after the check: the number may name a device by now, which an open would
+        // wake.
         if sys::file_identity(found.as_fd())? != self.file {
-            return Err(self.gone("the owner's fd is another file by now"));
+            return Err(self.gone("the owner's fd names another file by now"));
         }
-        // Opened anew in any case: that counts as a user of the file.
+        // Reopened in any case, so that this process counts as a user of the file.
         let file = sys::reopen(found.as_fd())?;
-        // A handle is bytes from another process. A file that could shrink under a mapping would
-        // end this process with SIGBUS; no file that an allocation lives in can, and only
-        // what has seals at all is one.
+        // A handle is bytes from another process. A file that shrinks under a mapping ends this
+        // process with SIGBUS. The files of allocations are sealed against shrinking, so a file
+        // without that seal is refused.
         let seals = rustix::fs::fcntl_get_seals(&file);
         if !seals.is_ok_and(|seals| seals.contains(SealFlags::SHRINK)) {
             return Err(Error::new(ErrorKind::Malformed, "ipc open")
                 .context(
                     "why",
-                    "the handle names a file that can shrink, which no allocation lives in",
+                    "the handle names a file that can shrink, which holds no allocation",
                 )
                 .context("pid", self.pid)
-                .remedy("hand the bytes over as they came out of ipc export"));
+                .remedy("pass the bytes unchanged from `ipc_export`"));
         }
         let stat = rustix::fs::fstat(&file).map_err(|errno| Error::os(errno, "fstat"))?;
         Ok((file, stat.st_size as u64))
@@ -146,22 +146,22 @@ impl HandleBody {
             .map_err(|errno| Error::os(errno, "pidfd_getfd").context("pid", self.pid))
     }
 
-    /// The owner, or the allocation, is no longer there.
+    /// Returns the error for an owner, or an allocation, that no longer exists.
     pub(crate) fn gone(&self, why: &'static str) -> Error {
         Error::new(ErrorKind::Unavailable, "ipc open")
             .context("why", why)
             .context("pid", self.pid)
             .context("identity", self.id)
-            .remedy("the owner must keep the allocation until it is open everywhere")
+            .remedy("the owner must keep the allocation until every process has opened it")
     }
 }
 
-/// The pid under which other processes find this one.
+/// Returns the pid under which other processes find this process.
 pub(crate) fn own_pid() -> u32 {
     std::process::id()
 }
 
-/// A handle of another iface is not ours to read.
+/// Fails unless the handle was made by an iface of this kind.
 pub(crate) fn check_iface(handle: &IpcHandle, mine: IfaceKind) -> Result<()> {
     if handle.iface == mine {
         return Ok(());
@@ -188,8 +188,8 @@ mod tests {
             let HandleBody { pid, fd, kind, file: (volume, inode), offset, len, id, stamp, .. } =
                 body;
             format!(
-                "pid {pid} fd {fd} device {device} kind {kind} file {volume}:{inode} offset {offset} \
-                 len {len} id {id} stamp {stamp}"
+                "pid {pid} fd {fd} device {device} kind {kind} file {volume}:{inode} offset \
+                 {offset} len {len} id {id} stamp {stamp}"
             )
         });
     }

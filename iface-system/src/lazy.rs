@@ -1,4 +1,4 @@
-//! Large arrays of atomics that take memory only where they were written.
+//! Large arrays of atomics that use memory only where they were written.
 
 use std::{marker::PhantomData, ops::Deref, slice, sync::atomic::AtomicU32};
 
@@ -6,10 +6,10 @@ use rustix::io::Errno;
 
 use crate::sys::Mapping;
 
-/// What zeroed memory is a valid value of.
+/// A type for which zeroed memory is a valid value.
 ///
 /// # Safety
-/// All-zero bytes are a valid value, sharing it between threads is sound, and it needs no drop.
+/// All-zero bytes are a valid value, threads may share it, and it needs no drop.
 pub(crate) unsafe trait ZeroValid: Sync {}
 
 // SAFETY: any bit pattern is an `AtomicU32`.
@@ -31,8 +31,8 @@ impl<T: ZeroValid> LazyArray<T> {
         Ok(Self { mapping, len, element: PhantomData })
     }
 
-    /// As [`LazyArray::new`], in pages of 2 MiB or so where the kernel has them: for what is read
-    /// at random.
+    /// Like [`LazyArray::new`], in pages of about 2 MiB where the kernel has them: for arrays that
+    /// are read at random.
     pub(crate) fn new_in_huge_pages(len: usize) -> Result<Self, Errno> {
         let array = Self::new(len)?;
         if let Err(errno) = array.mapping.prefer_huge_pages() {
@@ -41,7 +41,7 @@ impl<T: ZeroValid> LazyArray<T> {
         Ok(array)
     }
 
-    /// Makes `count` elements from `first` zero and gives their whole pages back. Concurrent
+    /// Zeroes `count` elements from `first` and returns their whole pages to the kernel. Concurrent
     /// readers see the old value or zero.
     pub(crate) fn discard(&self, first: usize, count: usize) -> Result<(), Errno> {
         self.mapping.discard((first * size_of::<T>()) as u64, count * size_of::<T>())
@@ -53,9 +53,9 @@ impl<T: ZeroValid> Deref for LazyArray<T> {
 
     #[inline]
     fn deref(&self) -> &[T] {
-        // SAFETY: the mapping is `len` elements long, aligned, zeroed (which `T` accepts), and
-        // lives as long as `self`; elements are only ever changed through their own
-        // interior mutability, or discarded to zero, which for atomics is one more value.
+        // SAFETY: the mapping is `len` elements long, aligned and zeroed, which `T: ZeroValid`
+        // accepts. It lives as long as `self`. Elements change only through their own interior
+        // mutability, or are discarded to zero, which for atomics is one more value.
         unsafe { slice::from_raw_parts(self.mapping.as_ptr().cast::<T>(), self.len) }
     }
 }

@@ -1,12 +1,12 @@
-//! Host memory, and a device for machines that have none.
+//! Host memory, and a simulated device for machines without one.
 //!
-//! [`System`] is the host's memory: anonymous, in memory files ([`MemFd`]), in huge pages.
+//! [`System`] allocates host memory: anonymous, in memory files ([`MemFd`]), in huge pages.
 //!
-//! [`Simulated`] is a device iface without hardware: device memory that the CPU cannot touch,
-//! several devices, identities, both monitor styles, segments, a copy engine, dma-buf export, IPC,
-//! and faults on demand.
+//! [`Simulated`] is a device iface without hardware. Its device memory cannot be touched by the
+//! CPU. It has several devices, allocation identities, both ways of free detection, segments, a
+//! copy engine, dma-buf export, IPC, and faults on demand.
 //!
-//! [`monitor`] notices that host memory went under a cached registration.
+//! [`monitor`] detects that host memory under a cached registration was unmapped or replaced.
 //!
 //! # Layers
 //!
@@ -18,8 +18,8 @@
 //!
 //! # Things this crate does not do
 //!
-//! It pins nothing: that is what providers do. What its [`monitor`]s do not see is in their
-//! documentation. A simulated device checks no timing and orders nothing beyond what the CPU does.
+//! It pins no memory; providers do. The documentation of each [`monitor`] lists the changes that it
+//! misses. A simulated device checks no timing, and orders nothing beyond what the CPU orders.
 
 #![deny(unsafe_code)]
 

@@ -4,11 +4,13 @@ use std::{collections::BTreeMap, ptr};
 
 use hmem_core::{AddressRange, Errno, Error, Result};
 
-/// Pages that are asked about, evenly spread over a range.
+/// Number of pages to query, evenly spread over a range.
 const SAMPLES: u64 = 512;
 
-/// Returns the NUMA node that holds most pages of a range of host memory, of up to 512 pages that
-/// are spread evenly over it; of several nodes that hold as many, the lowest.
+/// Returns the NUMA node that holds most pages of a range of host memory.
+///
+/// Up to 512 pages, spread evenly over the range, are queried. If several nodes hold equally many,
+/// the result is the lowest of them.
 ///
 /// Pages that have not been touched are on no node yet. If no page of the range has been touched,
 /// the result is the node of the calling thread: with the default memory policy a registration by
@@ -30,7 +32,7 @@ pub fn numa_node(range: AddressRange) -> Result<u32> {
     let step = ((last - first) / SAMPLES + 1) as usize;
     let pages: Vec<_> = (first..=last).step_by(step).map(|number| number * page).collect();
     let mut nodes: BTreeMap<u32, usize> = BTreeMap::new();
-    // A negative status is an error of that page alone: it is not there, for one.
+    // A negative status is the error of that page alone, which may not be populated.
     for node in statuses(&pages)?.into_iter().filter_map(|status| u32::try_from(status).ok()) {
         *nodes.entry(node).or_default() += 1;
     }
@@ -63,7 +65,7 @@ fn statuses(pages: &[u64]) -> Result<Vec<i32>> {
 /// Returns the node of the processor that runs the calling thread.
 fn own_node() -> Result<u32> {
     let mut node = 0_u32;
-    // SAFETY: the call writes one number to `node`; the others may be null.
+    // SAFETY: the call writes one number to `node`; the other pointers may be null.
     let result = unsafe {
         libc::syscall(libc::SYS_getcpu, ptr::null_mut::<u32>(), &raw mut node, ptr::null::<u8>())
     };

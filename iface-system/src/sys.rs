@@ -1,10 +1,11 @@
-//! The system calls of this crate: mappings, memory files, dma-bufs made of them, positioned reads
-//! and writes.
+//! The system calls of this crate: mappings, memory files, udmabuf, positioned reads and writes.
 //!
-//! rustix where it has the call; libc for leases and for reads and writes by raw address, since no
-//! reference may be formed to bytes that a NIC or another process may write meanwhile. libc, too,
-//! for what takes memory away: its functions are what cache monitors hook, and rustix makes raw
-//! system calls.
+//! Most calls go through rustix. Three kinds go through libc:
+//! - leases, which rustix lacks;
+//! - reads and writes by raw address, since no reference may exist to bytes that a NIC or another
+//!   process may write meanwhile;
+//! - calls that unmap memory, since cache monitors hook libc's functions, and rustix makes raw
+//!   system calls.
 
 use std::{
     ffi::c_void,
@@ -20,7 +21,7 @@ use rustix::{
     mm::{MapFlags, ProtFlags},
 };
 
-/// `asm-generic/fcntl.h`; libc has it for some targets only.
+/// `F_SETSIG` of `asm-generic/fcntl.h`, which libc defines for some targets only.
 const F_SETSIG: libc::c_int = 10;
 
 /// A mapping of this process, unmapped on drop.
@@ -30,19 +31,19 @@ pub(crate) struct Mapping {
     len: usize,
 }
 
-// SAFETY: a mapping belongs to the process, not to a thread; all access to its bytes goes through
-// raw pointers whose users synchronise on their own.
+// SAFETY: a mapping belongs to the process, not to a thread. All access to its bytes goes through
+// raw pointers, and the users of those pointers synchronise.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; `&Mapping` gives out nothing but addresses.
+// SAFETY: `&Mapping` gives access to nothing but addresses.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Address space without memory or access.
+    /// Reserves address space without memory or access.
     pub(crate) fn reserve(len: usize) -> Result<Self, OsErrno> {
         Self::anonymous(len, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE)
     }
 
-    /// Zeroes that take memory only where they are written.
+    /// Maps zeroes that use memory only where they are written.
     pub(crate) fn lazy_zeroes(len: usize) -> Result<Self, OsErrno> {
         Self::anonymous(
             len,
@@ -51,19 +52,19 @@ impl Mapping {
         )
     }
 
-    /// Asks for pages of 2 MiB or so where memory is written from now on; the kernel need not have
-    /// any.
+    /// Asks for pages of about 2 MiB for memory that is written from now on. The kernel may have
+    /// none.
     pub(crate) fn prefer_huge_pages(&self) -> Result<(), OsErrno> {
-        // SAFETY: the range is this mapping, whose contents stay.
+        // SAFETY: the range is this mapping, and the call keeps its contents.
         done(unsafe { libc::madvise(self.as_ptr().cast(), self.len, libc::MADV_HUGEPAGE) })
     }
 
-    /// Ordinary memory.
+    /// Maps anonymous memory.
     pub(crate) fn memory(len: usize) -> Result<Self, OsErrno> {
         Self::anonymous(len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
     }
 
-    /// Memory in pages of 2 MiB; `len` is a multiple of that.
+    /// Maps memory in pages of 2 MiB; `len` is a multiple of that.
     pub(crate) fn huge_pages(len: usize) -> Result<Self, OsErrno> {
         const HUGE_2MB: u32 = 21 << 26;
         let flags = MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::from_bits_retain(HUGE_2MB);
@@ -76,7 +77,7 @@ impl Mapping {
         Self::from_kernel(start, len)
     }
 
-    /// `len` bytes of `fd` from `offset`, shared.
+    /// Maps `len` bytes of `fd` from `offset`, shared.
     pub(crate) fn shared(fd: BorrowedFd<'_>, offset: u64, len: usize) -> Result<Self, OsErrno> {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice touches no existing one.
@@ -102,10 +103,10 @@ impl Mapping {
         Address::of_ptr(self.as_ptr())
     }
 
-    /// A pointer `offset` bytes in.
+    /// Returns a pointer `offset` bytes into the mapping.
     ///
     /// # Panics
-    /// If the offset lies outside: callers have checked it.
+    /// If the offset lies outside, which callers have checked.
     pub(crate) fn at(&self, offset: u64) -> *mut u8 {
         let offset = usize::try_from(offset).ok().filter(|offset| *offset <= self.len);
         self.as_ptr()
@@ -125,25 +126,25 @@ impl Mapping {
         let offset = file_offset(in_file);
         let (prot, flags) =
             (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
-        // SAFETY: `inside` has checked that the fixed range lies in this mapping, which nobody else
-        // maps into.
+        // SAFETY: `inside` has checked that the fixed range lies in this mapping, and nothing else
+        // maps into it.
         placed(unsafe { libc::mmap(at, len, prot, flags, fd.as_raw_fd(), offset) })
     }
 
-    /// Takes access and memory of `len` bytes at `offset` away again.
+    /// Removes access and memory of `len` bytes at `offset` again.
     pub(crate) fn place_nothing(&self, offset: u64, len: usize) -> Result<(), OsErrno> {
         let at = self.inside(offset, len)?;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
-        // SAFETY: `inside` has checked that the fixed range lies in this mapping; the caller frees
-        // what was there.
+        // SAFETY: `inside` has checked that the fixed range lies in this mapping. The caller frees
+        // the memory that was there.
         placed(unsafe { libc::mmap(at, len, libc::PROT_NONE, flags, -1, 0) })
     }
 
-    /// Gives the memory of private zeroes back; they read as zero again.
+    /// Returns the memory of private zeroes to the kernel; they read as zero again.
     pub(crate) fn discard(&self, offset: u64, len: usize) -> Result<(), OsErrno> {
         let at = self.inside(offset, len)?;
-        // SAFETY: the range lies in this mapping and its users accept zeroes (atomics that mean
-        // "nothing").
+        // SAFETY: `inside` has checked that the range lies in this mapping. Its users accept
+        // zeroes: they are atomics for which zero means "nothing".
         done(unsafe { libc::madvise(at, len, libc::MADV_DONTNEED) })
     }
 
@@ -159,8 +160,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the range was mapped by this value, and whoever drops it has no use for it any
-        // longer.
+        // SAFETY: this value mapped the range, and the dropped value was its only user.
         if let Err(errno) = done(unsafe { libc::munmap(self.as_ptr().cast(), self.len) }) {
             tracing::error!(%errno, address = %self.address(), len = self.len, "munmap failed");
         }
@@ -179,7 +179,7 @@ fn last_errno() -> OsErrno {
     OsErrno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(OsErrno::IO)
 }
 
-/// Creates a memory file of a fixed size: sealed against shrinking (udmabuf insists on it),
+/// Creates a memory file of a fixed size. It is sealed against shrinking (which udmabuf requires),
 /// growing, and further seals.
 pub(crate) fn sealed_memfd(name: &str, len: u64) -> Result<OwnedFd> {
     let failed =
@@ -189,26 +189,26 @@ pub(crate) fn sealed_memfd(name: &str, len: u64) -> Result<OwnedFd> {
     rustix::fs::ftruncate(&fd, len).map_err(failed("ftruncate"))?;
     rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
         .map_err(failed("fcntl(F_ADD_SEALS)"))?;
-    // SAFETY: plain fcntl on an fd that this function owns; the argument is a signal number.
+    // SAFETY: a plain fcntl on an fd that this function owns; the argument is a signal number.
     if unsafe { libc::fcntl(fd.as_raw_fd(), F_SETSIG, libc::SIGURG) } != 0 {
         return Err(Error::os(Errno::of(&std::io::Error::last_os_error()), "fcntl(F_SETSIG)"));
     }
     Ok(fd)
 }
 
-/// Device and inode of a file: tells two memory files apart across processes.
+/// Returns device and inode of a file, which identify a memory file across processes.
 pub(crate) fn file_identity(fd: BorrowedFd<'_>) -> Result<(u64, u64)> {
     let stat = rustix::fs::fstat(fd).map_err(|errno| Error::os(errno, "fstat"))?;
     Ok((stat.st_dev, stat.st_ino))
 }
 
-/// Opens the file behind an fd of this process once more, for reading and writing: unlike a
-/// duplicate, the new fd is counted by [`is_open_elsewhere`].
+/// Opens the file behind an fd of this process again, for reading and writing. Unlike a duplicate,
+/// the new fd counts for [`is_open_elsewhere`].
 pub(crate) fn reopen(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     open(&format!("/proc/self/fd/{}", fd.as_raw_fd()), OFlags::RDWR)
 }
 
-/// Finds a file without opening it, so that nothing happens to what it turns out to be.
+/// Finds a file without opening it, so that nothing happens to a device.
 pub(crate) fn find_path(path: &str) -> Result<OwnedFd> {
     open(path, OFlags::PATH)
 }
@@ -218,38 +218,37 @@ fn open(path: &str, flags: OFlags) -> Result<OwnedFd> {
         .map_err(|errno| Error::os(errno, "open").context("path", path))
 }
 
-/// Whether anyone opened the file for writing other than by `memfd_create`, and still has it open
-/// or mapped, in any process. A read lease is granted exactly when nobody has.
+/// Returns true if any process has the file open for writing other than by `memfd_create`, or has
+/// it mapped. A read lease is granted exactly when none has.
 ///
-/// Answers `true` when it cannot know. Whoever opens the file in the moment that the lease lives
-/// waits for its end; the signal that the kernel sends us then is `SIGURG` (set when the file was
+/// Returns true if this cannot be found out. A process that opens the file while the lease exists
+/// waits until it ends. The kernel then sends `SIGURG` to this process (set when the file was
 /// made), which is ignored by default.
 pub(crate) fn is_open_elsewhere(fd: BorrowedFd<'_>) -> bool {
-    // SAFETY: plain fcntl on a borrowed, open fd; the argument is a lease type.
+    // SAFETY: a plain fcntl on a borrowed, open fd; the argument is a lease type.
     if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK) } != 0 {
         return true;
     }
-    // SAFETY: as above.
+    // SAFETY: a plain fcntl on a borrowed, open fd; the argument is a lease type.
     if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETLEASE, libc::F_UNLCK) } != 0 {
-        tracing::error!(error = %std::io::Error::last_os_error(), "a lease could not be given back");
+        tracing::error!(error = %std::io::Error::last_os_error(), "cannot release a lease");
     }
     false
 }
 
-/// Gives the pages of a part of a file back; it reads as zero again.
+/// Returns the pages of a part of a file to the kernel; the part reads as zero again.
 pub(crate) fn punch_hole(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Result<(), OsErrno> {
     rustix::fs::fallocate(fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)
 }
 
-/// Copies bytes of a file to a host address; an address that cannot be written is `EFAULT`, not a
+/// Copies bytes of a file to a host address. An address that cannot be written is `EFAULT`, not a
 /// signal.
 ///
 /// # Safety
-/// The host range may be overwritten.
+/// The caller allows overwriting the host range.
 pub(crate) unsafe fn read_at(fd: BorrowedFd<'_>, offset: u64, to: Address, len: u64) -> Result<()> {
     transfer(len, |done| {
-        // SAFETY: the kernel checks the addresses; that they may be overwritten is the caller's
-        // promise.
+        // SAFETY: the kernel checks the addresses, and the caller allows overwriting them.
         unsafe {
             libc::pread(
                 fd.as_raw_fd(),
@@ -262,7 +261,7 @@ pub(crate) unsafe fn read_at(fd: BorrowedFd<'_>, offset: u64, to: Address, len: 
     .map_err(|errno| Error::os(errno, "pread").context("address", to).context("length", len))
 }
 
-/// Copies bytes from a host address to a file; an address that cannot be read is `EFAULT`, not a
+/// Copies bytes from a host address to a file. An address that cannot be read is `EFAULT`, not a
 /// signal.
 pub(crate) fn write_at(fd: BorrowedFd<'_>, offset: u64, from: Address, len: u64) -> Result<()> {
     transfer(len, |done| {
@@ -306,34 +305,34 @@ fn file_offset(offset: u64) -> libc::off_t {
     offset as libc::off_t
 }
 
-/// A host address as a pointer, for the kernel or for a caller who promised that it is valid.
+/// Returns a host address as a pointer, for the kernel or for a caller that promised its validity.
 pub(crate) fn host_ptr(address: Address) -> *mut u8 {
     ptr::with_exposed_provenance_mut(address.0 as usize)
 }
 
-/// Copies bytes that a NIC or another process may write meanwhile; the two runs may overlap.
+/// Copies bytes that a NIC or another process may write meanwhile. The two runs may overlap.
 ///
-/// It is the C library's memmove and not `ptr::copy`: that is an access of the Rust abstract
-/// machine, for which a race is undefined behaviour. Of a call into foreign code the compiler knows
-/// nothing, so that racing bytes are merely unspecified.
+/// It calls the C library's memmove instead of `ptr::copy`. `ptr::copy` is an access of the Rust
+/// abstract machine, for which a race is undefined behaviour. The compiler knows nothing of a call
+/// into foreign code, so that racing bytes are merely unspecified.
 ///
 /// # Safety
-/// `from` is readable and `to` writable for `len` bytes.
+/// `from` is readable and `to` is writable for `len` bytes.
 pub(crate) unsafe fn copy_bytes(from: *const u8, to: *mut u8, len: usize) {
-    // SAFETY: valid for `len` bytes as the caller promises.
+    // SAFETY: the caller promises that both are valid for `len` bytes.
     unsafe { libc::memmove(to.cast(), from.cast(), len) };
 }
 
-/// Reads a host word that the owner may change at any time.
+/// Returns a host word that its owner may change at any time.
 ///
 /// # Safety
-/// `word` is aligned and mapped.
+/// `word` is aligned, and stays mapped for `'a`.
 pub(crate) unsafe fn atomic_word<'a>(word: *mut u8) -> &'a std::sync::atomic::AtomicU64 {
-    // SAFETY: aligned and mapped as the caller promises; every access to it is atomic.
+    // SAFETY: the caller promises an aligned, mapped word; every access to it is atomic.
     unsafe { std::sync::atomic::AtomicU64::from_ptr(word.cast()) }
 }
 
-/// Bytes of a page of this machine.
+/// Returns the page size of this machine in bytes.
 pub(crate) fn page_size() -> u64 {
     rustix::param::page_size() as u64
 }
@@ -367,12 +366,12 @@ unsafe impl Ioctl for CreateUdmabuf {
     }
 
     unsafe fn output_from_ptr(out: IoctlOutput, _: *mut c_void) -> rustix::io::Result<OwnedFd> {
-        // SAFETY: the ioctl succeeded, so `out` is a new fd that nobody else owns.
+        // SAFETY: the ioctl succeeded, so `out` is a new fd that nothing else owns.
         Ok(unsafe { OwnedFd::from_raw_fd(out) })
     }
 }
 
-/// The kernel's maker of dma-bufs from memory files.
+/// The kernel's device that makes dma-bufs from memory files.
 #[derive(Debug)]
 pub(crate) struct Udmabuf(OwnedFd);
 
@@ -383,11 +382,11 @@ impl Udmabuf {
             .map(Self)
             .map_err(|errno| {
                 Error::os(errno, "open /dev/udmabuf")
-                    .remedy("load the udmabuf module, and allow this user to use it")
+                    .remedy("run `modprobe udmabuf`, and allow this user to open the file")
             })
     }
 
-    /// A dma-buf of a page-aligned part of a memory file.
+    /// Makes a dma-buf of a page-aligned part of a memory file.
     pub(crate) fn create(&self, memfd: BorrowedFd<'_>, offset: u64, size: u64) -> Result<OwnedFd> {
         let create = UdmabufCreate {
             memfd: memfd.as_raw_fd() as u32,
@@ -395,12 +394,15 @@ impl Udmabuf {
             offset,
             size,
         };
-        // SAFETY: the fd is `/dev/udmabuf`, which knows this ioctl.
+        // SAFETY: the fd is `/dev/udmabuf`, which implements this ioctl.
         unsafe { rustix::ioctl::ioctl(self.0.as_fd(), CreateUdmabuf(create)) }.map_err(|errno| {
             Error::os(errno, "ioctl(UDMABUF_CREATE)")
                 .context("offset", offset)
                 .context("size", size)
-                .remedy("raise /sys/module/udmabuf/parameters/size_limit_mb if the range is longer than that")
+                .remedy(
+                    "raise /sys/module/udmabuf/parameters/size_limit_mb if the range is longer \
+                     than that",
+                )
         })
     }
 }
@@ -411,8 +413,8 @@ mod tests {
 
     #[test]
     fn udmabuf_layout_and_opcode_are_those_of_the_kernel_header() {
-        // What `UDMABUF_CREATE` of linux/udmabuf.h expands to on every architecture with the
-        // generic ioctl encoding.
+        // The value of `UDMABUF_CREATE` of linux/udmabuf.h on every architecture with the generic
+        // ioctl encoding.
         const UDMABUF_CREATE: u32 = 0x4018_7542;
         let create = CreateUdmabuf(UdmabufCreate { memfd: 0, flags: 0, offset: 0, size: 0 });
         assert_eq!(create.opcode(), UDMABUF_CREATE);

@@ -1,5 +1,4 @@
-//! A program that has a `munmap` of its own, before the C library's: the self-test notices. MON-03,
-//! MON-04.
+//! The self-test detects a program's own `munmap` that precedes the C library's. MON-03, MON-04.
 #![allow(missing_docs)]
 
 #[path = "monitors/mod.rs"]
@@ -9,26 +8,26 @@ use hmem_iface_system::monitor::{HostMonitorKind, MemHooks, SystemMonitor};
 
 cases! {
     /// MON-03
-    a_function_before_the_c_librarys_is_noticed,
+    interposed_function_is_detected,
     /// MON-04
-    auto_takes_another_monitor_and_says_why;
+    auto_falls_back_and_reports_the_reason;
     slow:
 }
 
-/// As a preloaded allocator or profiler has it, past the C library.
+/// Replaces `munmap` as a preloaded allocator or profiler does: by a raw system call.
 #[unsafe(no_mangle)]
 extern "C" fn munmap(at: *mut libc::c_void, len: usize) -> libc::c_int {
-    // SAFETY: the caller of munmap vouches for its range.
+    // SAFETY: the caller of munmap is responsible for its range.
     unsafe { libc::syscall(libc::SYS_munmap, at, len) as libc::c_int }
 }
 
-fn a_function_before_the_c_librarys_is_noticed() {
+fn interposed_function_is_detected() {
     let error = MemHooks::start().unwrap_err();
     let text = error.to_string();
     assert!(error.is_busy() && text.contains("function=munmap"), "{text}");
 }
 
-fn auto_takes_another_monitor_and_says_why() {
+fn auto_falls_back_and_reports_the_reason() {
     let chosen = SystemMonitor::start(HostMonitorKind::Auto).unwrap();
     let choice = chosen.choice();
     assert!(["userfaultfd", "none"].contains(&choice.name), "{choice}");

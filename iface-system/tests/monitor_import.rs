@@ -1,4 +1,4 @@
-//! The application's own monitor: MON-08.
+//! The import monitor, which the application drives: MON-08.
 
 #[path = "monitors/mod.rs"]
 mod monitors;
@@ -13,11 +13,11 @@ use hmem_iface_system::monitor::{HostMonitorKind, ImportCallbacks, ImportMonitor
 use monitors::*;
 use parking_lot::Mutex;
 
-/// Remembers what it was asked, and refuses what lies below a page.
+/// Callbacks that record their calls, and refuse ranges below one page.
 #[derive(Debug, Default)]
-struct Asked(Mutex<Vec<(bool, AddressRange)>>);
+struct CallRecorder(Mutex<Vec<(bool, AddressRange)>>);
 
-impl ImportCallbacks for Asked {
+impl ImportCallbacks for CallRecorder {
     fn subscribe(&self, range: AddressRange) -> Result<()> {
         if range.start().0 < 4096 {
             return Err(Error::new(ErrorKind::Unsupported, "subscribe").remedy("not here"));
@@ -37,24 +37,24 @@ fn at(start: u64) -> AddressRange {
 
 /// MON-08
 #[test]
-fn an_import_is_told_subscribe_and_unsubscribe_in_pairs() {
-    let asked = Arc::new(Asked::default());
-    let monitor = ImportMonitor::new(Arc::<Asked>::clone(&asked)).unwrap();
+fn import_gets_subscribe_and_unsubscribe_in_pairs() {
+    let calls = Arc::new(CallRecorder::default());
+    let monitor = ImportMonitor::new(Arc::<CallRecorder>::clone(&calls)).unwrap();
     let recorder = Recorder::new();
     let subscribe = |range| monitor.subscribe(range, Arc::<Recorder>::clone(&recorder));
     let (first, second) = (subscribe(at(0x10000)).unwrap(), subscribe(at(0x10000)).unwrap());
     assert!(subscribe(at(0)).unwrap_err().is_unsupported(), "the application's own refusal");
     monitor.unsubscribe(first);
     monitor.unsubscribe(first);
-    assert_eq!(*asked.0.lock(), [(true, at(0x10000)), (true, at(0x10000)), (false, at(0x10000))]);
+    assert_eq!(*calls.0.lock(), [(true, at(0x10000)), (true, at(0x10000)), (false, at(0x10000))]);
     monitor.unsubscribe(second);
     let left = subscribe(at(0x20000)).unwrap();
     assert_ne!(left, second);
     drop(monitor);
-    let asked = asked.0.lock();
+    let calls = calls.0.lock();
     for range in [at(0x10000), at(0x20000)] {
-        let of = |kind| asked.iter().filter(|entry| **entry == (kind, range)).count();
-        assert_eq!(of(true), of(false), "{asked:?}");
+        let of = |kind| calls.iter().filter(|entry| **entry == (kind, range)).count();
+        assert_eq!(of(true), of(false), "{calls:?}");
     }
     assert_eq!(Arc::strong_count(&recorder), 1);
 }
@@ -62,7 +62,7 @@ fn an_import_is_told_subscribe_and_unsubscribe_in_pairs() {
 /// MON-08
 #[test]
 fn an_import_may_invalidate_from_any_thread() {
-    let monitor = ImportMonitor::new(Arc::new(Asked::default())).unwrap();
+    let monitor = ImportMonitor::new(Arc::new(CallRecorder::default())).unwrap();
     let recorder = Recorder::new();
     let subscription = monitor.subscribe(at(0x10000), Arc::<Recorder>::clone(&recorder)).unwrap();
     thread::scope(|scope| {
@@ -70,7 +70,10 @@ fn an_import_may_invalidate_from_any_thread() {
             scope.spawn(|| (0..100).for_each(|_| monitor.invalidate(at(0x10000))));
         }
     });
-    assert_eq!(recorder.about(at(0x10000)), [(InvalidationCause::Application, How::Told); 400]);
+    assert_eq!(
+        recorder.about(at(0x10000)),
+        [(InvalidationCause::Application, How::Invalidated); 400]
+    );
     recorder.clear();
     let result = monitor.while_changing(at(0x10000), || {
         assert_eq!(recorder.about(at(0x10000)), [(InvalidationCause::Application, How::Begun)]);
@@ -81,24 +84,24 @@ fn an_import_may_invalidate_from_any_thread() {
     monitor.unsubscribe(subscription);
     recorder.clear();
     monitor.invalidate(at(0x10000));
-    assert_eq!(recorder.count(), 0, "after unsubscribing nobody is told");
+    assert_eq!(recorder.count(), 0, "no notification after unsubscribing");
 }
 
 /// MON-06
 #[test]
 #[cfg_attr(target_arch = "aarch64", ignore = "qemu-user takes MADV_WIPEONFORK and does nothing")]
-fn an_import_tells_nobody_in_a_forked_child() {
-    let asked = Arc::new(Asked::default());
-    let monitor = ImportMonitor::new(Arc::<Asked>::clone(&asked)).unwrap();
+fn import_notifies_no_subscriber_in_a_forked_child() {
+    let calls = Arc::new(CallRecorder::default());
+    let monitor = ImportMonitor::new(Arc::<CallRecorder>::clone(&calls)).unwrap();
     let recorder = Recorder::new();
     let subscription = monitor.subscribe(at(0x10000), Arc::<Recorder>::clone(&recorder)).unwrap();
     let status = forked(|| {
         monitor.invalidate(at(0x10000));
-        let told = recorder.count() != 0;
+        let notified = recorder.count() != 0;
         let refused = monitor.subscribe(at(0x10000), Recorder::new()).is_err();
         monitor.unsubscribe(subscription);
-        // SAFETY: ends the child; a panic would run the parent's test harness on.
-        unsafe { libc::_exit(i32::from(told || !refused)) };
+        // SAFETY: ends the child; a panic would continue the parent's test harness.
+        unsafe { libc::_exit(i32::from(notified || !refused)) };
     });
     assert_eq!(status, 0);
     monitor.unsubscribe(subscription);
@@ -107,17 +110,17 @@ fn an_import_tells_nobody_in_a_forked_child() {
 /// MON-06
 #[test]
 #[cfg_attr(target_arch = "aarch64", ignore = "qemu-user takes MADV_WIPEONFORK and does nothing")]
-fn a_child_that_is_forked_within_a_change_lives() {
-    let monitor = ImportMonitor::new(Arc::new(Asked::default())).unwrap();
+fn child_forked_during_a_change_survives() {
+    let monitor = ImportMonitor::new(Arc::new(CallRecorder::default())).unwrap();
     let recorder = Recorder::new();
     let subscription = monitor.subscribe(at(0x10000), Arc::<Recorder>::clone(&recorder)).unwrap();
     let mut child = -1;
     monitor.while_changing(at(0x10000), || {
-        // SAFETY: the child does nothing but end the change and itself.
+        // SAFETY: the child only ends the change and itself.
         child = unsafe { libc::fork() };
     });
     if child == 0 {
-        // SAFETY: ends the child; a return would run the parent's test harness on.
+        // SAFETY: ends the child; a return would continue the parent's test harness.
         unsafe { libc::_exit(7) };
     }
     let mut status = 0;
@@ -128,8 +131,9 @@ fn a_child_that_is_forked_within_a_change_lives() {
 }
 
 #[test]
-fn an_imported_monitor_is_a_choice_that_says_so() {
-    let imported = SystemMonitor::imported(ImportMonitor::new(Arc::new(Asked::default())).unwrap());
+fn imported_monitor_is_reported_as_the_choice() {
+    let imported =
+        SystemMonitor::imported(ImportMonitor::new(Arc::new(CallRecorder::default())).unwrap());
     assert_eq!(imported.choice().requested, HostMonitorKind::Import);
     assert_eq!(imported.monitor().unwrap().name(), "import");
     let json = serde_json::to_value(imported.choice()).unwrap();

@@ -1,7 +1,7 @@
-//! MON-01: the table of `docs/monitors.md` is what happens.
+//! MON-01: the table of `docs/monitors.md` matches the behaviour.
 //!
-//! Each line's cause is done to each column's monitor, on memory that was subscribed, in a process
-//! for each column.
+//! Each column is one process. It applies the cause of each line to subscribed memory, and compares
+//! the monitor's events with the table.
 #![allow(missing_docs)]
 
 #[path = "monitors/mod.rs"]
@@ -27,15 +27,15 @@ cases! {
     /// MON-01
     the_table_has_these_lines_and_columns,
     /// MON-01
-    memhooks_see_what_the_table_says,
+    memhooks_match_the_table,
     /// MON-01
-    userfaultfd_sees_what_the_table_says,
+    userfaultfd_matches_the_table,
     /// MON-01
-    memhooks_and_userfaultfd_see_what_the_table_says,
+    memhooks_and_userfaultfd_match_the_table,
     /// MON-01
     huge_pages_are_watched_whole_by_the_net,
     /// MON-01
-    import_sees_what_the_table_says;
+    import_matches_the_table;
     slow:
 }
 
@@ -43,10 +43,10 @@ const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
 const ANONYMOUS: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 const COLUMNS: [&str; 4] = ["memhooks", "userfaultfd", "memhooks+userfaultfd", "import"];
 
-/// Memory, and what happens to it.
+/// Memory, and an action that changes it.
 type Row = (&'static str, fn() -> (*mut libc::c_void, Box<dyn FnOnce()>));
 
-/// Four pages, and something done to them.
+/// Maps four pages, with an action on them.
 fn with_map(
     act: impl FnOnce(*mut libc::c_void) + 'static,
 ) -> (*mut libc::c_void, Box<dyn FnOnce()>) {
@@ -73,7 +73,7 @@ fn with_file(
 
 fn raw(number: libc::c_long, arguments: [usize; 5]) -> usize {
     let [a, b, c, d, e] = arguments;
-    // SAFETY: calls on the test's own memory.
+    // SAFETY: calls on the test's own memory only.
     unsafe { libc::syscall(number, a, b, c, d, e) as usize }
 }
 
@@ -88,8 +88,8 @@ fn segment() -> (i32, *mut libc::c_void) {
     }
 }
 
-/// Four shared pages, the first of which is made to show the third one's content; it does so when
-/// the call is over.
+/// Maps four shared pages. The action makes the first page show the content of the third, and
+/// verifies that.
 fn with_remapped_pages(remap: fn([usize; 5]) -> usize) -> (*mut libc::c_void, Box<dyn FnOnce()>) {
     let shared = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
     // SAFETY: a new mapping.
@@ -106,7 +106,7 @@ fn with_remapped_pages(remap: fn([usize; 5]) -> usize) -> (*mut libc::c_void, Bo
     (at, Box::new(act))
 }
 
-/// Advises the first page.
+/// Calls madvise on the first page.
 fn advise(at: *mut libc::c_void, advice: i32) {
     // SAFETY: the test's own memory.
     assert_eq!(unsafe { libc::madvise(at, page(), advice) }, 0);
@@ -166,7 +166,7 @@ const ROWS: [Row; 21] = [
         let top = unsafe { libc::sbrk((8 * page()) as isize) };
         let at = top.wrapping_byte_add(top.align_offset(page()));
         let act = || {
-            // SAFETY: takes back what it took.
+            // SAFETY: returns the memory that the test took from the break.
             let before = unsafe { libc::sbrk(-((8 * page()) as isize)) };
             assert_ne!(before.addr(), usize::MAX);
         };
@@ -194,10 +194,10 @@ const ROWS: [Row; 21] = [
         })
     }),
     ("free of a large block", || {
-        // SAFETY: a block of the test's own, freed once. malloc maps blocks of this size on their
-        // own.
+        // SAFETY: the test owns the block and frees it once. malloc maps blocks of this size
+        // separately.
         let block = unsafe { libc::malloc(64 << 20) };
-        // SAFETY: as above.
+        // SAFETY: the test owns the block, and nothing uses it any longer.
         (block, Box::new(move || unsafe { libc::free(block) }))
     }),
     ("raw system call munmap", || with_map(|at| raw_unmap(at, 4 * page()))),
@@ -234,7 +234,7 @@ const ROWS: [Row; 21] = [
     }),
 ];
 
-/// The documented table: lines of a name and a word for each column.
+/// Returns the lines of the documented table: a name, and a word for each column.
 fn documented() -> Vec<(String, Vec<String>)> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/monitors.md");
     let text = fs::read_to_string(path).expect("docs/monitors.md is there");
@@ -257,8 +257,8 @@ fn the_table_has_these_lines_and_columns() {
     assert_eq!(documented, ROWS.map(|(name, _)| name));
 }
 
-/// Does each line's cause under a monitor, and compares with its column.
-fn column(name: &str, monitor: &dyn Monitor, tell: &dyn Fn(AddressRange)) {
+/// Applies the cause of each line under a monitor, and compares the events with its column.
+fn column(name: &str, monitor: &dyn Monitor, report: &dyn Fn(AddressRange)) {
     let index = COLUMNS.iter().position(|column| *column == name).expect("a column");
     assert_eq!(monitor.name(), name);
     let mut wrong = Vec::new();
@@ -277,10 +277,10 @@ fn column(name: &str, monitor: &dyn Monitor, tell: &dyn Fn(AddressRange)) {
             }
             Ok(subscription) => {
                 recorder.clear();
-                tell(here);
+                report(here);
                 act();
-                // The call has come back, so that its event was read, if there is one; it is told
-                // once no gate is closed.
+                // The call has returned, so its event, if there is one, was read. Its subscribers
+                // are notified when no gate is closed.
                 while recorder.gates.load(SeqCst) != 0 {
                     thread::yield_now();
                 }
@@ -291,7 +291,7 @@ fn column(name: &str, monitor: &dyn Monitor, tell: &dyn Fn(AddressRange)) {
                     "told"
                 } else if how(How::Begun) && how(How::Ended) {
                     "before"
-                } else if how(How::Told) {
+                } else if how(How::Invalidated) {
                     "event"
                 } else {
                     "unseen"
@@ -305,23 +305,23 @@ fn column(name: &str, monitor: &dyn Monitor, tell: &dyn Fn(AddressRange)) {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
-fn memhooks_see_what_the_table_says() {
+fn memhooks_match_the_table() {
     column("memhooks", &*MemHooks::start().unwrap(), &|_| {});
 }
 
-fn userfaultfd_sees_what_the_table_says() {
+fn userfaultfd_matches_the_table() {
     column("userfaultfd", &*UserFaultFd::start().unwrap(), &|_| {});
 }
 
-fn memhooks_and_userfaultfd_see_what_the_table_says() {
+fn memhooks_and_userfaultfd_match_the_table() {
     let monitor = Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
     column("memhooks+userfaultfd", &*monitor, &|_| {});
-    // The segment, which the kernel does not watch.
+    // The mapping of a segment, which the kernel does not watch.
     assert_eq!(monitor.uffd_refusals(), 1);
     assert!(monitor.why_uffd_refusals().unwrap().contains("System V"));
 }
 
-/// None of the machine's huge pages is taken: nothing is touched, and nothing reserved.
+/// No huge page of the machine is used: the test touches and reserves none.
 fn huge_pages_are_watched_whole_by_the_net() {
     const HUGE: usize = 2 << 20;
     let monitor = Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
@@ -334,18 +334,18 @@ fn huge_pages_are_watched_whole_by_the_net() {
     let subscription = monitor.subscribe(part, Arc::<Recorder>::clone(&recorder)).unwrap();
     assert_eq!(monitor.uffd_refusals(), 0, "{:?}", monitor.why_uffd_refusals());
     raw(libc::SYS_munmap, [at.addr(), HUGE, 0, 0, 0]);
-    // The kernel's event is read before the call returns, and told after that.
+    // The event is read before the call returns, and subscribers are notified after that.
     while recorder.about(part).is_empty() {
         thread::yield_now();
     }
     monitor.unsubscribe(subscription);
 }
 
-/// Watches whatever it is asked to.
+/// Callbacks that accept every range.
 #[derive(Debug)]
-struct Anything;
+struct AcceptAll;
 
-impl ImportCallbacks for Anything {
+impl ImportCallbacks for AcceptAll {
     fn subscribe(&self, _: AddressRange) -> Result<()> {
         Ok(())
     }
@@ -353,7 +353,7 @@ impl ImportCallbacks for Anything {
     fn unsubscribe(&self, _: AddressRange) {}
 }
 
-fn import_sees_what_the_table_says() {
-    let monitor = ImportMonitor::new(Arc::new(Anything)).unwrap();
+fn import_matches_the_table() {
+    let monitor = ImportMonitor::new(Arc::new(AcceptAll)).unwrap();
     column("import", &*monitor, &|range| monitor.invalidate(range));
 }

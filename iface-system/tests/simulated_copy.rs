@@ -14,7 +14,7 @@ use support::*;
 ///
 /// Every size class from one byte to 64 MiB, unaligned by odd numbers on both sides.
 #[test]
-fn copies_of_every_size_class_go_in_and_come_out() {
+fn copies_of_every_size_class_round_trip() {
     let simulated = simulated();
     let sizes =
         (0..=26).flat_map(|power| [(1_usize << power) - 1, 1 << power]).filter(|size| *size > 0);
@@ -39,7 +39,7 @@ fn every_kind_copies_to_every_kind() {
                 (allocate(&simulated, 50_000, from_kind), allocate(&simulated, 50_000, to_kind));
             let bytes = pattern(45_000, 9);
             simulated.write_bytes(at(&from, 3), &bytes).unwrap();
-            // SAFETY: both sides are the iface's own.
+            // SAFETY: both sides are allocations of the iface, which the test keeps.
             unsafe { simulated.copy(at(&to, 4111), at(&from, 3), 45_000).unwrap() };
             let mut back = vec![0; 45_000];
             simulated.read_bytes(at(&to, 4111), &mut back).unwrap();
@@ -52,7 +52,7 @@ fn every_kind_copies_to_every_kind() {
 
 /// HM-03
 #[test]
-fn a_gather_of_uneven_ranges_lands_where_it_should() {
+fn gather_of_uneven_ranges_copies_each_to_its_place() {
     let simulated = simulated();
     let allocation = device(&simulated, 1 << 20);
     let bytes = pattern(200_000, 4);
@@ -81,7 +81,7 @@ fn overlapping_copies_move_as_memmove_does() {
             let allocation = allocate(&simulated, 40_000, kind);
             let mut bytes = pattern(40_000, 8);
             simulated.write_bytes(allocation.base(), &bytes).unwrap();
-            // SAFETY: both sides are the iface's own.
+            // SAFETY: both sides are allocations of the iface, which the test keeps.
             unsafe {
                 simulated
                     .copy(at(&allocation, to as u64), at(&allocation, from as u64), 30_000)
@@ -105,11 +105,14 @@ fn a_copy_past_the_allocation_is_refused_and_moves_nothing() {
     let mut host = [1_u8; 101];
     let host_address = Address::of_ptr(host.as_mut_ptr());
     for (offset, len) in [(0, 101), (1, 100), (99, 2), (100, 1), (50, u64::MAX - 50)] {
-        // SAFETY: `host` is valid for what the iface would copy; what it refuses it does not touch.
+        // SAFETY: `host` is valid for the whole copy; the iface refuses it before it touches
+        // anything.
         let out = unsafe { simulated.copy(host_address, at(&allocation, offset), len) };
-        // SAFETY: as above.
+        // SAFETY: `host` is valid for the whole copy; the iface refuses it before it touches
+        // anything.
         let into = unsafe { simulated.copy(at(&allocation, offset), host_address, len) };
-        // SAFETY: as above.
+        // SAFETY: `host` is valid for the whole copy; the iface refuses it before it touches
+        // anything.
         let queued = unsafe { simulated.start_copy(at(&allocation, offset), host_address, len) };
         let kinds = [ErrorKind::OutOfBounds, ErrorKind::AddressWraps];
         for error in [out.unwrap_err(), into.unwrap_err(), queued.map(drop).unwrap_err()] {
@@ -127,9 +130,9 @@ fn a_copy_past_the_allocation_is_refused_and_moves_nothing() {
 
 /// HM-03
 ///
-/// A driver answers a bad host address with an error; it does not take the process down.
+/// A driver answers a bad host address with an error instead of ending the process.
 #[test]
-fn a_host_address_that_is_not_mapped_fails_the_copy_and_not_the_process() {
+fn unmapped_host_address_fails_only_the_copy() {
     let simulated = simulated();
     let other = Simulated::builder().kind(hmem_core::IfaceKind(0x101)).build().unwrap();
     let allocation = device(&simulated, 4096);
@@ -137,7 +140,7 @@ fn a_host_address_that_is_not_mapped_fails_the_copy_and_not_the_process() {
     for address in [Address(0x10), not_readable.base()] {
         // SAFETY: the kernel refuses the address before anything is touched.
         let into = unsafe { simulated.copy(allocation.base(), address, 8) };
-        // SAFETY: as above.
+        // SAFETY: the kernel refuses the address before anything is touched.
         let out = unsafe { simulated.copy(address, allocation.base(), 8) };
         assert_eq!(into.unwrap_err().kind(), ErrorKind::BadAddress);
         assert_eq!(out.unwrap_err().kind(), ErrorKind::BadAddress);
@@ -146,7 +149,7 @@ fn a_host_address_that_is_not_mapped_fails_the_copy_and_not_the_process() {
 
 /// HM-03
 #[test]
-fn an_asynchronous_copy_moves_its_bytes_when_the_engine_comes_to_it() {
+fn asynchronous_copy_moves_bytes_at_its_engine_step() {
     let simulated = Simulated::builder().stepping(Stepping::ByHand).build().unwrap();
     let allocation = device(&simulated, 64);
     let bytes = pattern(64, 2);
@@ -154,7 +157,7 @@ fn an_asynchronous_copy_moves_its_bytes_when_the_engine_comes_to_it() {
     let first =
         unsafe { simulated.start_copy(allocation.base(), Address::of_ptr(bytes.as_ptr()), 32) }
             .unwrap();
-    // SAFETY: as above.
+    // SAFETY: `bytes` outlives both copies.
     let second = unsafe {
         simulated.start_copy(at(&allocation, 32), Address::of_ptr(bytes[32..].as_ptr()), 32)
     }
@@ -203,7 +206,7 @@ fn the_engine_thread_ends_copies_in_order() {
 
 /// HM-03
 ///
-/// The bytes of a copy are not there before its time; how much later they come is not asked.
+/// The bytes of a copy do not arrive before its deadline. How much later they arrive is not tested.
 #[test]
 fn a_copy_takes_at_least_latency_and_length_over_bandwidth() {
     let latency = Duration::from_millis(2);
@@ -225,7 +228,7 @@ fn a_copy_takes_at_least_latency_and_length_over_bandwidth() {
 }
 
 #[test]
-fn a_queued_copy_does_not_reach_memory_that_was_freed_and_reused_since() {
+fn queued_copy_does_not_reach_freed_and_reused_memory() {
     let simulated = Simulated::builder()
         .stepping(Stepping::ByHand)
         .address_reuse(hmem_iface_system::AddressReuse::JustFreed)
@@ -248,7 +251,7 @@ fn a_queued_copy_does_not_reach_memory_that_was_freed_and_reused_since() {
 }
 
 #[test]
-fn dropping_the_iface_cancels_what_its_engine_has_not_begun() {
+fn dropping_the_iface_cancels_queued_copies() {
     for stepping in [Stepping::ByHand, Stepping::Thread] {
         let simulated = Simulated::builder()
             .stepping(stepping)
@@ -277,8 +280,8 @@ fn the_device_sees_inbound_writes_after_a_flush() {
         let bytes = pattern(5000, round);
         write_through_fd(&export, &bytes);
         simulated.flush_inbound(DeviceId(0)).unwrap();
-        // Work on the device: a copy from device memory to device memory.
-        // SAFETY: both sides are the iface's own.
+        // The work of the device: a copy from device memory to device memory.
+        // SAFETY: both sides are allocations of the iface, which the test keeps.
         unsafe { simulated.start_copy(copy.base(), range.start(), 5000) }.unwrap().wait().unwrap();
         let mut back = vec![0; 5000];
         simulated.read_bytes(copy.base(), &mut back).unwrap();
@@ -288,7 +291,7 @@ fn the_device_sees_inbound_writes_after_a_flush() {
 
 /// MR-18
 #[test]
-fn a_copy_of_which_the_device_knows_no_side_is_refused_and_moves_nothing() {
+fn copy_without_a_device_side_is_refused() {
     let simulated = simulated();
     let (from, mut to) = ([7_u8; 64], [0_u8; 64]);
     let (here, there) = (Address::of_ptr(to.as_mut_ptr()), Address::of_ptr(from.as_ptr()));

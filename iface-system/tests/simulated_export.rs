@@ -11,7 +11,7 @@ use hmem_core::{
 use hmem_iface_system::{AddressReuse, DmaBufKind, P2pMatrix, Simulated};
 use support::*;
 
-/// Fds are counted for the whole process: the tests of this file take turns.
+/// Serialises the tests, because fds are counted for the whole process.
 static TURN: Mutex<()> = Mutex::new(());
 
 fn turn() -> std::sync::MutexGuard<'static, ()> {
@@ -20,7 +20,7 @@ fn turn() -> std::sync::MutexGuard<'static, ()> {
 
 /// HM-06
 #[test]
-fn page_unaligned_ranges_reach_exactly_their_bytes_through_the_exported_fd() {
+fn unaligned_exports_reach_exactly_their_bytes() {
     let _turn = turn();
     let simulated = simulated();
     let decoy = device(&simulated, 4096);
@@ -52,8 +52,8 @@ fn page_unaligned_ranges_reach_exactly_their_bytes_through_the_exported_fd() {
 
 /// HM-06
 ///
-/// The offset in the dma-buf is not the offset in the allocation, so that mixing them up is
-/// caught.
+/// The offset in the dma-buf differs from the offset in the allocation, so that code that confuses
+/// them fails.
 #[test]
 fn in_a_memory_file_no_allocation_begins_at_offset_0() {
     let _turn = turn();
@@ -70,7 +70,7 @@ fn in_a_memory_file_no_allocation_begins_at_offset_0() {
 
 /// HM-06
 #[test]
-fn the_fd_count_after_many_exports_is_what_it_was() {
+fn many_exports_leak_no_fd() {
     let _turn = turn();
     let simulated = simulated();
     let allocation = device(&simulated, 1 << 20);
@@ -89,9 +89,9 @@ fn the_fd_count_after_many_exports_is_what_it_was() {
 
 /// HM-06
 ///
-/// As a dma-buf does, an exported fd keeps the bytes, and nobody else gets them.
+/// An exported fd keeps its bytes, as a dma-buf does, and no other allocation gets them.
 #[test]
-fn an_export_outlives_the_allocation_and_never_shows_the_next_one() {
+fn export_outlives_its_allocation_and_keeps_its_bytes() {
     let _turn = turn();
     let simulated = Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap();
     let neighbour = device(&simulated, 4096);
@@ -115,9 +115,9 @@ fn an_export_outlives_the_allocation_and_never_shows_the_next_one() {
 
 /// HM-06
 ///
-/// However many exports come and go around one that stays.
+/// Thousands of other exports are made and released around one that stays.
 #[test]
-fn one_export_that_stays_keeps_its_bytes_while_thousands_come_and_go() {
+fn live_export_keeps_its_bytes_among_thousands_of_others() {
     let _turn = turn();
     let simulated = simulated();
     let neighbour = device(&simulated, 4096);
@@ -140,15 +140,15 @@ fn one_export_that_stays_keeps_its_bytes_while_thousands_come_and_go() {
 
 /// HM-06
 ///
-/// Memory that was exported is used again once its fds are gone.
+/// Exported memory is reused once its fds are closed.
 #[test]
-fn exported_memory_comes_back_when_its_last_user_has_gone() {
+fn exported_memory_is_reused_after_its_last_user() {
     let _turn = turn();
     let simulated = Simulated::builder().arena(1 << 20).build().unwrap();
     let mut stay = Vec::new();
     for i in 0..20_000 {
         if i % 100 == 0 {
-            // Without these, files that are empty would just be dropped.
+            // Without these, empty files would be dropped instead of reused.
             stay.push(device(&simulated, 4096));
         }
         let allocation = device(&simulated, 4096);
@@ -203,7 +203,7 @@ fn an_export_across_segments_is_refused_naming_the_first() {
 
 /// HM-07
 #[test]
-fn a_segment_that_cannot_be_exported_says_so_and_the_others_still_can() {
+fn unexportable_segment_is_refused_and_others_export() {
     let _turn = turn();
     let simulated = Simulated::builder().segment_len(4096).build().unwrap();
     let allocation = allocate(&simulated, 3 * 4096, AllocationKind::Virtual);
@@ -231,7 +231,7 @@ fn a_segment_that_cannot_be_exported_says_so_and_the_others_still_can() {
 }
 
 #[test]
-fn segments_of_neighbouring_allocations_are_listed_apart_and_a_gap_is_refused() {
+fn segments_end_at_allocations_and_a_gap_is_refused() {
     let _turn = turn();
     let simulated = simulated();
     let (one, two) = (device(&simulated, 4096), device(&simulated, 100));
@@ -247,7 +247,7 @@ fn segments_of_neighbouring_allocations_are_listed_apart_and_a_gap_is_refused() 
 
 /// HM-08
 #[test]
-fn managed_and_host_memory_have_no_dma_buf_and_say_what_to_do() {
+fn managed_and_host_memory_refuse_dma_buf_with_remedy() {
     let _turn = turn();
     let simulated = simulated();
     for kind in [AllocationKind::Managed, AllocationKind::Host] {
@@ -284,7 +284,7 @@ fn the_pcie_mapping_is_honoured_or_refused_as_configured() {
 }
 
 #[test]
-fn a_nic_that_does_not_reach_the_device_is_refused_and_others_go_on() {
+fn export_for_an_unreachable_nic_is_refused() {
     let _turn = turn();
     let matrix = P2pMatrix::all_reachable().block(DeviceId(1), "loop1");
     let simulated = Simulated::builder().devices(2).p2p(matrix).peer_memory(true).build().unwrap();
@@ -324,7 +324,7 @@ fn peer_memory_and_dma_bufs_can_each_be_missing() {
 }
 
 #[test]
-fn genuine_dma_bufs_are_made_where_udmabuf_is_there_and_asking_for_them_elsewhere_fails() {
+fn genuine_dma_bufs_need_udmabuf() {
     let _turn = turn();
     match Simulated::builder().dma_buf(DmaBufKind::Udmabuf).build() {
         Ok(simulated) => {

@@ -1,4 +1,4 @@
-//! Every driver call fails once, and nothing is left behind.
+//! Each driver call fails once, and no resource leaks.
 
 mod support;
 
@@ -12,7 +12,7 @@ use hmem_core::{
 use hmem_iface_system::{Call, FreeDetection, Simulated};
 use support::*;
 
-/// Fds are counted for the whole process: the tests of this file take turns.
+/// Serialises the tests, because fds are counted for the whole process.
 static TURN: Mutex<()> = Mutex::new(());
 
 fn turn() -> std::sync::MutexGuard<'static, ()> {
@@ -37,7 +37,7 @@ impl Invalidator for Deaf {
     fn open_gate(&self) {}
 }
 
-/// Uses all of the iface once, goes on where a call fails, and returns the errors.
+/// Uses every operation of the iface once, continues after failures, and returns the errors.
 fn use_everything(simulated: &Simulated) -> Vec<hmem_core::Error> {
     let mut errors = Vec::new();
     let mut keep = |result: Result<()>| errors.extend(result.err());
@@ -120,21 +120,21 @@ fn assert_nothing_is_left(simulated: &Simulated) {
         stats.copies_pending,
     ];
     assert_eq!(left, [0; 7], "{stats:?}");
-    // All of the memory can be had again.
+    // All of the memory can be allocated again.
     let request = AllocRequest { len: 16 << 30, device: DeviceId(0), kind: AllocationKind::Device };
     let all = simulated.allocate(&request).unwrap();
     free(simulated, &all).unwrap();
 }
 
 #[test]
-fn whichever_call_fails_says_so_and_leaves_nothing() {
+fn each_failed_call_is_named_and_leaks_nothing() {
     let _turn = turn();
     let simulated = build();
     assert!(use_everything(&simulated).is_empty());
     let (fds, maps) = (open_fds(), mappings());
     for call in Call::ALL {
         let before = simulated.faults().count(*call);
-        // Queries are counted only while a fault waits for them.
+        // Queries are counted only while a fault is set for them.
         simulated.faults().fail_nth(*call, u64::MAX / 2, Errno(5));
         assert!(use_everything(&simulated).is_empty());
         simulated.faults().clear();
@@ -156,7 +156,7 @@ fn whichever_call_fails_says_so_and_leaves_nothing() {
 }
 
 #[test]
-fn a_call_fails_as_often_as_asked_and_no_more() {
+fn call_fails_exactly_as_often_as_requested() {
     let _turn = turn();
     let simulated = Simulated::builder().fault(Call::Devices, 2, Errno(19)).build().unwrap();
     assert!(simulated.devices().is_ok());
@@ -173,7 +173,7 @@ fn a_call_fails_as_often_as_asked_and_no_more() {
 }
 
 #[test]
-fn a_failed_lookup_is_an_error_and_not_somebody_elses_address() {
+fn failed_lookup_is_an_error_not_a_foreign_address() {
     let _turn = turn();
     let simulated = simulated();
     let allocation = device(&simulated, 64);

@@ -1,4 +1,4 @@
-//! Allocations of other processes, with real processes: HM-10.
+//! Allocations of other processes, opened in real processes: HM-10.
 
 mod support;
 
@@ -11,7 +11,7 @@ use hmem_core::{AllocationKind, ErrorKind, Iface, IfaceExt, IfaceKind, iface::Ip
 use hmem_iface_system::{AddressReuse, SIMULATED, Simulated, System};
 use support::*;
 
-/// Fds are counted for the whole process: the tests of this file take turns.
+/// Serialises the tests, because fds are counted for the whole process.
 static TURN: Mutex<()> = Mutex::new(());
 
 fn turn() -> std::sync::MutexGuard<'static, ()> {
@@ -29,7 +29,7 @@ fn close(iface: &dyn Iface, allocation: &hmem_core::Allocation) -> hmem_core::Re
 
 const LEN: usize = 100_000;
 
-/// The child's side: opens the handle, checks the content, writes, closes, and counts its fds.
+/// The child's side: opens the handle, verifies the content, writes, closes, and counts its fds.
 #[test]
 fn child_that_opens_a_handle() {
     let Some(input) = child_input() else { return };
@@ -60,7 +60,7 @@ fn child_that_opens_a_handle() {
 
 /// HM-10
 #[test]
-fn another_process_opens_reads_writes_and_closes_without_leaks() {
+fn another_process_opens_and_closes_without_leaks() {
     let _turn = turn();
     let simulated = simulated();
     let system = System::new();
@@ -85,7 +85,7 @@ fn another_process_opens_reads_writes_and_closes_without_leaks() {
     assert!(open_fds() <= fds, "and the owner leaks nothing either");
 }
 
-/// The child's side: exports, says so, and ends when its input does.
+/// The child's side: exports, reports that, and ends when its input ends.
 #[test]
 fn child_that_exports() {
     let Some(kind) = child_input() else { return };
@@ -107,7 +107,7 @@ fn child_that_exports() {
 
 /// HM-10
 #[test]
-fn when_the_owner_is_gone_opening_is_unavailable_and_what_is_open_stays() {
+fn opened_memory_outlives_the_owner_process() {
     let _turn = turn();
     for kind in [SIMULATED, IfaceKind::SYSTEM] {
         let mut child = spawn_child("child_that_exports", &kind.0.to_string());
@@ -133,9 +133,9 @@ fn when_the_owner_is_gone_opening_is_unavailable_and_what_is_open_stays() {
 
 /// HM-10
 ///
-/// A handle names an allocation, not a place in a file.
+/// A handle names an allocation, not a position in a file.
 #[test]
-fn a_freed_allocation_cannot_be_opened_even_if_its_memory_is_used_again() {
+fn freed_allocation_cannot_be_opened_after_reuse() {
     let _turn = turn();
     let simulated = Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap();
     let keeps_the_file = device(&simulated, 64);
@@ -153,9 +153,9 @@ fn a_freed_allocation_cannot_be_opened_even_if_its_memory_is_used_again() {
 
 /// HM-10
 ///
-/// An fd number that means another file by now is not opened.
+/// An fd number that names another file by now is not opened.
 #[test]
-fn a_handle_whose_fd_number_was_used_again_is_unavailable() {
+fn handle_with_a_reused_fd_number_is_unavailable() {
     let _turn = turn();
     let system = System::new();
     let stale = system.memfd(4096).unwrap();
@@ -171,9 +171,9 @@ fn a_handle_whose_fd_number_was_used_again_is_unavailable() {
 
 /// HM-10
 ///
-/// The opener keeps the old bytes, and the owner's next allocation is not among them.
+/// The opener keeps the old bytes, and the owner's next allocation does not overlap them.
 #[test]
-fn an_opened_allocation_outlives_its_owners_free() {
+fn opened_allocation_outlives_its_owners_free() {
     let _turn = turn();
     let owner = Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap();
     let opener = simulated();
@@ -197,7 +197,7 @@ fn an_opened_allocation_outlives_its_owners_free() {
 
 /// HM-10
 #[test]
-fn handles_that_were_cut_or_altered_are_malformed() {
+fn truncated_and_altered_handles_are_malformed() {
     let _turn = turn();
     let simulated = simulated();
     let allocation = device(&simulated, 64);
@@ -221,7 +221,7 @@ fn handles_that_were_cut_or_altered_are_malformed() {
 }
 
 #[test]
-fn only_what_other_processes_can_open_is_exported() {
+fn only_allocations_that_can_be_opened_are_exported() {
     let _turn = turn();
     let simulated = simulated();
     for kind in [AllocationKind::Host, AllocationKind::Managed, AllocationKind::Virtual] {

@@ -1,4 +1,4 @@
-//! From an address to its allocation: HM-01, HM-02, HM-05.
+//! Lookup of the allocation at an address: HM-01, HM-02, HM-05.
 
 mod support;
 
@@ -29,7 +29,7 @@ fn registry(simulated: Simulated) -> (Registry, Arc<Simulated>) {
 
 /// HM-01
 #[test]
-fn an_address_is_answered_with_allocation_base_length_device_kind_and_identity() {
+fn query_returns_range_kind_device_and_identity() {
     let simulated = Simulated::builder().devices(3).build().unwrap();
     let mut last_id = 0;
     for kind in DEVICE_KINDS {
@@ -54,7 +54,7 @@ fn an_address_is_answered_with_allocation_base_length_device_kind_and_identity()
 
 /// HM-02
 #[test]
-fn the_owner_is_found_at_both_ends_and_inside_among_ten_thousand_allocations() {
+fn query_finds_each_of_ten_thousand_allocations() {
     let (registry, simulated) = registry(simulated());
     let lens = [1, 63, 4095, 4096, 4097, 70_000];
     let allocations: Vec<Allocation> =
@@ -76,7 +76,7 @@ fn the_owner_is_found_at_both_ends_and_inside_among_ten_thousand_allocations() {
 
 /// HM-02
 #[test]
-fn an_address_that_no_device_knows_is_the_systems() {
+fn address_without_a_device_belongs_to_system() {
     let (registry, simulated) = registry(simulated());
     let allocation = device(&*simulated, 4096);
     let on_the_stack = [0_u8; 64];
@@ -133,7 +133,7 @@ fn allocations_larger_than_many_table_blocks_are_found_everywhere() {
 
 /// HM-05
 #[test]
-fn a_device_out_of_range_is_an_error_that_names_it() {
+fn device_out_of_range_is_an_error_with_its_number() {
     let simulated = Simulated::builder().devices(2).build().unwrap();
     let request = AllocRequest { len: 64, device: DeviceId(2), kind: AllocationKind::Device };
     let error = simulated.allocate(&request).unwrap_err();
@@ -143,7 +143,7 @@ fn a_device_out_of_range_is_an_error_that_names_it() {
         simulated.flush_inbound(DeviceId(2)).unwrap_err().kind(),
         ErrorKind::InvalidArgument
     );
-    // Host memory belongs to no device, so it does not matter which one was named.
+    // Host memory belongs to no device, so the device number does not matter.
     assert!(simulated.allocate(&AllocRequest { kind: AllocationKind::Host, ..request }).is_ok());
 }
 
@@ -188,8 +188,10 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         4 => (0..DEVICE_KINDS.len(), len).prop_map(|(kind, len)| Step::Allocate { kind, len }),
         3 => any::<usize>().prop_map(|which| Step::Free { which }),
-        6 => (any::<usize>(), any::<u64>()).prop_map(|(which, offset)| Step::Query { which, offset }),
-        1 => prop_oneof![Just(AddressReuse::Off), Just(AddressReuse::JustFreed)].prop_map(Step::Reuse),
+        6 => (any::<usize>(), any::<u64>())
+            .prop_map(|(which, offset)| Step::Query { which, offset }),
+        1 => prop_oneof![Just(AddressReuse::Off), Just(AddressReuse::JustFreed)]
+            .prop_map(Step::Reuse),
     ]
 }
 
@@ -198,10 +200,10 @@ proptest! {
 
     /// HM-01, HM-02
     ///
-    /// Whatever was allocated and freed before, lookups agree with a list searched from end to end.
+    /// Lookups agree with a linear search of a list, after any sequence of allocations and frees.
     #[test]
     fn lookups_agree_with_a_plain_list(steps in prop::collection::vec(step(), 1..120)) {
-        // A small window, so that addresses come round again.
+        // A small window, so that addresses are reused.
         let simulated = Simulated::builder().window(256 << 20).arena(8 << 20).build().unwrap();
         let mut live: Vec<Allocation> = Vec::new();
         let mut ever: Vec<AddressRange> = Vec::new();
@@ -209,7 +211,9 @@ proptest! {
         for step in steps {
             match step {
                 Step::Allocate { kind, len } => {
-                    let Ok(allocation) = try_allocate(&simulated, len, DEVICE_KINDS[kind]) else { continue };
+                    let Ok(allocation) = try_allocate(&simulated, len, DEVICE_KINDS[kind]) else {
+                        continue;
+                    };
                     prop_assert!(allocation.id.0 > last_id);
                     last_id = allocation.id.0;
                     prop_assert!(simulated.window().contains_range(allocation.range));
@@ -225,7 +229,8 @@ proptest! {
                 Step::Query { which, offset } if !ever.is_empty() => {
                     let range = ever[which % ever.len()];
                     let address = Address(range.start().0 + offset % (range.len() + 8192) - 4096);
-                    let expected = live.iter().find(|allocation| allocation.range.contains(address)).copied();
+                    let expected =
+                        live.iter().find(|allocation| allocation.range.contains(address)).copied();
                     prop_assert_eq!(simulated.query(address).unwrap(), expected);
                 }
                 Step::Reuse(reuse) => simulated.set_address_reuse(reuse),
@@ -241,8 +246,8 @@ proptest! {
 
 /// HM-01
 ///
-/// A lookup that races with frees and allocations never mixes two allocations, never misses
-/// one that stays, and never finds one that had gone before it began.
+/// A lookup that races with frees and allocations never mixes two allocations, never misses an
+/// allocation that stays, and never finds one that was freed before the lookup began.
 #[test]
 fn lookups_that_race_with_frees_are_consistent() {
     const ROUNDS: usize = 20_000;
@@ -250,7 +255,7 @@ fn lookups_that_race_with_frees_are_consistent() {
         Arc::new(Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap());
     let stays: Vec<Allocation> = (0..64).map(|_| device(&*simulated, 4096)).collect();
     let stop = Arc::new(AtomicBool::new(false));
-    // The highest identity that is known to be gone.
+    // The highest identity that is known to be freed.
     let gone = Arc::new(AtomicU64::new(0));
     let readers: Vec<_> = (0..2)
         .map(|_| {
@@ -291,7 +296,7 @@ fn lookups_that_race_with_frees_are_consistent() {
 }
 
 #[test]
-fn allocations_come_and_go_from_several_threads_at_once() {
+fn threads_allocate_and_free_concurrently() {
     let simulated =
         Arc::new(Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap());
     let threads: Vec<_> = (0..4_u64)

@@ -1,4 +1,4 @@
-//! Allocation kinds, what the CPU may touch, and that nothing is left: HM-13.
+//! Allocation kinds, the CPU's access to each, and absence of leaks: HM-13.
 
 mod support;
 
@@ -10,7 +10,7 @@ use hmem_core::{
 use hmem_iface_system::{AddressReuse, Simulated};
 use support::*;
 
-/// Fds and memory are counted for the whole process: the tests of this file take turns.
+/// Serialises the tests, because fds and memory are counted for the whole process.
 static TURN: Mutex<()> = Mutex::new(());
 
 fn turn() -> std::sync::MutexGuard<'static, ()> {
@@ -62,7 +62,7 @@ fn managed_and_host_memory_are_the_same_bytes_for_the_cpu_and_the_engine() {
         let by_cpu =
             unsafe { std::slice::from_raw_parts(pointer(&allocation).cast_const(), 10_000) };
         assert!(by_cpu == bytes);
-        // SAFETY: as above; the slice is not used any longer.
+        // SAFETY: this kind is mapped, and the slice is no longer used.
         unsafe { pointer(&allocation).wrapping_add(9_999).write_volatile(!bytes[9_999]) };
         let mut last = [0];
         simulated.read_bytes(at(&allocation, 9_999), &mut last).unwrap();
@@ -72,7 +72,7 @@ fn managed_and_host_memory_are_the_same_bytes_for_the_cpu_and_the_engine() {
 }
 
 #[test]
-fn fresh_memory_never_shows_what_was_there_before() {
+fn fresh_memory_is_zeroed() {
     let _turn = turn();
     let simulated = Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap();
     for kind in DEVICE_KINDS {
@@ -88,7 +88,7 @@ fn fresh_memory_never_shows_what_was_there_before() {
 }
 
 #[test]
-fn a_freed_address_comes_back_at_once_or_not_as_the_policy_says() {
+fn freed_address_is_reused_as_the_policy_says() {
     let _turn = turn();
     let simulated = simulated();
     let first = device(&simulated, 8192);
@@ -104,7 +104,7 @@ fn a_freed_address_comes_back_at_once_or_not_as_the_policy_says() {
 }
 
 #[test]
-fn a_double_free_names_the_identity_and_harms_nobody() {
+fn double_free_is_refused_with_the_identity() {
     let _turn = turn();
     let simulated = Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap();
     let stale = device(&simulated, 64);
@@ -151,7 +151,7 @@ fn each_device_has_memory_of_its_own() {
 }
 
 #[test]
-fn a_window_that_is_used_up_comes_round_and_then_ends() {
+fn exhausted_window_reuses_addresses_then_fails() {
     let _turn = turn();
     let simulated = Simulated::builder().window(64 << 20).build().unwrap();
     let all: Vec<_> = (0..4).map(|_| device(&simulated, 16 << 20)).collect();
@@ -162,7 +162,7 @@ fn a_window_that_is_used_up_comes_round_and_then_ends() {
 }
 
 #[test]
-fn a_hundred_thousand_small_allocations_need_few_fds_and_mappings() {
+fn small_allocations_share_fds_and_mappings() {
     let _turn = turn();
     let simulated = simulated();
     let (fds, maps) = (open_fds(), mappings());
@@ -174,7 +174,7 @@ fn a_hundred_thousand_small_allocations_need_few_fds_and_mappings() {
 }
 
 #[test]
-fn a_million_allocations_that_come_and_go_leave_no_fd_and_no_memory() {
+fn a_million_allocations_leak_no_fd_and_no_memory() {
     let _turn = turn();
     let simulated = simulated();
     let cycles = |from: u64, to: u64| {
@@ -213,8 +213,7 @@ fn a_dropped_device_leaves_no_fd_and_no_mapping() {
         }
     }
     assert_eq!(open_fds(), fds);
-    // The test harness's own threads come and go: what leaked would be a mapping for each device at
-    // least.
+    // Threads of the test harness start and end. A leak would be at least one mapping per device.
     assert!(mappings() < maps + 20, "{} mappings more", mappings() - maps);
 }
 

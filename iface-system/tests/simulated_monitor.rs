@@ -1,4 +1,4 @@
-//! Frees that are noticed: MON-07, MON-08.
+//! Detection of frees: MON-07, MON-08.
 
 mod support;
 
@@ -25,11 +25,11 @@ fn with_style(free_detection: FreeDetection) -> Arc<Simulated> {
     Arc::new(builder.build().unwrap())
 }
 
-/// Remembers what it was told.
+/// Records the ranges of notifications.
 #[derive(Debug, Default)]
-struct Told(Mutex<Vec<AddressRange>>);
+struct RangeRecorder(Mutex<Vec<AddressRange>>);
 
-impl Told {
+impl RangeRecorder {
     fn new() -> Arc<Self> {
         Arc::default()
     }
@@ -39,7 +39,7 @@ impl Told {
     }
 }
 
-impl Invalidator for Told {
+impl Invalidator for RangeRecorder {
     fn invalidate(&self, range: AddressRange, _: InvalidationCause) {
         self.0.lock().push(range);
     }
@@ -56,16 +56,16 @@ impl Invalidator for Told {
     fn open_gate(&self) {}
 }
 
-/// Does what a test wants when it is told.
-struct Doing<F>(F);
+/// Runs a closure of the test at each notification.
+struct RunOnNotify<F>(F);
 
-impl<F> fmt::Debug for Doing<F> {
+impl<F> fmt::Debug for RunOnNotify<F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Doing")
     }
 }
 
-impl<F: Fn(AddressRange) + Send + Sync> Invalidator for Doing<F> {
+impl<F: Fn(AddressRange) + Send + Sync> Invalidator for RunOnNotify<F> {
     fn invalidate(&self, range: AddressRange, _: InvalidationCause) {
         (self.0)(range);
     }
@@ -83,12 +83,12 @@ impl<F: Fn(AddressRange) + Send + Sync> Invalidator for Doing<F> {
 }
 
 fn doing(action: impl Fn(AddressRange) + Send + Sync + 'static) -> Arc<dyn Invalidator> {
-    Arc::new(Doing(action))
+    Arc::new(RunOnNotify(action))
 }
 
 /// MON-07
 #[test]
-fn a_reused_address_is_never_valid_in_either_style() {
+fn reused_address_is_never_valid_in_either_style() {
     for free_detection in [FreeDetection::Identity, FreeDetection::Callback] {
         let simulated = with_style(free_detection);
         let monitor = simulated.start_monitor().unwrap();
@@ -114,36 +114,36 @@ fn a_reused_address_is_never_valid_in_either_style() {
 
 /// MON-07
 #[test]
-fn the_callback_style_tells_exactly_the_subscribers_of_what_is_freed() {
+fn callback_notifies_exactly_the_freed_ranges_subscribers() {
     let simulated = with_style(FreeDetection::Callback);
     let monitor = simulated.start_monitor().unwrap();
     assert_eq!(monitor.detection(), DetectionMethod::Callback);
     assert!(simulated.capability().free_callback);
-    let (freed, kept) = (device(&*simulated, 1 << 20), device(&*simulated, 1 << 20));
-    let told: Vec<_> = (0..6).map(|_| Told::new()).collect();
+    let (freed, live) = (device(&*simulated, 1 << 20), device(&*simulated, 1 << 20));
+    let recorder: Vec<_> = (0..6).map(|_| RangeRecorder::new()).collect();
     let ranges = [
         freed.range,
         freed.range.slice(0, 1).unwrap(),
         freed.range.slice((1 << 20) - 1, 1).unwrap(),
         freed.range.slice(5000, 70_000).unwrap(),
-        kept.range,
-        kept.range.slice(0, 1).unwrap(),
+        live.range,
+        live.range.slice(0, 1).unwrap(),
     ];
-    for (told, range) in told.iter().zip(ranges) {
-        monitor.subscribe(range, Arc::clone(told) as _).unwrap();
+    for (recorder, range) in recorder.iter().zip(ranges) {
+        monitor.subscribe(range, Arc::clone(recorder) as _).unwrap();
     }
     free(&*simulated, &freed).unwrap();
-    for (number, told) in told.iter().enumerate() {
+    for (number, recorder) in recorder.iter().enumerate() {
         let expected = if number < 4 { vec![freed.range] } else { vec![] };
-        assert_eq!(told.ranges(), expected, "subscriber {number}");
+        assert_eq!(recorder.ranges(), expected, "subscriber {number}");
     }
 }
 
 /// MON-07
 ///
-/// And no lock is held that the callback could want, unlikely as it is that it should.
+/// No lock is held that the callback could need, even for unusual callbacks.
 #[test]
-fn a_callback_comes_before_the_memory_goes_and_may_use_the_iface() {
+fn callback_runs_before_the_free_and_may_use_the_iface() {
     let simulated = with_style(FreeDetection::Callback);
     let monitor = simulated.start_monitor().unwrap();
     let allocation = device(&*simulated, 4096);
@@ -171,11 +171,11 @@ fn a_callback_comes_before_the_memory_goes_and_may_use_the_iface() {
 }
 
 #[test]
-fn who_subscribes_while_the_others_are_told_is_told_too() {
+fn subscriber_added_during_a_free_is_notified() {
     let simulated = with_style(FreeDetection::Callback);
     let monitor = simulated.start_monitor().unwrap();
     let allocation = device(&*simulated, 4096);
-    let late = Told::new();
+    let late = RangeRecorder::new();
     let callback = {
         let (monitor, late) = (Arc::downgrade(&monitor), Arc::clone(&late));
         move |range: AddressRange| {
@@ -188,7 +188,7 @@ fn who_subscribes_while_the_others_are_told_is_told_too() {
 }
 
 #[test]
-fn a_free_that_begins_while_another_frees_the_same_is_a_double_free() {
+fn concurrent_free_of_one_allocation_is_a_double_free() {
     let simulated = with_style(FreeDetection::Callback);
     let monitor = simulated.start_monitor().unwrap();
     let allocation = device(&*simulated, 4096);
@@ -209,17 +209,17 @@ fn after_unsubscribe_returns_the_invalidator_is_not_called() {
     let simulated = with_style(FreeDetection::Callback);
     let monitor = simulated.start_monitor().unwrap();
     let allocation = device(&*simulated, 4096);
-    let told = Told::new();
-    let subscription = monitor.subscribe(allocation.range, Arc::clone(&told) as _).unwrap();
+    let recorder = RangeRecorder::new();
+    let subscription = monitor.subscribe(allocation.range, Arc::clone(&recorder) as _).unwrap();
     monitor.unsubscribe(subscription);
     monitor.unsubscribe(subscription);
     free(&*simulated, &allocation).unwrap();
-    assert!(told.ranges().is_empty());
+    assert!(recorder.ranges().is_empty());
 }
 
 /// MON-08
 #[test]
-fn unsubscribe_waits_for_a_call_under_way() {
+fn unsubscribe_waits_for_a_running_callback() {
     let simulated = with_style(FreeDetection::Callback);
     let monitor = simulated.start_monitor().unwrap();
     let allocation = device(&*simulated, 4096);
@@ -229,7 +229,7 @@ fn unsubscribe_waits_for_a_call_under_way() {
         let (inside, ended) = (Arc::clone(&inside), Arc::clone(&ended));
         move |_| {
             inside.wait();
-            // Long enough for an unsubscribe that did not wait to come back first.
+            // Long enough for an unsubscribe without the wait to return first.
             (0..1000).for_each(|_| thread::yield_now());
             ended.store(true, Ordering::Release);
         }
@@ -252,24 +252,28 @@ fn subscriptions_come_and_go_in_pairs_in_both_styles() {
         let simulated = with_style(free_detection);
         let monitor = simulated.start_monitor().unwrap();
         let allocation = device(&*simulated, 1 << 20);
-        let told = Told::new();
+        let recorder = RangeRecorder::new();
         let subscriptions: Vec<_> = (0..1000)
             .map(|i| {
                 let range = allocation.range.slice(i * 100, 1 + i * 37 % 5000).unwrap();
-                monitor.subscribe(range, Arc::clone(&told) as _).unwrap()
+                monitor.subscribe(range, Arc::clone(&recorder) as _).unwrap()
             })
             .collect();
         assert_eq!(simulated.stats().subscriptions, 1000);
         free(&*simulated, &allocation).unwrap();
         let calls = if free_detection == FreeDetection::Callback { 1000 } else { 0 };
-        assert_eq!(told.ranges().len(), calls, "the identity free_detection calls nobody");
+        assert_eq!(
+            recorder.ranges().len(),
+            calls,
+            "with FreeDetection::Identity there are no callbacks"
+        );
         subscriptions.into_iter().for_each(|subscription| monitor.unsubscribe(subscription));
         assert_eq!(simulated.stats().subscriptions, 0);
     }
 }
 
 #[test]
-fn what_is_not_alive_cannot_be_watched() {
+fn freed_memory_cannot_be_watched() {
     let simulated = with_style(FreeDetection::Callback);
     let monitor = simulated.start_monitor().unwrap();
     let allocation = device(&*simulated, 4096);
@@ -278,7 +282,7 @@ fn what_is_not_alive_cannot_be_watched() {
     for range in
         [allocation.range, AddressRange::of(&host), AddressRange::new(Address(0), 8).unwrap()]
     {
-        let error = monitor.subscribe(range, Told::new()).unwrap_err();
+        let error = monitor.subscribe(range, RangeRecorder::new()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unsupported);
     }
     assert_eq!(simulated.stats().subscriptions, 0);
@@ -286,9 +290,9 @@ fn what_is_not_alive_cannot_be_watched() {
 
 /// MON-07
 ///
-/// Whatever the lengths, everyone who overlaps is told, once, and nobody else.
+/// For any lengths, every overlapping subscriber is notified once, and no other subscriber is.
 #[test]
-fn many_subscribers_of_many_allocations_are_told_apart() {
+fn each_overlapping_subscriber_is_notified_once() {
     let simulated = with_style(FreeDetection::Callback);
     let monitor = simulated.start_monitor().unwrap();
     let allocations: Vec<_> =
@@ -298,19 +302,19 @@ fn many_subscribers_of_many_allocations_are_told_apart() {
             let allocation = &allocations[i as usize % allocations.len()];
             let offset = i * 613 % allocation.range.len();
             let len = 1 + i * 1009 % (allocation.range.len() - offset);
-            let told = Told::new();
+            let recorder = RangeRecorder::new();
             monitor
-                .subscribe(allocation.range.slice(offset, len).unwrap(), Arc::clone(&told) as _)
+                .subscribe(allocation.range.slice(offset, len).unwrap(), Arc::clone(&recorder) as _)
                 .unwrap();
-            (*allocation, told)
+            (*allocation, recorder)
         })
         .collect();
     for freed in allocations.iter().step_by(3) {
         free(&*simulated, freed).unwrap();
     }
-    for (allocation, told) in subscribers {
+    for (allocation, recorder) in subscribers {
         let was_freed = allocations.iter().step_by(3).any(|freed| freed.id == allocation.id);
         let expected = if was_freed { vec![allocation.range] } else { vec![] };
-        assert_eq!(told.ranges(), expected);
+        assert_eq!(recorder.ranges(), expected);
     }
 }

@@ -1,9 +1,9 @@
-//! Is a stale hit possible? With the monitor off it is, which proves the test; with a monitor on,
-//! by no cause that it watches.
+//! Tests for stale hits. Without a monitor they occur, which proves the test. With a monitor, no
+//! cause that it detects leads to one.
 //!
-//! A registration here remembers what the memory held when it was registered, as a NIC remembers
-//! its pages. Memory that is new reads as zero until its owner writes the round's number: a
-//! registration that remembers an earlier round is stale.
+//! A registration here remembers the content at registration, as a NIC remembers its pages. New
+//! memory reads as zero until its owner writes the round's number. So a registration with the
+//! number of an earlier round is stale.
 #![allow(missing_docs)]
 
 #[path = "monitors/mod.rs"]
@@ -28,20 +28,20 @@ use monitors::*;
 
 cases! {
     without_a_monitor_every_cause_leaves_stale_hits,
-    memhooks_leave_none_not_even_for_a_second_thread,
-    userfaultfd_leaves_none_for_the_thread_that_unmaps,
-    a_page_looked_up_while_it_is_discarded_is_no_stale_hit_under_userfaultfd,
-    a_page_looked_up_while_it_is_discarded_is_no_stale_hit_under_both,
-    a_discarded_page_is_uncached_with_the_reason_while_another_thread_may_still_be_discarding,
-    memhooks_and_userfaultfd_leave_none;
+    memhooks_leave_no_stale_hits_for_any_thread,
+    userfaultfd_leaves_no_stale_hits_for_the_unmapping_thread,
+    discarded_page_is_no_stale_hit_under_userfaultfd,
+    discarded_page_is_no_stale_hit_under_both,
+    page_in_a_pending_discard_is_uncached_with_the_reason,
+    memhooks_and_userfaultfd_leave_no_stale_hits;
     slow: a_million_rounds_of_each,
-    a_page_looked_up_while_it_is_discarded_is_no_stale_hit_in_many_rounds,
+    discarded_page_is_no_stale_hit_in_many_rounds,
 }
 
-/// Registers by reading a word, which fails where nothing is mapped.
-struct Remembering(Option<Arc<dyn Monitor>>);
+/// Registers by reading a word, which fails for unmapped memory.
+struct SnapshotBackend(Option<Arc<dyn Monitor>>);
 
-impl CacheBackend for Remembering {
+impl CacheBackend for SnapshotBackend {
     type Region = u64;
     type Watch = Option<Subscription>;
 
@@ -84,15 +84,15 @@ impl CacheBackend for Remembering {
     }
 }
 
-/// Makes the page at an address another one, which reads as zero.
+/// Replaces the page at an address by another, which reads as zero.
 type Replace = fn(*mut libc::c_void);
 
 const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
 const FIXED: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
 
 fn map_at(at: *mut libc::c_void) {
-    // SAFETY: the test's own page, or one that it has just given up and that no other thread of
-    // this process takes.
+    // SAFETY: the test's own page, or one that it has just unmapped and that no other thread of
+    // this process maps.
     assert_eq!(unsafe { libc::mmap(at, page(), RW, FIXED, -1, 0) }, at);
 }
 
@@ -150,22 +150,22 @@ fn discard_by_process_madvise(at: *mut libc::c_void) -> bool {
     done == page() as isize
 }
 
-/// Maps at a free address past the C library, so that only the cause itself is noticed.
+/// Maps at a free address by a raw system call, so that the monitor sees only the cause itself.
 fn raw_map_at(at: *mut libc::c_void) {
-    // SAFETY: as `map_at`.
+    // SAFETY: the test's own page, or one that it has just unmapped and that no other thread maps.
     let mapped = unsafe { libc::syscall(libc::SYS_mmap, at, page(), RW, FIXED, -1, 0) };
     assert_eq!(mapped as usize, at.addr());
 }
 
-/// Rounds in which the owner's lookup gave a registration of an earlier round.
-/// How often a hit was stale, and how often something cached died.
+/// Counts stale hits: rounds in which the owner's lookup returned a registration of an earlier
+/// round. Also counts invalidated entries.
 fn stale_hits(
     monitor: Option<Arc<dyn Monitor>>,
     replace: Replace,
     rounds: u64,
     adversary: bool,
 ) -> (u64, u64) {
-    let cache = Cache::new(Remembering(monitor), Limits::default()).unwrap();
+    let cache = Cache::new(SnapshotBackend(monitor), Limits::default()).unwrap();
     let at = map(page());
     let key = Key::new(range(at, page()), Access::SEND).unwrap();
     let (running, looked) = (AtomicBool::new(true), AtomicU64::new(0));
@@ -175,14 +175,14 @@ fn stale_hits(
         if adversary {
             scope.spawn(|| {
                 while running.load(SeqCst) {
-                    // Registers in the middle of changes; where nothing is mapped that is refused.
+                    // Registers in the middle of changes. An unmapped page is refused.
                     drop(cache.get_or_register(&key));
                     looked.fetch_add(1, SeqCst);
                 }
             });
         }
         for round in 1..=rounds {
-            // The second thread has its turns, also where there is one processor for both.
+            // Waits for turns of the second thread, even if there is only one processor.
             let before = looked.load(SeqCst);
             while adversary && round % 16 == 1 && looked.load(SeqCst) == before {
                 thread::yield_now();
@@ -197,7 +197,7 @@ fn stale_hits(
     (stale, cache.statistics().all_invalidations())
 }
 
-/// Ends the second thread, also where the first panics.
+/// Ends the second thread, even if the first panics.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -208,9 +208,13 @@ impl Drop for Stop<'_> {
 
 fn none(monitor: &Arc<dyn Monitor>, causes: &[(&str, Replace)], rounds: u64, adversary: bool) {
     for (cause, replace) in causes {
-        let (stale, told) = stale_hits(Some(Arc::clone(monitor)), *replace, rounds, adversary);
+        let (stale, invalidated) =
+            stale_hits(Some(Arc::clone(monitor)), *replace, rounds, adversary);
         assert_eq!(stale, 0, "{cause} under {}", monitor.name());
-        assert!(told > rounds / 10, "{cause}: {told} of {rounds}: hardly anything was cached");
+        assert!(
+            invalidated > rounds / 10,
+            "{cause}: {invalidated} of {rounds}: hardly anything was cached"
+        );
     }
 }
 
@@ -218,7 +222,7 @@ fn without_a_monitor_every_cause_leaves_stale_hits() {
     for (cause, replace) in HOOKED.iter().chain(&RAW) {
         assert!(stale_hits(None, *replace, 100, false).0 > 0, "{cause}");
     }
-    // And what memhooks do not see.
+    // The changes that memhooks do not detect.
     let hooks: Arc<dyn Monitor> = MemHooks::start().unwrap();
     for (cause, replace) in RAW {
         assert!(stale_hits(Some(Arc::clone(&hooks)), replace, 100, false).0 > 0, "{cause}");
@@ -244,24 +248,24 @@ fn layered(rounds: u64) {
     none(&both, &RAW, rounds, false);
 }
 
-fn memhooks_leave_none_not_even_for_a_second_thread() {
+fn memhooks_leave_no_stale_hits_for_any_thread() {
     memhooks(2_000);
 }
 
-fn userfaultfd_leaves_none_for_the_thread_that_unmaps() {
+fn userfaultfd_leaves_no_stale_hits_for_the_unmapping_thread() {
     userfaultfd(2_000);
 }
 
-fn memhooks_and_userfaultfd_leave_none() {
+fn memhooks_and_userfaultfd_leave_no_stale_hits() {
     layered(2_000);
 }
 
 const DISCARDS: [(&str, Replace); 2] = [HOOKED[1], RAW[1]];
 
-/// Rounds in which one thread discards a cached page while another looks it up all the time; how
-/// often the first gets the old page's registration after that.
+/// Counts stale hits in rounds in which one thread discards a cached page while another looks it up
+/// all the time: lookups after the discard that return the old page's registration.
 fn stale_after_discards(monitor: &Arc<dyn Monitor>, discard: Replace, rounds: u64) -> u64 {
-    let cache = Cache::new(Remembering(Some(Arc::clone(monitor))), Limits::default()).unwrap();
+    let cache = Cache::new(SnapshotBackend(Some(Arc::clone(monitor))), Limits::default()).unwrap();
     let at = map(page());
     let key = Key::new(range(at, page()), Access::SEND).unwrap();
     let (begin, end, over) = (Barrier::new(2), Barrier::new(2), AtomicBool::new(false));
@@ -279,7 +283,7 @@ fn stale_after_discards(monitor: &Arc<dyn Monitor>, discard: Replace, rounds: u6
         for round in 1..=rounds {
             // SAFETY: the test's own page, which others only read through the kernel.
             unsafe { at.cast::<u64>().write_volatile(round) };
-            // The other thread goes to sleep, so that the page is cached again.
+            // The other thread sleeps, so that the page is cached again.
             cache.invalidate(key.range());
             while cache.get_or_register(&key).unwrap().uncached_reason().is_some() {
                 thread::yield_now();
@@ -304,21 +308,21 @@ fn discards(monitor: &Arc<dyn Monitor>, rounds: u64) {
 }
 
 /// MON-01
-fn a_page_looked_up_while_it_is_discarded_is_no_stale_hit_under_userfaultfd() {
+fn discarded_page_is_no_stale_hit_under_userfaultfd() {
     let events: Arc<dyn Monitor> = UserFaultFd::start().unwrap();
     discards(&events, 1_000);
 }
 
 /// MON-01
-fn a_page_looked_up_while_it_is_discarded_is_no_stale_hit_under_both() {
+fn discarded_page_is_no_stale_hit_under_both() {
     let both: Arc<dyn Monitor> =
         Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
     discards(&both, 1_000);
 }
 
 /// MON-01
-fn a_page_looked_up_while_it_is_discarded_is_no_stale_hit_in_many_rounds() {
-    // SAFETY: gives this case as long as it needs.
+fn discarded_page_is_no_stale_hit_in_many_rounds() {
+    // SAFETY: sets a timer of this process, for a case that takes long.
     unsafe { libc::alarm(0) };
     let events: Arc<dyn Monitor> = UserFaultFd::start().unwrap();
     discards(&events, 50_000);
@@ -328,10 +332,10 @@ fn a_page_looked_up_while_it_is_discarded_is_no_stale_hit_in_many_rounds() {
 }
 
 /// MON-01
-fn a_discarded_page_is_uncached_with_the_reason_while_another_thread_may_still_be_discarding() {
+fn page_in_a_pending_discard_is_uncached_with_the_reason() {
     let both: Arc<dyn Monitor> =
         Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
-    let cache = Cache::new(Remembering(Some(both)), Limits::default()).unwrap();
+    let cache = Cache::new(SnapshotBackend(Some(both)), Limits::default()).unwrap();
     let at = map(2 * page());
     let key = |index| {
         Key::new(range(at.wrapping_byte_add(index * page()), page()), Access::SEND).unwrap()
@@ -350,7 +354,7 @@ fn a_discarded_page_is_uncached_with_the_reason_while_another_thread_may_still_b
             thread::yield_now();
         }
         assert!(cached(0) && cached(1));
-        // The hooks tell when a call of the C library is over.
+        // The hooks report the end of a call of the C library.
         let ((_, hooked), (_, raw)) = (DISCARDS[0], DISCARDS[1]);
         hooked(at);
         assert!(cached(0), "after the C library's madvise");
@@ -361,7 +365,7 @@ fn a_discarded_page_is_uncached_with_the_reason_while_another_thread_may_still_b
         };
         assert!(why.is_busy() && why.to_string().contains("madvise"), "{why}");
         assert!(cached(1), "the page beside it");
-        // Of this call the hooks cannot tell which pages it discards.
+        // The hooks do not know which pages this call discards.
         if discard_by_process_madvise(at.wrapping_byte_add(page())) {
             assert!(!cached(1), "after the C library's process_madvise");
         }
@@ -372,7 +376,7 @@ fn a_discarded_page_is_uncached_with_the_reason_while_another_thread_may_still_b
 }
 
 fn a_million_rounds_of_each() {
-    // SAFETY: gives this case as long as it needs.
+    // SAFETY: sets a timer of this process, for a case that takes long.
     unsafe { libc::alarm(0) };
     memhooks(1_000_000);
     userfaultfd(1_000_000);

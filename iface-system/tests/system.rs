@@ -1,4 +1,4 @@
-//! Host memory.
+//! The iface of host memory: allocation, copies, exports and unsupported operations.
 
 mod support;
 
@@ -59,7 +59,7 @@ fn allocations_of_every_sort_are_found_by_address_and_freed_once() {
 
 /// HM-03
 #[test]
-fn copies_between_host_addresses_may_overlap_and_end_with_their_allocation() {
+fn host_copies_may_overlap_and_are_bounded() {
     let system = System::new();
     let allocation = system.mmap(10_000).unwrap();
     let mut bytes = pattern(10_000, 1);
@@ -76,7 +76,7 @@ fn copies_between_host_addresses_may_overlap_and_end_with_their_allocation() {
 }
 
 #[test]
-fn huge_pages_are_there_or_the_error_says_how_to_get_them() {
+fn huge_pages_work_or_the_error_has_a_remedy() {
     let system = System::new();
     match system.huge_pages(3 << 20) {
         Ok(allocation) => {
@@ -96,7 +96,7 @@ fn huge_pages_are_there_or_the_error_says_how_to_get_them() {
 
 /// HM-06
 #[test]
-fn a_memory_file_exports_exactly_the_bytes_of_a_range_and_outlives_its_allocation() {
+fn memory_file_export_outlives_its_allocation() {
     let system = System::new();
     let allocation = system.memfd(50_000).unwrap();
     let bytes = pattern(50_000, 1);
@@ -116,7 +116,7 @@ fn a_memory_file_exports_exactly_the_bytes_of_a_range_and_outlives_its_allocatio
 }
 
 #[test]
-fn what_no_memory_file_backs_is_not_exported() {
+fn memory_without_a_memory_file_is_not_exported() {
     let system = System::new();
     for allocation in [system.mmap(64).unwrap(), system.heap(64, 8).unwrap()] {
         let error = system
@@ -144,7 +144,7 @@ fn a_memory_file_cannot_shrink_under_its_users() {
 }
 
 #[test]
-fn what_host_memory_lacks_is_unsupported_with_a_reason() {
+fn missing_facets_are_unsupported_with_a_reason() {
     let system =
         System::new().with_monitor(SystemMonitor::start(HostMonitorKind::Disabled).unwrap());
     let bytes = [0_u8; 8];
@@ -154,9 +154,9 @@ fn what_host_memory_lacks_is_unsupported_with_a_reason() {
         system.start_monitor().map(drop).unwrap_err(),
         system.export_peer_memory(range, &nic("loop0")).unwrap_err(),
         system.host_unregister(range).unwrap_err(),
-        // SAFETY: refused before anything is touched.
+        // SAFETY: the iface refuses the call before it touches anything.
         unsafe { system.host_register(range) }.unwrap_err(),
-        // SAFETY: as above.
+        // SAFETY: the iface refuses the call before it touches anything.
         unsafe { system.start_copy(address, address, 8) }.map(drop).unwrap_err(),
         try_allocate(&system, 64, AllocationKind::Device).unwrap_err(),
     ];

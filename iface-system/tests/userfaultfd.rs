@@ -1,6 +1,6 @@
-//! The kernel's events: MON-02, MON-05, MON-06.
+//! The userfaultfd monitor: MON-02, MON-05, MON-06.
 //!
-//! Each case runs in a process of its own. This machine must have userfaultfd: where it is refused,
+//! Each case runs in a process of its own. This machine must have userfaultfd. If it is refused,
 //! the first case shows that the refusal is explained, and the others fail.
 #![allow(missing_docs)]
 
@@ -28,27 +28,27 @@ use monitors::*;
 cases! {
     /// MON-02
     a_seccomp_filter_is_named,
-    a_call_that_the_kernel_says_to_make_again_is_made_again,
-    auto_says_in_its_choice_and_the_log_that_it_goes_without_userfaultfd,
+    interrupted_calls_are_retried,
+    auto_reports_and_logs_missing_userfaultfd,
     /// MON-02
     unprivileged_users_can_watch,
     /// MON-02
     no_fault_of_the_application_waits,
-    events_are_told_behind_a_closed_gate,
+    events_are_delivered_behind_a_closed_gate,
     overlapping_subscriptions_are_watched_until_the_last_is_gone,
-    memory_that_is_mapped_anew_is_watched_anew,
-    what_moves_away_is_not_watched_for_ever,
-    what_the_kernel_does_not_watch_is_refused_with_the_reason,
+    remapped_memory_is_watched_again,
+    moved_memory_is_not_watched_for_ever,
+    unwatchable_memory_is_refused_with_the_reason,
     too_many_mappings_are_an_error_that_names_the_limit,
     /// MON-10
-    many_monitors_together_take_one_share_of_mappings_and_give_it_back,
+    many_monitors_share_one_budget_of_mappings,
     /// MON-05
     unmaps_of_uncached_memory_cost_bounded_memory,
     /// MON-06
     a_forked_child_is_disarmed_and_the_parent_undisturbed,
     /// MON-06
-    a_dropped_monitor_leaves_nobody_waiting_though_a_child_has_its_file,
-    dropping_while_other_threads_unmap_leaves_nobody_waiting;
+    dropped_monitor_blocks_no_thread_despite_a_child,
+    dropping_during_unmaps_blocks_no_thread;
     slow: another_thread_can_hit_what_was_there_before,
 }
 
@@ -81,7 +81,7 @@ fn refuse_by_seccomp() {
     }
 }
 
-/// Gives up root, so that `/dev/userfaultfd` cannot be opened either.
+/// Drops root, so that `/dev/userfaultfd` cannot be opened either.
 fn give_up_root() {
     // SAFETY: restricts this process, which is the case's own.
     unsafe {
@@ -89,7 +89,7 @@ fn give_up_root() {
             assert_eq!(libc::setgid(65534), 0);
             assert_eq!(libc::setuid(65534), 0);
         }
-        // /proc/self is root's until the process is dumpable again.
+        // /proc/self belongs to root until the process is dumpable again.
         assert_eq!(libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0), 0);
     }
 }
@@ -108,12 +108,12 @@ fn a_seccomp_filter_is_named() {
 }
 
 /// MON-02
-fn a_call_that_the_kernel_says_to_make_again_is_made_again() {
+fn interrupted_calls_are_retried() {
     for refusal in [libc::EAGAIN, libc::EINTR] {
         let mut calls = 0;
         let answer = |_| {
             calls += 1;
-            // One file is to ask what the kernel has, and one to use.
+            // One file queries the kernel's features, and one uses them.
             [1, 2, 4].contains(&calls).then_some(refusal)
         };
         supervised::run(libc::SYS_userfaultfd, answer, || {
@@ -124,7 +124,7 @@ fn a_call_that_the_kernel_says_to_make_again_is_made_again() {
     }
 }
 
-/// The warnings of one thread.
+/// The log warnings of one thread.
 #[derive(Clone, Default)]
 struct Warnings(Arc<Mutex<Vec<String>>>);
 
@@ -155,7 +155,7 @@ impl tracing::Subscriber for Warnings {
 }
 
 /// MON-02
-fn auto_says_in_its_choice_and_the_log_that_it_goes_without_userfaultfd() {
+fn auto_reports_and_logs_missing_userfaultfd() {
     give_up_root();
     let warnings = Warnings::default();
     let subscriber = warnings.clone();
@@ -185,23 +185,23 @@ fn unprivileged_users_can_watch() {
     let here = range(block, page());
     let subscription = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
     unmap(block, page());
-    told(&recorder, here, &[InvalidationCause::Unmap]);
+    expect_notified(&recorder, here, &[InvalidationCause::Unmap]);
     monitor.unsubscribe(subscription);
 }
 
-/// Whoever unmapped goes on when the event is read: once the gate is open again, everybody was
-/// told.
-fn told(recorder: &Recorder, here: AddressRange, causes: &[InvalidationCause]) {
+/// Fails unless the changes arrived. A thread that unmaps continues when the event is read; once
+/// the gate is open again, every subscriber was notified.
+fn expect_notified(recorder: &Recorder, here: AddressRange, causes: &[InvalidationCause]) {
     while recorder.about(here).len() < causes.len() {
         thread::yield_now();
     }
-    let expected: Vec<_> = causes.iter().map(|cause| (*cause, How::Told)).collect();
+    let expected: Vec<_> = causes.iter().map(|cause| (*cause, How::Invalidated)).collect();
     assert_eq!(recorder.about(here), expected);
     recorder.clear();
 }
 
 fn no_fault_of_the_application_waits() {
-    /// Stops the monitor's thread while it tells.
+    /// Stops the monitor's thread during a notification.
     #[derive(Debug)]
     struct Stopping {
         inside: AtomicBool,
@@ -231,50 +231,58 @@ fn no_fault_of_the_application_waits() {
         Arc::new(Stopping { inside: AtomicBool::new(false), go_on: AtomicBool::new(false) });
     let subscription =
         monitor.subscribe(range(block, 256 * page), Arc::<Stopping>::clone(&stopping)).unwrap();
-    // SAFETY: here and below, this function's own pages.
+    // SAFETY: here and below, the pages are this function's own.
     assert_eq!(unsafe { libc::madvise(block, page, libc::MADV_DONTNEED) }, 0);
     while !stopping.inside.load(SeqCst) {
         thread::yield_now();
     }
-    // The thread that would answer faults is not there: faults of every kind go on.
+    // The thread that would answer faults is stopped: faults of every kind continue.
     for index in 0..256 {
         let at = block.cast::<u8>().wrapping_add(index * page);
-        // SAFETY: as above.
+        // SAFETY: the pages are this function's own.
         unsafe {
             assert_eq!(at.read_volatile(), 0, "a read fault");
             at.write_volatile(7);
         }
     }
-    // SAFETY: as above; the child writes its copy.
+    // SAFETY: the pages are this function's own; the child writes its copy.
     assert_eq!(forked(|| unsafe { block.cast::<u8>().write_volatile(8) }), 0);
-    // SAFETY: as above: a fault of copy on write.
+    // SAFETY: the page is this function's own; the write is a copy-on-write fault.
     unsafe { block.cast::<u8>().write_volatile(9) };
     stopping.go_on.store(true, SeqCst);
     monitor.unsubscribe(subscription);
     unmap(block, 256 * page);
 }
 
-fn events_are_told_behind_a_closed_gate() {
+fn events_are_delivered_behind_a_closed_gate() {
     let monitor = UserFaultFd::start().unwrap();
     let recorder = Recorder::new();
     let page = page();
     let block = map(4 * page);
     let whole = range(block, 4 * page);
-    // Not whole pages: rounded outwards.
+    // Not whole pages: the monitor rounds outwards.
     let inner = range(block.wrapping_byte_add(100), 3 * page);
     let subscription = monitor.subscribe(inner, Arc::<Recorder>::clone(&recorder)).unwrap();
     // SAFETY: this function's own pages.
     unsafe {
         assert_eq!(libc::madvise(block, page, libc::MADV_DONTNEED), 0);
-        told(&recorder, range(block, page), &[InvalidationCause::Discard]);
+        expect_notified(&recorder, range(block, page), &[InvalidationCause::Discard]);
         let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
         let elsewhere = map(page);
         assert_eq!(libc::mremap(block, page, page, fixed, elsewhere), elsewhere);
-        told(&recorder, range(block, page), &[InvalidationCause::Remap, InvalidationCause::Unmap]);
+        expect_notified(
+            &recorder,
+            range(block, page),
+            &[InvalidationCause::Remap, InvalidationCause::Unmap],
+        );
     }
-    // Past the C library.
+    // A raw system call.
     raw_unmap(block.wrapping_byte_add(3 * page), page);
-    told(&recorder, range(block.wrapping_byte_add(3 * page), page), &[InvalidationCause::Unmap]);
+    expect_notified(
+        &recorder,
+        range(block.wrapping_byte_add(3 * page), page),
+        &[InvalidationCause::Unmap],
+    );
     monitor.unsubscribe(subscription);
     while recorder.gates.load(SeqCst) != 0 {
         thread::yield_now();
@@ -286,7 +294,7 @@ fn events_are_told_behind_a_closed_gate() {
     assert_eq!(recorder.about(whole), []);
 }
 
-/// Is a mapping watched? The kernel says so in its flags.
+/// Returns true if a mapping is watched, from its flags in `/proc/self/smaps`.
 fn watched(at: *mut libc::c_void) -> bool {
     let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let mut inside = false;
@@ -323,12 +331,12 @@ fn overlapping_subscriptions_are_watched_until_the_last_is_gone() {
     assert_eq!(now(), [false, false, false, true, false, false]);
     assert_eq!(monitor.subscriptions(), 1);
     unmap(at(3), page);
-    told(&recorder, pages(3, 4), &[InvalidationCause::Unmap]);
+    expect_notified(&recorder, pages(3, 4), &[InvalidationCause::Unmap]);
     monitor.unsubscribe(inner);
     assert_eq!(Arc::strong_count(&recorder), 1);
 }
 
-fn memory_that_is_mapped_anew_is_watched_anew() {
+fn remapped_memory_is_watched_again() {
     let monitor = UserFaultFd::start().unwrap();
     let recorder = Recorder::new();
     let page = page();
@@ -338,18 +346,18 @@ fn memory_that_is_mapped_anew_is_watched_anew() {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
     // SAFETY: replaces this function's own page.
     assert_eq!(unsafe { libc::mmap(block, page, libc::PROT_READ, flags, -1, 0) }, block);
-    told(&recorder, here, &[InvalidationCause::Unmap]);
+    expect_notified(&recorder, here, &[InvalidationCause::Unmap]);
     assert!(!watched(block));
-    // The old subscription has not been taken back yet.
+    // The old subscription still exists.
     let fresh = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
     monitor.unsubscribe(stale);
     assert!(watched(block));
     unmap(block, page);
-    told(&recorder, here, &[InvalidationCause::Unmap]);
+    expect_notified(&recorder, here, &[InvalidationCause::Unmap]);
     monitor.unsubscribe(fresh);
 }
 
-fn what_moves_away_is_not_watched_for_ever() {
+fn moved_memory_is_not_watched_for_ever() {
     let monitor = UserFaultFd::start().unwrap();
     let recorder = Recorder::new();
     let page = page();
@@ -359,13 +367,13 @@ fn what_moves_away_is_not_watched_for_ever() {
     let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
     // SAFETY: this function's own pages.
     assert_eq!(unsafe { libc::mremap(block, page, page, fixed, elsewhere) }, elsewhere);
-    told(&recorder, here, &[InvalidationCause::Remap, InvalidationCause::Unmap]);
+    expect_notified(&recorder, here, &[InvalidationCause::Remap, InvalidationCause::Unmap]);
     assert!(watched(elsewhere), "the kernel watches what moved where it went");
     monitor.unsubscribe(subscription);
     assert!(!watched(elsewhere));
 }
 
-fn what_the_kernel_does_not_watch_is_refused_with_the_reason() {
+fn unwatchable_memory_is_refused_with_the_reason() {
     let monitor = UserFaultFd::start().unwrap();
     let page = page();
     let refused = |at, len| monitor.subscribe(range(at, len), Recorder::new()).unwrap_err();
@@ -381,7 +389,7 @@ fn what_the_kernel_does_not_watch_is_refused_with_the_reason() {
     let error = refused(segment, page);
     assert!(error.is_unsupported() && error.to_string().contains("System V"), "{error}");
     let error = refused(file, page);
-    assert!(error.is_unsupported() && error.to_string().contains("truncating"), "{error}");
+    assert!(error.is_unsupported() && error.to_string().contains("truncated"), "{error}");
     let block = map(page);
     let blocker = Blocker::new(block, page);
     let error = refused(block, page);
@@ -412,7 +420,7 @@ fn too_many_mappings_are_an_error_that_names_the_limit() {
     );
     let recorder = Recorder::new();
     let mut subscriptions = Vec::new();
-    // Every other page: each is a mapping of its own, and so is what lies between.
+    // Every other page: each is a separate mapping, and so is each gap.
     let error = (0..limit).find_map(|index| {
         let here = range(block.wrapping_byte_add(2 * index * page), page);
         match monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)) {
@@ -426,7 +434,7 @@ fn too_many_mappings_are_an_error_that_names_the_limit() {
     let error = error.expect("the limit was reached");
     assert_eq!(error.kind(), ErrorKind::OutOfResources);
     assert!(error.to_string().contains("vm.max_map_count"), "{error}");
-    // What was subscribed is, and room comes back.
+    // Earlier subscriptions stay, and unsubscribing makes room again.
     assert_eq!(monitor.subscriptions(), subscriptions.len());
     for subscription in subscriptions {
         monitor.unsubscribe(subscription);
@@ -435,14 +443,14 @@ fn too_many_mappings_are_an_error_that_names_the_limit() {
     monitor.unsubscribe(again);
 }
 
-fn many_monitors_together_take_one_share_of_mappings_and_give_it_back() {
+fn many_monitors_share_one_budget_of_mappings() {
     let start = |count| -> Vec<_> { (0..count).map(|_| UserFaultFd::start().unwrap()).collect() };
     let monitors = start(20);
     let (page, most) = (page(), monitors[0].most_ranges());
     assert!(most > monitors.len());
     let recorder = Recorder::new();
-    // Subscribes up to twice the share of separate pages at each monitor in turn, until one
-    // refuses, and returns how many there were.
+    // Subscribes separate pages, up to twice the share, at each monitor in turn until one refuses.
+    // Returns their number.
     let fill = |monitors: &[Arc<UserFaultFd>]| {
         // SAFETY: a new mapping without memory.
         let block = unsafe {
@@ -465,7 +473,7 @@ fn many_monitors_together_take_one_share_of_mappings_and_give_it_back() {
     for monitor in &monitors {
         assert_eq!(fill(std::slice::from_ref(monitor)), 0, "the share is all monitors'");
     }
-    // The application has its mappings: none of these is joined with another.
+    // The application has mappings left: none of these is joined with another.
     let own: Vec<_> = (0..2000)
         .map(|_| {
             let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
@@ -476,18 +484,18 @@ fn many_monitors_together_take_one_share_of_mappings_and_give_it_back() {
         })
         .collect();
     own.into_iter().for_each(|at| unmap(at, page));
-    // A child's own monitors have a whole share.
+    // Monitors of a child have a whole share.
     let status = forked(|| {
         let own = start(2);
         assert_eq!(fill(&own), most);
-        // A copy of the parent's monitor has nothing to give back.
+        // A copy of the parent's monitor returns nothing to the share.
         // SAFETY: the reference is the child's own copy.
         drop(unsafe { Arc::from_raw(Arc::as_ptr(&monitors[0])) });
         assert_eq!(fill(&own), 0);
     });
     assert_eq!(status, 0);
     drop(monitors);
-    // Each range was given back, and none twice.
+    // Each range was returned to the share once.
     let again = start(1);
     assert_eq!(fill(&again), most);
     assert_eq!(fill(&start(1)), 0);
@@ -495,7 +503,11 @@ fn many_monitors_together_take_one_share_of_mappings_and_give_it_back() {
 
 fn unmaps_of_uncached_memory_cost_bounded_memory() {
     let monitor = UserFaultFd::start().unwrap();
-    assert_eq!(told_of_uncached_unmaps(&*monitor), 0, "what nobody watches is not told");
+    assert_eq!(
+        notifications_of_uncached_unmaps(&*monitor),
+        0,
+        "unwatched memory causes no notification"
+    );
 }
 
 fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
@@ -506,7 +518,7 @@ fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
     let recorder = Recorder::new();
     let subscription = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
     let status = forked(|| {
-        // Nobody reads the parent's file for the child, and nobody needs to.
+        // The child waits for no reader of the parent's file.
         unmap(block, page);
         assert!(monitor.subscribe(here, Recorder::new()).unwrap_err().is_unsupported());
         monitor.unsubscribe(subscription);
@@ -518,17 +530,17 @@ fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
         let theirs = Recorder::new();
         let watched = own.subscribe(range(at, page), Arc::<Recorder>::clone(&theirs)).unwrap();
         unmap(at, page);
-        told(&theirs, range(at, page), &[InvalidationCause::Unmap]);
+        expect_notified(&theirs, range(at, page), &[InvalidationCause::Unmap]);
         own.unsubscribe(watched);
     });
     assert_eq!(status, 0);
     assert_eq!(recorder.about(here), []);
     unmap(block, page);
-    told(&recorder, here, &[InvalidationCause::Unmap]);
+    expect_notified(&recorder, here, &[InvalidationCause::Unmap]);
     monitor.unsubscribe(subscription);
 }
 
-fn a_dropped_monitor_leaves_nobody_waiting_though_a_child_has_its_file() {
+fn dropped_monitor_blocks_no_thread_despite_a_child() {
     let monitor = UserFaultFd::start().unwrap();
     let page = page();
     let block = map(2 * page);
@@ -547,8 +559,8 @@ fn a_dropped_monitor_leaves_nobody_waiting_though_a_child_has_its_file() {
     };
     unmap(block, page);
     drop(monitor);
-    // The kernel's file is still open in the child. Would it still watch, this call would never
-    // come back.
+    // The kernel's file is still open in the child. If it still watched, this call would never
+    // return.
     unmap(block.wrapping_byte_add(page), page);
     // SAFETY: ends the child, and waits for it.
     unsafe {
@@ -557,7 +569,7 @@ fn a_dropped_monitor_leaves_nobody_waiting_though_a_child_has_its_file() {
     }
 }
 
-fn dropping_while_other_threads_unmap_leaves_nobody_waiting() {
+fn dropping_during_unmaps_blocks_no_thread() {
     let page = page();
     for _ in 0..100 {
         let monitor = UserFaultFd::start().unwrap();
@@ -577,8 +589,8 @@ fn dropping_while_other_threads_unmap_leaves_nobody_waiting() {
     }
 }
 
-/// A cache of one entry: valid from its registration until it is told otherwise, and not behind a
-/// closed gate.
+/// A cache of one entry, which is valid from its registration until it is invalidated, and does not
+/// hit behind a closed gate.
 #[derive(Debug, Default)]
 struct OneEntry {
     start: AtomicU64,
@@ -619,8 +631,8 @@ impl Invalidator for OneEntry {
     }
 }
 
-/// How often a lookup hits an entry over memory that is gone: by the thread that unmapped, and by
-/// another that mapped the address anew.
+/// Counts hits on an entry of unmapped memory: those of the thread that unmapped, and those of
+/// another thread that mapped the address again.
 fn stale_hits(monitor: &dyn Monitor, rounds: usize) -> (u64, u64) {
     let page = page();
     let (mut own, mut other) = (0, 0);
@@ -642,7 +654,7 @@ fn stale_hits(monitor: &dyn Monitor, rounds: usize) -> (u64, u64) {
             let racing = scope.spawn(|| {
                 for _ in 0..2000 {
                     if remap() {
-                        // Whoever maps the address now owns other memory there.
+                        // The thread that maps the address now owns other memory there.
                         return Some(entry.hits());
                     }
                 }
@@ -665,14 +677,14 @@ fn stale_hits(monitor: &dyn Monitor, rounds: usize) -> (u64, u64) {
     (own, other)
 }
 
-/// The window that the documentation speaks of is there, for other threads only, and memhooks have
-/// none.
+/// The documented window exists, for other threads only, and not under memhooks.
 fn another_thread_can_hit_what_was_there_before() {
     let rounds = 20_000;
     let monitor = UserFaultFd::start().unwrap();
     let (own, other) = stale_hits(&*monitor, rounds);
     println!(
-        "userfaultfd: {own} stale hits of the thread that unmaps, {other} of another, in {rounds} rounds"
+        "userfaultfd: {own} stale hits of the thread that unmaps, {other} of another, in {rounds} \
+         rounds"
     );
     assert_eq!(own, 0);
     assert!(

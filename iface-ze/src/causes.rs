@@ -27,7 +27,7 @@ pub const CAUSES: &[RefusalCause] = &[
             Answer::Errno(&[1, 13]),
             Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied]),
         ],
-        cause: "the process may not use the device's files, or the buffer was opened for reading only",
+        cause: "the process may not use the device's files, or the buffer was opened read-only",
         remedy: "give the user (or container) /dev/infiniband/uverbs* and /dev/dri/renderD*, and export for writing",
         ..RefusalCause::ANY
     },

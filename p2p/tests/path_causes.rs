@@ -26,17 +26,17 @@ use path_support::{
     vendor::{Refuse, Vendor, causes_of},
 };
 
-/// Facts that a test chooses.
+/// A fact source with fixed facts.
 #[derive(Debug)]
-struct Told(Facts);
+struct FixedFacts(Facts);
 
-impl FactSource for Told {
+impl FactSource for FixedFacts {
     fn facts(&self, _: Option<&str>, _: &Nic) -> Facts {
         self.0.clone()
     }
 }
 
-/// One registration on a machine with an obstacle.
+/// One registration on a machine that refuses it.
 struct Scene {
     iface: IfaceKind,
     kind: AllocationKind,
@@ -44,10 +44,9 @@ struct Scene {
     facts: Facts,
     /// Breaks the iface.
     iface_breaks: fn(&mut Vendor),
-    /// Error numbers that the NIC returns from registrations, in order.
+    /// Error numbers with which the NIC refuses registrations, in order.
     nic_answers: &'static [i32],
-    /// Refusal of an export of several segments in one dma-buf, for memory with segments of one
-    /// page.
+    /// Refuses the export of several segments as a whole. Memory then has segments of one page.
     whole: Option<Refuse>,
     unexportable: bool,
     /// Length of the registration in bytes.
@@ -98,7 +97,8 @@ impl Scene {
         let faults = Faults::new();
         let provider =
             Loopback::builder().imports(self.imports).faults(&faults).build().expect("a fabric");
-        let paths = Arc::new(DefaultPathSelector::new().facts(Arc::new(Told(self.facts.clone()))));
+        let paths =
+            Arc::new(DefaultPathSelector::new().facts(Arc::new(FixedFacts(self.facts.clone()))));
         let answer = || {
             for (nth, errno) in self.nic_answers.iter().enumerate() {
                 faults.fail(Call::Register, nth as u64 + 1, Errno(*errno));
@@ -193,7 +193,7 @@ fn out_of_reach() -> Option<Error> {
     Some(Error::os(Errno(524), "export dma-buf"))
 }
 
-/// Returns the scene for each cause, by the cause's name.
+/// Returns registrations that meet each cause, by its name.
 fn scenes() -> Vec<(&'static str, Scene)> {
     let nic = |nic_answers| Scene { nic_answers, ..Scene::cuda() };
     let broken = |iface_breaks| Scene { iface_breaks, ..Scene::cuda() };
@@ -454,11 +454,11 @@ fn every_cause_is_named_in_its_registration_and_explanation() {
             }
             let attempt = trace.iter().find(|attempt| attempt.cause_name == Some(name));
             let attempt = attempt.unwrap_or_else(|| panic!("{who} of {name}: {trace}"));
-            let words = (attempt.cause.as_deref(), attempt.remedy.as_deref());
+            let words = (attempt.cause.as_ref(), attempt.remedy.as_deref());
             let rows = causes().filter(|(iface, cause)| {
                 cause.name == name
                     && iface.is_none_or(|iface| iface == scene.iface)
-                    && words == (Some(cause.cause), Some(cause.remedy))
+                    && words == (Some(&cause.describe(&scene.facts)), Some(cause.remedy))
             });
             let (rows, text) = (rows.collect::<Vec<_>>(), attempt.to_string());
             assert!(!rows.is_empty(), "words of another row: {text}");
@@ -468,9 +468,90 @@ fn every_cause_is_named_in_its_registration_and_explanation() {
             }
         }
     }
+    met.extend(limits().map(|(name, ..)| (None, name)));
     let rows = causes().map(|(iface, cause)| (iface, cause.name));
     let unmet: Vec<_> = rows.filter(|row| !met.contains(row)).collect();
     assert!(unmet.is_empty(), "causes without a scene: {unmet:?}");
+}
+
+/// Errors of NICs, devices and system calls that a container's limits keep from being used, with
+/// the facts about the machine and the words that the cause must name.
+fn limits() -> [(&'static str, Step, Error, Facts, &'static str); 7] {
+    let nodes = |nodes: &[&str]| nodes.iter().map(|node| (*node).to_owned()).collect();
+    let all = nodes(&["/dev/dri/renderD128", "/dev/infiniband/uverbs0", "/dev/nvidia0"]);
+    let missing = Facts { missing_nodes: all, ..Facts::default() };
+    let forbidden = Facts { forbidden_nodes: missing.missing_nodes.clone(), ..Facts::default() };
+    let filtered = Facts { seccomp: Some(true), ..Facts::default() };
+    let ring = |errno| {
+        Error::new(ErrorKind::Unavailable, "pinned memory")
+            .errno(errno)
+            .context("call", "io_uring_setup")
+    };
+    [
+        ("seccomp-filter", Step::SystemCall, ring(Errno(1)), filtered.clone(), "seccomp"),
+        ("seccomp-filter", Step::SystemCall, ring(Errno(38)), filtered, "seccomp"),
+        (
+            "nic-node-missing",
+            Step::OpenNic,
+            Error::os(Errno(2), "ibv_open_device"),
+            missing.clone(),
+            "(/dev/infiniband/uverbs0)",
+        ),
+        (
+            "device-node-missing",
+            Step::OpenDevice,
+            Error::new(ErrorKind::Unavailable, "cuInit").driver_code("CUDA_ERROR_NO_DEVICE", 100),
+            missing,
+            "(/dev/dri/renderD128, /dev/nvidia0)",
+        ),
+        (
+            "nic-node-forbidden",
+            Step::OpenNic,
+            Error::os(Errno(13), "ibv_open_device"),
+            forbidden.clone(),
+            "(/dev/infiniband/uverbs0)",
+        ),
+        (
+            "nic-node-forbidden",
+            Step::OpenNic,
+            Error::os(Errno(1), "ibv_open_device"),
+            Facts::default(),
+            "/dev",
+        ),
+        (
+            "device-node-forbidden",
+            Step::OpenDevice,
+            Error::new(ErrorKind::Unavailable, "cuInit").driver_code("CUDA_ERROR_NO_DEVICE", 100),
+            forbidden,
+            "(/dev/dri/renderD128, /dev/nvidia0)",
+        ),
+    ]
+}
+
+/// DIAG-03
+#[test]
+fn limits_of_a_container_are_causes_of_what_is_unavailable() {
+    for (name, step, error, facts, words) in limits() {
+        let paths = DefaultPathSelector::new().facts(Arc::new(FixedFacts(facts)));
+        let found = paths.explain_unavailable(step, &error).expect(name);
+        assert_eq!(found.name, name, "{found:?}");
+        assert!(found.cause.contains(words), "{found:?}");
+        assert!(found.remedy.contains('`'), "a command: {found:?}");
+    }
+    let everything = Facts {
+        seccomp: Some(false),
+        missing_nodes: BTreeSet::from(["/dev/kfd".to_owned()]),
+        ..Facts::default()
+    };
+    let paths = DefaultPathSelector::new().facts(Arc::new(FixedFacts(everything)));
+    let unrelated = [
+        (Step::SystemCall, Error::os(Errno(1), "io_uring_setup")),
+        (Step::OpenNic, Error::os(Errno(2), "ibv_open_device")),
+        (Step::OpenDevice, Error::new(ErrorKind::Unavailable, "load library")),
+    ];
+    for (step, error) in unrelated {
+        assert_eq!(paths.explain_unavailable(step, &error), None, "{error}");
+    }
 }
 
 /// DIAG-03
@@ -516,7 +597,7 @@ fn explanation_names_the_cause_of_refused_host_memory() {
     let mut registry = Registry::new();
     registry.add(Arc::new(System::new())).unwrap();
     let facts = Facts { memlock: Some(65536), ..Facts::default() };
-    let paths = DefaultPathSelector::new().facts(Arc::new(Told(facts)));
+    let paths = DefaultPathSelector::new().facts(Arc::new(FixedFacts(facts)));
     faults.fail(Call::Register, 1, Errno(12));
     let explanation = paths
         .explain(&Arc::new(registry), &provider, &ExplainRequest::new(IfaceKind::SYSTEM))
@@ -524,25 +605,28 @@ fn explanation_names_the_cause_of_refused_host_memory() {
     assert_eq!(explanation.path, None);
     assert_eq!(explanation.attempts[0].cause_name, Some("memlock"), "{explanation}");
     assert!(explanation.remedies[0].contains("ulimit -l"), "{explanation}");
+    let cause = explanation.attempts[0].cause.as_deref().unwrap_or_default();
+    assert!(cause.ends_with("(the limit is 65536 bytes)"), "{explanation}");
 }
 
 fn page() -> String {
     let mut page = String::from(
         "# Causes and remedies\n\n\
-         Causes why a path from memory to a NIC is refused, with remedies. The name of a cause is \
-         the `cause_name` of an attempt in a decision's trace (`hmem explain`, `hmem info \
-         --json`). \
-         Special causes come before general ones, and the first that fits is the probable one. \
-         Facts about the machine only choose between causes: whether a path works is found out by \
-         trying it.\n\n\
-         A range of several segments may be refused in one dma-buf and then segment by segment, \
-         for the same reason. It then has the cause of the export of a segment. An export that is \
-         also refused under the default mapping has the same cause under both mappings.\n\n\
-         An iface may have its own wording for a general cause. Its name then stands in \
+         This page lists the reasons why a path from memory to a NIC is refused, and the remedies. \
+         The name of a cause is the `cause_name` of an attempt in a decision's trace \
+         (`hmem explain`, `hmem info --json`). Special causes come before general ones. The first \
+         cause that fits is the probable one. Facts about the machine only choose between causes; \
+         the library tries each path to find out if it works.\n\n\
+         Causes of \"opening the NIC\", \"opening the device\" and \"system call\" explain NICs, \
+         devices and facilities that are unavailable, often in containers.\n\n\
+         If a range of several segments is refused as one dma-buf, and then each segment in the \
+         same way, both have the cause of the segment's export. If an export is refused under both \
+         mappings, both have the same cause.\n\n\
+         An iface may have its own text for a general cause. The iface's name is then given in \
          brackets.\n\n\
-         This page is made from `p2p/src/path/cause.rs` and the `causes.rs` of the ifaces. A test \
-         compares them; `HMEM_BLESS=1 cargo test -p hmem-p2p --test path_causes` writes the \
-         page.\n",
+         The page is generated from `p2p/src/path/cause.rs` and the `causes.rs` of the ifaces. A \
+         test compares it with them (`HMEM_BLESS=1 cargo test -p hmem-p2p --test path_causes` \
+         writes it).\n",
     );
     for (iface, cause) in by_rank() {
         let paths = join(cause.paths.iter().map(|path| path.name().to_owned()));
@@ -747,6 +831,8 @@ fn answered() -> Vec<Error> {
 /// Returns machines with no known fact, with one known fact, and with all facts known.
 fn machines() -> Vec<Facts> {
     let unknown = Facts::default;
+    let nodes =
+        || (["/dev/infiniband/uverbs0", "/dev/kfd"].map(str::to_owned)).into_iter().collect();
     let one = [
         Facts { kernel: Some((5, 4)), ..unknown() },
         Facts { kernel_options: Some(BTreeSet::new()), ..unknown() },
@@ -754,6 +840,9 @@ fn machines() -> Vec<Facts> {
         Facts { acs_redirects: Some(true), ..unknown() },
         Facts { iommu_translates: Some(true), ..unknown() },
         Facts { memlock: Some(65536), ..unknown() },
+        Facts { seccomp: Some(true), ..unknown() },
+        Facts { missing_nodes: nodes(), ..unknown() },
+        Facts { forbidden_nodes: nodes(), ..unknown() },
         modules(&["nvidia"]),
         closed_modules(),
     ];
@@ -762,6 +851,9 @@ fn machines() -> Vec<Facts> {
         modules: modules(&["nvidia"]).modules,
         kernel_options: Some(BTreeSet::new()),
         memlock: Some(65536),
+        seccomp: Some(true),
+        missing_nodes: nodes(),
+        forbidden_nodes: nodes(),
         iommu_translates: Some(true),
         acs_redirects: Some(true),
         bar: Some(256 << 20),

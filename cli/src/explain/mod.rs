@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use hmem::{
     DeviceId, Error, ErrorKind, Iface, IfaceKind, Result,
+    cause::Step,
     p2p::path::{ExplainRequest, Explanation},
 };
 
@@ -81,15 +82,18 @@ fn pairs<'a>(
         .iter()
         .filter(|nic| args.nic.as_deref().is_none_or(|name| nic.answers_to(name)))
         .collect();
-    if nics.is_empty() {
-        let absent = machine.absent.iter().filter(|absent| args.nic.as_ref() == Some(&absent.name));
-        skipped.extend(absent.map(Skipped::from));
-    }
+    let absent = machine.absent.iter().filter(|absent| match &args.nic {
+        // A NIC that exists and cannot be opened concerns everybody who asks for all.
+        None => absent.sort == "NIC",
+        Some(name) => nics.is_empty() && *name == absent.name,
+    });
+    skipped.extend(absent.map(Skipped::from));
     for (kind, why) in machine.hmem.registry().absent() {
         let name = machine.iface_name(kind);
         // All are absent on most machines; who asks for one by name wants to know.
         if args.iface.as_ref() == Some(&name) {
-            skipped.push(Skipped { what: format!("iface {name}"), why: why.to_string() });
+            let why = machine.explained(Step::OpenDevice, why);
+            skipped.push(Skipped { what: format!("iface {name}"), why });
         }
     }
     let mut pairs = Vec::new();

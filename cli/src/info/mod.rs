@@ -4,6 +4,7 @@ mod report;
 
 use hmem::{
     Decision, Error, Iface, IfaceExt, IfaceKind, Path,
+    cause::Step,
     cuda::gdrcopy::Gdrcopy,
     iface::Capability,
     path::P2pPolicy,
@@ -250,7 +251,11 @@ fn ifaces(machine: &Machine) -> Vec<IfaceEntry> {
         capability: capability(iface.capability()),
     });
     let absent = registry.absent().map(|(kind, why)| {
-        let (reason, remedy) = reason_and_remedy(why);
+        let (mut reason, mut remedy) = reason_and_remedy(why);
+        if let Some(found) = machine.hmem.paths().explain_unavailable(Step::OpenDevice, why) {
+            reason = format!("{reason}; probable cause: {}", found.cause);
+            remedy = Some(found.remedy.to_owned());
+        }
         IfaceEntry {
             name: machine.iface_name(kind),
             kind: kind.0,

@@ -1,12 +1,12 @@
-//! aarch64: a `b` (reach 128 MiB) over one 4-byte instruction. It has met no hardware: it runs
-//! under qemu-user.
+//! aarch64: a `b` (reach 128 MiB) replaces one 4-byte instruction. Tested under qemu-user, not yet
+//! on hardware.
 //!
-//! glibc's wrappers are a few register moves and then `svc #0`. It is the `svc` that is replaced:
-//! the architecture lets `SVC` be replaced by `B` while other processors run it (Arm ARM B2.2.5),
-//! and does not say so of a `mov`. `mremap` is compiled C with a frame: there the first
-//! instruction, `stp x29, x30, [sp, #-n]!`, is replaced, which the architecture leaves
-//! unpredictable for a processor that runs it at that very moment, and which implementations answer
-//! with the one instruction or the other.
+//! glibc's wrappers are a few register moves and then `svc #0`. The patch replaces the `svc`: the
+//! architecture allows replacing `SVC` by `B` while other processors run it (Arm ARM B2.2.5), and
+//! does not allow that for a `mov`. `mremap` is compiled C with a frame. There the patch replaces
+//! the first instruction, `stp x29, x30, [sp, #-n]!`. The architecture leaves the result
+//! unpredictable for a processor that runs the instruction at that very moment; implementations run
+//! either the old or the new one.
 
 use std::{
     arch::asm,
@@ -15,7 +15,7 @@ use std::{
 
 use super::entry::{LOOKED_AT, PatchObstacle, PatchPoint, Relative};
 
-/// How far a jump reaches.
+/// Reach of a jump in bytes, with a margin.
 pub(super) const REACH: u64 = (1 << 27) - (1 << 20);
 
 const SVC_0: u32 = 0xd400_0001;
@@ -25,10 +25,10 @@ fn word(code: &[u8], at: usize) -> u32 {
 }
 
 enum Known {
-    /// Copied for the way from the hook: register moves among registers that no argument is in.
+    /// Copied for the way from the hook: moves between registers that hold no argument.
     Copied,
-    /// Not copied: it branches away for arguments that the function refuses, which then never come
-    /// this far.
+    /// Not copied: a branch taken for arguments that the function refuses. Such calls never reach
+    /// the hook.
     Branch,
     MovX8(i64),
 }
@@ -47,7 +47,7 @@ fn known(instruction: u32) -> Option<Known> {
         {
             Some(Known::Copied)
         }
-        // mov x1, x0: of brk, which has one argument
+        // mov x1, x0 in brk, which has one argument
         0xaa00_03e1 => Some(Known::Copied),
         // tst x5, #imm
         _ if instruction & 0xff80_03ff == 0xf200_00bf => Some(Known::Copied),
@@ -62,7 +62,7 @@ fn is_jump(instruction: u32) -> bool {
     instruction & 0x7c00_0000 == 0x1400_0000 || instruction & 0xff00_001e == 0x5800_0010
 }
 
-/// Looks for the instruction to replace in `code`, which makes system call `nr`, if any.
+/// Finds the instruction to replace in `code`, which makes system call `nr`, if any.
 pub(super) fn decode(
     _: u64,
     code: &[u8; LOOKED_AT],
@@ -106,7 +106,7 @@ pub(super) fn decode(
     Err(PatchObstacle::NoRoom)
 }
 
-/// One instruction, and what it is replaced by.
+/// One instruction, and the instruction that replaces it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Patch {
     start: u64,
@@ -115,7 +115,7 @@ pub(super) struct Patch {
 }
 
 impl Patch {
-    /// A jump to `target` in place of the instruction at `address`.
+    /// Prepares a jump to `target` in place of the instruction at `address`.
     ///
     /// # Safety
     /// The instruction is readable.
@@ -126,65 +126,65 @@ impl Patch {
         Some(patch)
     }
 
-    /// The first byte that is written; all written bytes lie in its page.
+    /// Returns the first byte that is written. All written bytes lie in its page.
     pub(super) fn start(&self) -> u64 {
         self.start
     }
 
     fn word(&self) -> &AtomicU32 {
         let at = std::ptr::with_exposed_provenance_mut::<u32>(self.start as usize);
-        // SAFETY: code of a library that stays loaded; instructions are aligned words.
+        // SAFETY: the word is code of a library that stays loaded; instructions are aligned words.
         unsafe { AtomicU32::from_ptr(at) }
     }
 
-    /// Whether the jump is in place.
+    /// Returns true if the jump is in place.
     pub(super) fn is_in_place(&self) -> bool {
         self.word().load(Ordering::Acquire) == self.after
     }
 
-    /// Whether the bytes are those that were there before.
-    pub(super) fn is_taken_back(&self) -> bool {
+    /// Returns true if the original instruction is in place.
+    pub(super) fn is_undone(&self) -> bool {
         self.word().load(Ordering::Acquire) == self.before
     }
 
-    /// Puts the jump in place, if the instruction is that of before.
+    /// Writes the jump if the original instruction is in place. Returns false otherwise.
     ///
     /// # Safety
     /// The word is writable, and the jump's target may be run in place of what it replaces.
-    pub(super) unsafe fn put(&self) -> bool {
+    pub(super) unsafe fn apply(&self) -> bool {
         self.exchange(self.before, self.after)
     }
 
-    /// Puts the instruction of before back, if the jump is in place.
+    /// Restores the original instruction if the jump is in place. Returns false otherwise.
     ///
     /// # Safety
     /// The word is writable.
-    pub(super) unsafe fn take_back(&self) -> bool {
+    pub(super) unsafe fn undo(&self) -> bool {
         self.exchange(self.after, self.before)
     }
 
     fn exchange(&self, from: u32, to: u32) -> bool {
         let done =
             self.word().compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok();
-        // SAFETY: the word was just accessed.
+        // SAFETY: the word was just accessed, so it is mapped.
         unsafe { flush(self.start, 4) };
         done
     }
 }
 
-/// `b` from `address` to `target`.
+/// Encodes `b` from `address` to `target`.
 pub(super) fn jump(address: u64, target: u64) -> Option<[u8; 4]> {
     let distance = target.wrapping_sub(address) as i64;
     let words = (-(1 << 27)..1 << 27).contains(&distance).then_some(distance >> 2)?;
     Some((0x1400_0000 | words as u32 & 0x03ff_ffff).to_le_bytes())
 }
 
-/// No instruction that is copied counts from its own place.
+/// Returns `None`: no copied instruction is relative to its own address.
 pub(super) fn displacement(_: u64, _: &Relative) -> Option<[u8; 4]> {
     None
 }
 
-/// `ldr x16, #8; br x16` with the address behind it.
+/// Encodes `ldr x16, #8; br x16`, followed by the address.
 pub(super) fn absolute_jump(target: u64) -> Vec<u8> {
     let mut code = Vec::new();
     code.extend(0x5800_0050_u32.to_le_bytes());
@@ -207,27 +207,27 @@ pub(super) fn jump_target(address: u64, code: &[u8; LOOKED_AT]) -> Option<u64> {
     code.get(literal..literal + 8)?.try_into().map(u64::from_le_bytes).ok()
 }
 
-/// Makes instruction fetch see what was stored.
+/// Makes instruction fetch see stored bytes.
 ///
 /// # Safety
 /// The bytes are mapped.
 pub(super) unsafe fn flush(start: u64, len: usize) {
     let cache_type: u64;
-    // SAFETY: reads a register that user space may read.
+    // SAFETY: user space may read this register.
     unsafe { asm!("mrs {}, ctr_el0", out(reg) cache_type, options(nomem, nostack)) };
     let line = |shift: u64| 4_u64 << (cache_type >> shift & 0xf);
     let lines = |size: u64| (start & !(size - 1)..start + len as u64).step_by(size as usize);
     for at in lines(line(16)) {
-        // SAFETY: cleans a line of mapped memory.
+        // SAFETY: cleans the cache line of mapped memory.
         unsafe { asm!("dc cvau, {}", in(reg) at, options(nostack)) };
     }
-    // SAFETY: a barrier.
+    // SAFETY: a barrier accesses no memory.
     unsafe { asm!("dsb ish", options(nostack)) };
     for at in lines(line(0)) {
-        // SAFETY: drops a line of the instruction cache.
+        // SAFETY: invalidates a line of the instruction cache, which changes no data.
         unsafe { asm!("ic ivau, {}", in(reg) at, options(nostack)) };
     }
-    // SAFETY: barriers.
+    // SAFETY: barriers access no memory.
     unsafe { asm!("dsb ish", "isb", options(nostack)) };
 }
 
@@ -244,25 +244,25 @@ mod tests {
     }
 
     #[test]
-    fn wrappers_fit_at_the_svc_and_frames_at_their_beginning() {
+    fn wrappers_are_patched_at_the_svc_and_frames_at_the_start() {
         // nop; mov x8, #215; svc #0
-        let fit = decode(0, &entry(&[0xd503_201f, 0xd280_1ae8, SVC_0]), Some(215)).unwrap();
-        assert_eq!((fit.at, fit.resume, fit.skipped.len()), (8, 12, 12));
+        let point = decode(0, &entry(&[0xd503_201f, 0xd280_1ae8, SVC_0]), Some(215)).unwrap();
+        assert_eq!((point.at, point.resume, point.skipped.len()), (8, 12, 12));
         // mmap: the branch is left out of the copy
         let mmap =
             [0xf240_2cbf, 0x5400_0121, 0x9340_7c42, 0x9340_7c63, 0x9340_7c84, 0xd280_1bc8, SVC_0];
-        let fit = decode(0, &entry(&mmap), Some(222)).unwrap();
-        assert_eq!((fit.at, fit.resume, fit.skipped.len()), (24, 28, 24));
+        let point = decode(0, &entry(&mmap), Some(222)).unwrap();
+        assert_eq!((point.at, point.resume, point.skipped.len()), (24, 28, 24));
         // brk
-        let fit = decode(0, &entry(&[0xaa00_03e1, 0xd280_1ac8, SVC_0]), Some(214)).unwrap();
-        assert_eq!((fit.at, fit.resume), (8, 12));
+        let point = decode(0, &entry(&[0xaa00_03e1, 0xd280_1ac8, SVC_0]), Some(214)).unwrap();
+        assert_eq!((point.at, point.resume), (8, 12));
         // mremap
-        let fit = decode(0, &entry(&[0xa9bb_7bfd, 0xf000_05a5]), Some(216)).unwrap();
-        assert_eq!((fit.at, fit.resume, fit.skipped.len()), (0, 4, 4));
+        let point = decode(0, &entry(&[0xa9bb_7bfd, 0xf000_05a5]), Some(216)).unwrap();
+        assert_eq!((point.at, point.resume, point.skipped.len()), (0, 4, 4));
     }
 
     #[test]
-    fn what_does_not_fit_is_refused_by_name() {
+    fn entries_that_do_not_fit_are_refused_by_name() {
         assert_eq!(
             decode(0, &entry(&[0xd280_1ae8, SVC_0]), Some(216)),
             Err(PatchObstacle::OtherCall(215))
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn jumps_lead_where_they_say() {
+    fn decoded_jumps_lead_to_their_targets() {
         for (from, to) in [(0x10_0000, 0x20_0000), (0x20_0000, 0x10_0000)] {
             let code = entry(&[u32::from_le_bytes(jump(from, to).unwrap())]);
             assert_eq!(jump_target(from, &code), Some(to));

@@ -1,10 +1,9 @@
-//! x86-64: a 5-byte `jmp rel32` over one instruction of at least that length.
+//! x86-64: a 5-byte `jmp rel32` replaces one instruction of at least that length.
 //!
-//! glibc's wrappers begin with `mov $nr,%eax` (5 bytes), which has exactly its length; `mmap` has a
-//! 7-byte `test` before. Every entry of NVIDIA's `libcuda` begins with a 10-byte comparison of a
-//! word of its own with a constant. The jump must lie within 8 aligned bytes, or within 16 where
-//! the processor has `cmpxchg16b`: stores of those are seen by every processor as a whole, by
-//! instruction fetch too.
+//! glibc's wrappers begin with `mov $nr,%eax` (5 bytes); `mmap` has a 7-byte `test` before it.
+//! Every entry of NVIDIA's `libcuda` begins with a 10-byte comparison of a word of its own with a
+//! constant. The jump must lie within 8 aligned bytes, or within 16 where the processor has
+//! `cmpxchg16b`. Every processor sees a store of these as a whole, in instruction fetch too.
 
 use std::{
     arch::asm,
@@ -13,7 +12,7 @@ use std::{
 
 use super::entry::{LOOKED_AT, PatchObstacle, PatchPoint, Relative};
 
-/// How far a jump reaches.
+/// Reach of a jump in bytes, with a margin.
 pub(super) const REACH: u64 = (1 << 31) - (1 << 20);
 
 const JUMP_LEN: usize = 5;
@@ -21,10 +20,10 @@ const JUMP_LEN: usize = 5;
 /// `cmpl $imm32,disp32(%rip)`: two bytes, the displacement, the constant.
 const COMPARE_LEN: usize = 10;
 
-/// An instruction that may stand before the system call, or be replaced.
+/// A known instruction, which may precede the system call or be replaced.
 struct Known {
     len: usize,
-    /// What takes its effect back; `None` if its effect is none that a caller could see.
+    /// Code that undoes the instruction; `None` if it has no effect that a caller can see.
     undo: Option<Vec<u8>>,
 }
 
@@ -43,7 +42,7 @@ fn known(code: &[u8]) -> Option<Known> {
         [0x81, 0x3d, ..] => plain(COMPARE_LEN),
         // mov %r8,disp8(%rsp): into the function's own frame
         [0x4c, 0x89, 0x44, 0x24, disp, ..] if disp < 0x80 => plain(5),
-        // sub $imm8,%rsp: lea imm8(%rsp),%rsp takes it back
+        // sub $imm8,%rsp: lea imm8(%rsp),%rsp undoes it
         [0x48, 0x83, 0xec, bytes, ..] if bytes < 0x80 => {
             Some(Known { len: 4, undo: Some(vec![0x48, 0x8d, 0x64, 0x24, bytes]) })
         }
@@ -60,8 +59,8 @@ fn is_jump(code: &[u8]) -> bool {
     )
 }
 
-/// Looks for the instruction to replace in `code`, which lies at `address` and makes system call
-/// `nr`, if any.
+/// Finds the instruction to replace in `code`, which lies at `address` and makes system call `nr`,
+/// if any.
 pub(super) fn decode(
     address: u64,
     code: &[u8; LOOKED_AT],
@@ -90,7 +89,7 @@ pub(super) fn decode(
             let resume = at + instruction.len;
             return Ok(PatchPoint { at, undo, skipped: code[..resume].to_vec(), relative, resume });
         }
-        // The system call is the next instruction: behind it is too late.
+        // The system call is the next instruction, and a patch after it is too late.
         if code[at] == 0xb8 {
             return Err(PatchObstacle::NoRoom);
         }
@@ -103,7 +102,7 @@ pub(super) fn decode(
     Err(PatchObstacle::NoRoom)
 }
 
-/// The aligned store that holds a jump at `address`: where, and of how many bytes.
+/// Returns the address and length of the aligned store that can write a jump at `address`.
 fn window(address: u64) -> Option<(u64, usize)> {
     let within =
         |bytes: u64| (address % bytes + JUMP_LEN as u64 <= bytes).then_some(address & !(bytes - 1));
@@ -111,7 +110,7 @@ fn window(address: u64) -> Option<(u64, usize)> {
     within(8).map(|start| (start, 8)).or_else(|| wide().map(|start| (start, 16)))
 }
 
-/// One aligned run of code bytes, and what it is replaced by.
+/// One aligned run of code bytes, and the bytes that replace it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Patch {
     start: u64,
@@ -121,14 +120,14 @@ pub(super) struct Patch {
 }
 
 impl Patch {
-    /// A jump to `target` in place of the instruction at `address`.
+    /// Prepares a jump to `target` in place of the instruction at `address`.
     ///
     /// # Safety
     /// The 16 aligned bytes around `address` are readable.
     pub(super) unsafe fn jump(address: u64, target: u64) -> Option<Self> {
         let (start, bytes) = window(address)?;
         let mut patch = Self { start, bytes, before: 0, after: 0 };
-        // SAFETY: the window lies in the bytes that the caller vouches for.
+        // SAFETY: the window lies in the bytes that the caller declares readable.
         patch.before = unsafe { patch.read() };
         let mut code = patch.before.to_le_bytes();
         let at = (address - start) as usize;
@@ -137,7 +136,7 @@ impl Patch {
         Some(patch)
     }
 
-    /// The first byte that is written; all written bytes lie in its page.
+    /// Returns the first byte that is written. All written bytes lie in its page.
     pub(super) fn start(&self) -> u64 {
         self.start
     }
@@ -147,41 +146,43 @@ impl Patch {
     unsafe fn read(&self) -> u128 {
         let at = std::ptr::with_exposed_provenance_mut::<u64>(self.start as usize);
         let word = |index: usize| {
-            // SAFETY: readable as the caller says, and aligned; others change these bytes by whole
-            // aligned words only.
+            // SAFETY: the caller declares the window readable, and `window` aligned it. Code
+            // patchers change these bytes by whole aligned words only.
             let word = unsafe { AtomicU64::from_ptr(at.add(index)) };
             u128::from(word.load(Ordering::Acquire))
         };
         if self.bytes == 8 { word(0) } else { word(0) | word(1) << 64 }
     }
 
-    /// Whether the jump is in place.
+    /// Returns true if the jump is in place.
     pub(super) fn is_in_place(&self) -> bool {
-        // SAFETY: code of a library that stays loaded.
+        // SAFETY: the window is code of a library that stays loaded, as the caller of `plan`
+        // promised.
         unsafe { self.read() == self.after }
     }
 
-    /// Whether the bytes are those that were there before.
-    pub(super) fn is_taken_back(&self) -> bool {
-        // SAFETY: as above.
+    /// Returns true if the original bytes are in place.
+    pub(super) fn is_undone(&self) -> bool {
+        // SAFETY: the window is code of a library that stays loaded, as the caller of `plan`
+        // promised.
         unsafe { self.read() == self.before }
     }
 
-    /// Puts the jump in place, if the bytes are those of before.
+    /// Writes the jump if the original bytes are in place. Returns false otherwise.
     ///
     /// # Safety
     /// The window is writable, and the jump's target may be run in place of what it replaces.
-    pub(super) unsafe fn put(&self) -> bool {
-        // SAFETY: as the caller's.
+    pub(super) unsafe fn apply(&self) -> bool {
+        // SAFETY: the caller declares the window writable and both contents safe to run.
         unsafe { self.exchange(self.before, self.after) }
     }
 
-    /// Puts the bytes of before back, if the jump is in place.
+    /// Restores the original bytes if the jump is in place. Returns false otherwise.
     ///
     /// # Safety
     /// The window is writable.
-    pub(super) unsafe fn take_back(&self) -> bool {
-        // SAFETY: as the caller's.
+    pub(super) unsafe fn undo(&self) -> bool {
+        // SAFETY: the caller declares the window writable; the original bytes are safe to run.
         unsafe { self.exchange(self.after, self.before) }
     }
 
@@ -190,25 +191,26 @@ impl Patch {
     unsafe fn exchange(&self, from: u128, to: u128) -> bool {
         let at = std::ptr::with_exposed_provenance_mut::<u128>(self.start as usize);
         if self.bytes == 8 {
-            // SAFETY: aligned to 8 bytes by `window`, writable as the caller says.
+            // SAFETY: `window` aligned the address to 8 bytes, and the caller declares it writable.
             let word = unsafe { AtomicU64::from_ptr(at.cast()) };
             word.compare_exchange(from as u64, to as u64, Ordering::SeqCst, Ordering::SeqCst)
                 .is_ok()
         } else {
-            // SAFETY: aligned to 16 bytes by `window`, which has asked for the feature; writable as
-            // the caller says.
+            // SAFETY: `window` aligned the address to 16 bytes and found the processor's feature;
+            // the caller declares it writable.
             unsafe { exchange_wide(at, from, to) }
         }
     }
 }
 
-/// The intrinsic of `core::arch` needs libatomic where it is not inlined.
+/// Runs `cmpxchg16b`. The intrinsic of `core::arch` needs libatomic where it is not inlined.
 ///
 /// # Safety
 /// `at` is aligned to 16 bytes and writable, and the processor has `cmpxchg16b`.
 unsafe fn exchange_wide(at: *mut u128, from: u128, to: u128) -> bool {
     let equal: u8;
-    // SAFETY: as the caller's; rbx, which the compiler keeps to itself, is put back.
+    // SAFETY: the caller promises alignment, access and the feature; rbx, which the compiler
+    // reserves, is restored.
     unsafe {
         asm!(
             "xchg {low}, rbx",
@@ -227,20 +229,20 @@ unsafe fn exchange_wide(at: *mut u128, from: u128, to: u128) -> bool {
     equal != 0
 }
 
-/// `jmp rel32` from `address` to `target`.
+/// Encodes `jmp rel32` from `address` to `target`.
 pub(super) fn jump(address: u64, target: u64) -> Option<[u8; JUMP_LEN]> {
     let distance = i128::from(target) - i128::from(address + JUMP_LEN as u64);
     let [a, b, c, d] = i32::try_from(distance).ok()?.to_le_bytes();
     Some([0xe9, a, b, c, d])
 }
 
-/// The 4 bytes at `relative.at` of code that is copied to `address`.
+/// Encodes the 4 bytes at `relative.at` of code that is copied to `address`.
 pub(super) fn displacement(address: u64, relative: &Relative) -> Option<[u8; 4]> {
     let distance = i128::from(relative.target) - i128::from(address + relative.from as u64);
     i32::try_from(distance).ok().map(i32::to_le_bytes)
 }
 
-/// `jmp *0(%rip)` with the address behind it.
+/// Encodes `jmp *0(%rip)`, followed by the address.
 pub(super) fn absolute_jump(target: u64) -> Vec<u8> {
     let mut code = vec![0xff, 0x25, 0, 0, 0, 0];
     code.extend(target.to_le_bytes());
@@ -263,7 +265,7 @@ pub(super) fn jump_target(address: u64, code: &[u8; LOOKED_AT]) -> Option<u64> {
     }
 }
 
-/// Instruction fetch sees stores without further ado.
+/// Does nothing: on x86-64, instruction fetch sees stores by itself.
 ///
 /// # Safety
 /// The bytes are mapped.
@@ -283,10 +285,10 @@ mod tests {
 
     #[test]
     fn wrappers_with_and_without_endbr64_fit_at_the_mov() {
-        let fit =
+        let point =
             decode(0x1000, &entry("b8 0b 00 00 00 0f 05 48 3d 01 f0 ff ff"), Some(11)).unwrap();
         assert_eq!(
-            fit,
+            point,
             PatchPoint {
                 at: 0,
                 undo: vec![],
@@ -295,39 +297,39 @@ mod tests {
                 resume: 5
             }
         );
-        let fit = decode(0x1000, &entry("f3 0f 1e fa b8 0b 00 00 00 0f 05"), Some(11)).unwrap();
-        assert_eq!((fit.at, fit.resume), (4, 9));
+        let point = decode(0x1000, &entry("f3 0f 1e fa b8 0b 00 00 00 0f 05"), Some(11)).unwrap();
+        assert_eq!((point.at, point.resume), (4, 9));
         assert_eq!(window(0x1004), Some((0x1000, 16)));
     }
 
     #[test]
-    fn mmap_fits_at_its_test_and_mremap_at_its_second_instruction() {
+    fn mmap_is_patched_at_its_test_and_mremap_at_the_next_mov() {
         let mmap = entry("41 89 ca 41 f7 c1 ff 0f 00 00 75 14 b8 09 00 00 00 0f 05");
-        let fit = decode(0x1000, &mmap, Some(9)).unwrap();
-        assert_eq!((fit.at, fit.resume, fit.undo.len()), (3, 10, 0));
+        let point = decode(0x1000, &mmap, Some(9)).unwrap();
+        assert_eq!((point.at, point.resume, point.undo.len()), (3, 10, 0));
         assert_eq!(window(0x1003), Some((0x1000, 8)));
         let mremap = entry("48 83 ec 58 4c 89 44 24 40 64 48 8b 04 25 28 00 00 00");
-        let fit = decode(0x1000, &mremap, Some(25)).unwrap();
-        assert_eq!((fit.at, fit.resume), (4, 9));
-        assert_eq!(fit.undo, [0x48, 0x8d, 0x64, 0x24, 0x58]);
-        assert_eq!(fit.skipped, mremap[..9]);
+        let point = decode(0x1000, &mremap, Some(25)).unwrap();
+        assert_eq!((point.at, point.resume), (4, 9));
+        assert_eq!(point.undo, [0x48, 0x8d, 0x64, 0x24, 0x58]);
+        assert_eq!(point.skipped, mremap[..9]);
     }
 
-    /// The entries of `libcuda.so` 535.261 and 550.163.
+    /// The entries are those of `libcuda.so` 535.261 and 550.163.
     #[test]
-    fn a_comparison_with_memory_moves_with_what_it_compares() {
+    fn moved_comparison_reads_the_same_address() {
         let code = entry("81 3d 04 35 93 01 00 ba 1c 32 74 0c ff 25 46 c0 83 01");
-        let fit = decode(0x2d_56a0, &code, None).unwrap();
-        assert_eq!((fit.at, fit.resume, fit.undo.len()), (0, 10, 0));
-        assert_eq!(fit.relative, [Relative { at: 2, from: 10, target: 0x2d_56aa + 0x193_3504 }]);
-        assert_eq!(displacement(0x2d_56a0, &fit.relative[0]), Some([0x04, 0x35, 0x93, 0x01]));
-        assert_eq!(displacement(0x1c0_8ba4, &fit.relative[0]), Some([0, 0, 0, 0]));
-        assert_eq!(displacement(1 << 40, &fit.relative[0]), None);
-        assert_eq!(decode(0x2d_56a0, &code, Some(9)).unwrap(), fit);
+        let point = decode(0x2d_56a0, &code, None).unwrap();
+        assert_eq!((point.at, point.resume, point.undo.len()), (0, 10, 0));
+        assert_eq!(point.relative, [Relative { at: 2, from: 10, target: 0x2d_56aa + 0x193_3504 }]);
+        assert_eq!(displacement(0x2d_56a0, &point.relative[0]), Some([0x04, 0x35, 0x93, 0x01]));
+        assert_eq!(displacement(0x1c0_8ba4, &point.relative[0]), Some([0, 0, 0, 0]));
+        assert_eq!(displacement(1 << 40, &point.relative[0]), None);
+        assert_eq!(decode(0x2d_56a0, &code, Some(9)).unwrap(), point);
     }
 
     #[test]
-    fn what_does_not_fit_is_refused_by_name() {
+    fn entries_that_do_not_fit_are_refused_by_name() {
         let unlike = decode(0x1000, &entry("b8 0b 00 00 00 0f 05"), Some(12));
         assert_eq!(unlike, Err(PatchObstacle::OtherCall(11)));
         assert_eq!(
@@ -350,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn jumps_lead_where_they_say() {
+    fn decoded_jumps_lead_to_their_targets() {
         let mut code = entry("");
         code[..5].copy_from_slice(&jump(0x10_0000, 0x20_0000).unwrap());
         assert_eq!(jump_target(0x10_0000, &code), Some(0x20_0000));

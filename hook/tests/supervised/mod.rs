@@ -1,5 +1,5 @@
-//! A thread whose calls of one kind are seen, and may be answered, by the thread that made it: by a
-//! seccomp filter with a listener, which the thread alone has.
+//! Runs code on a thread whose system calls of one kind are supervised by the starting thread,
+//! through a seccomp filter with a listener.
 
 use std::{
     os::fd::{AsRawFd, FromRawFd, OwnedFd},
@@ -7,21 +7,21 @@ use std::{
     thread,
 };
 
-/// Runs `act` on a thread of its own. Each call of the system call `number` there waits until
-/// `answer` has seen its first argument, and then fails with the errno that `answer` gave, or goes
-/// on if it gave none.
+/// Runs `act` on a thread of its own. There, each system call `number` waits until `answer` has
+/// received its first argument. The call then fails with the errno that `answer` returned, or
+/// continues if that is `None`.
 pub(crate) fn run<R: Send>(
     number: libc::c_long,
     mut answer: impl FnMut(u64) -> Option<i32>,
     act: impl FnOnce() -> R + Send,
 ) -> R {
-    let (tell, told) = mpsc::channel();
+    let (send, receive) = mpsc::channel();
     thread::scope(|scope| {
         let supervised = scope.spawn(move || {
-            tell.send(filter(number)).expect("a supervisor");
+            send.send(filter(number)).expect("a supervisor");
             act()
         });
-        let listener = told.recv().expect("a filter");
+        let listener = receive.recv().expect("a filter");
         while !supervised.is_finished() {
             answer_one(&listener, &mut answer);
         }
@@ -29,7 +29,7 @@ pub(crate) fn run<R: Send>(
     })
 }
 
-/// Has the calls of this thread, and of threads that it starts, wait for the listener.
+/// Makes the calls of this thread, and of threads that it starts, wait for the listener.
 fn filter(number: libc::c_long) -> OwnedFd {
     let instruction = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
     let filter = [
@@ -61,7 +61,7 @@ fn answer_one(listener: &OwnedFd, answer: &mut impl FnMut(u64) -> Option<i32>) {
     if poll.revents & libc::POLLIN == 0 {
         return;
     }
-    // SAFETY: zeroes are valid, and what the kernel asks for.
+    // SAFETY: zeroes are a valid value, and the kernel requires them.
     let mut call: libc::seccomp_notif = unsafe { std::mem::zeroed() };
     // SAFETY: the call fills the structure.
     if unsafe { libc::ioctl(file, libc::SECCOMP_IOCTL_NOTIF_RECV, &raw mut call) } != 0 {

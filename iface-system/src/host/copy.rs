@@ -7,13 +7,13 @@ use crate::sys;
 
 impl System {
     /// # Safety
-    /// As [`hmem_core::Iface::copy`].
+    /// The contract of [`hmem_core::Iface::copy`].
     pub(super) unsafe fn copy_bytes(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // Held over the copy: a record that is freed meanwhile keeps its memory until here.
+        // Held during the copy: a record that is freed meanwhile keeps its memory until the end.
         let _to_stays = self.check_side(to, len)?;
         let _from_stays = self.check_side(from, len)?;
-        // SAFETY: valid for `len` bytes as the caller promises, and where an allocation is ours, as
-        // just checked; overlaps are allowed.
+        // SAFETY: the caller promises both sides for `len` bytes. `check_side` verified the sides
+        // that are allocations of this iface. Overlaps are allowed.
         unsafe { sys::copy_bytes(sys::host_ptr(from), sys::host_ptr(to), len as usize) };
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Handing host memory to NICs and to other processes: what a memory file backs, and nothing else.
+//! Exports of host memory to NICs and other processes, for allocations in memory files.
 
 use std::os::fd::{AsFd, AsRawFd};
 
@@ -80,7 +80,10 @@ impl System {
             return Err(Error::new(ErrorKind::Unsupported, "ipc export")
                 .iface(IfaceKind::SYSTEM)
                 .context("allocation", allocation.range)
-                .remedy("only memory files of this process can be opened by others: allocate with `memfd`"));
+                .remedy(
+                    "other processes can open only memory files of this process: allocate with \
+                     `System::memfd`",
+                ));
         };
         let body = HandleBody {
             pid: own_pid(),

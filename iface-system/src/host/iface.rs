@@ -1,4 +1,4 @@
-//! The trait and the facets of host memory, each in a line or in its own file.
+//! The iface trait and the facets of host memory. Long ones have a file of their own.
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
@@ -12,8 +12,9 @@ use hmem_core::{
 use super::System;
 
 // SAFETY: `query` answers from the records of live allocations, whose identities count up. Each
-// record owns its memory, which is freed with the record. `check_side` bounds both sides of a copy,
-// which has ended when it returns. Exports hold the memory file of the allocation itself.
+// record owns its memory, which is freed with the record. `check_side` checks the bounds of both
+// sides of a copy, which has ended when it returns. Exports keep the memory file of the allocation
+// alive.
 unsafe impl Iface for System {
     fn kind(&self) -> IfaceKind {
         IfaceKind::SYSTEM
@@ -32,7 +33,7 @@ unsafe impl Iface for System {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller makes the same promise about both sides of the copy.
         unsafe { self.copy_bytes(to, from, len) }
     }
 
@@ -106,8 +107,8 @@ impl Ipc for System {
 }
 
 impl SegmentMap for System {
-    /// One segment, whatever the pages behind it: nothing that takes host memory needs them
-    /// contiguous.
+    /// Returns one segment, whatever pages are behind it: no user of host memory needs contiguous
+    /// pages.
     fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
         let record = self.record_at(range.start());
         let exportable = record.is_some_and(|record| {

@@ -9,10 +9,10 @@ use hmem_core::{Address, AddressRange, Error, ErrorKind, Result};
 
 use crate::sys::{self, Mapping};
 
-/// A memory file of a fixed size, mapped.
+/// A mapped memory file of a fixed size.
 ///
-/// Sealed against shrinking, so that no mapping of it can lose its pages and `/dev/udmabuf` makes
-/// dma-bufs of it. Whoever gets the fd reaches the same bytes.
+/// It is sealed against shrinking, so that no mapping of it can lose its pages, and `/dev/udmabuf`
+/// makes dma-bufs of it. A process that gets the fd accesses the same bytes.
 ///
 /// ```
 /// use hmem_iface_system::MemFd;
@@ -31,10 +31,11 @@ pub struct MemFd {
 }
 
 impl MemFd {
-    /// Creates and maps a file of `len` bytes, rounded up to pages, all zero.
+    /// Creates and maps a zeroed file of `len` bytes, rounded up to pages.
     ///
     /// # Errors
-    /// [`ErrorKind::ZeroLength`]; what the system calls reported, out of fds or memory for one.
+    /// - [`ErrorKind::ZeroLength`]: `len` is 0.
+    /// - The error of a system call: no fd or no memory is left, for example.
     pub fn new(len: u64) -> Result<Self> {
         if len == 0 {
             return Err(
@@ -53,30 +54,30 @@ impl MemFd {
         Ok(Self { fd, mapping, len })
     }
 
-    /// Where it is mapped, as long as it was asked for.
+    /// Returns the addresses of the mapping, with the requested length.
     #[must_use]
     pub fn range(&self) -> AddressRange {
         let start = self.mapping.address();
         AddressRange::new(start, self.len).unwrap_or_else(|_| AddressRange::of::<u8>(&[]))
     }
 
-    /// Bytes, as they were asked for.
+    /// Returns the requested length in bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Never: a memory file has at least one byte.
+    /// Returns false: a memory file has at least one byte.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Fills `into` from `offset`, in bytes. No reference to the content is made, so that a NIC may
-    /// write it meanwhile.
+    /// Reads bytes from `offset` into `into`. No reference to the content is made, so that a NIC
+    /// may write it meanwhile.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] for a range that reaches past the end.
+    /// [`ErrorKind::OutOfBounds`] if the range reaches past the end.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         self.check(offset, into.len() as u64)?;
         let to = Address::of_ptr(into.as_mut_ptr());
@@ -87,7 +88,7 @@ impl MemFd {
     /// Writes `from` at `offset`, in bytes.
     ///
     /// # Errors
-    /// As [`MemFd::read`].
+    /// The errors of [`MemFd::read`].
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         self.check(offset, from.len() as u64)?;
         sys::write_at(self.fd.as_fd(), offset, Address::of_ptr(from.as_ptr()), from.len() as u64)

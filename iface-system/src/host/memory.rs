@@ -1,4 +1,4 @@
-//! Allocating host memory of every sort.
+//! Allocation of host memory of every sort.
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc},
@@ -25,10 +25,10 @@ pub(super) struct Heap {
     layout: Layout,
 }
 
-// SAFETY: owned memory, which any thread may free; its bytes are only reached through raw
-// addresses.
+// SAFETY: the value owns its memory, which any thread may free. Its bytes are only accessed through
+// raw addresses.
 unsafe impl Send for Heap {}
-// SAFETY: as above; `&Heap` gives out nothing.
+// SAFETY: `&Heap` gives access to nothing.
 unsafe impl Sync for Heap {}
 
 impl Heap {
@@ -41,18 +41,18 @@ impl Heap {
 
 impl Drop for Heap {
     fn drop(&mut self) {
-        // SAFETY: allocated with this layout, and freed once.
+        // SAFETY: `alloc_zeroed` returned the memory for this layout, and drop runs once.
         unsafe { dealloc(self.start.as_ptr(), self.layout) };
     }
 }
 
-/// What holds the bytes of an allocation.
+/// The owner of an allocation's bytes.
 #[derive(Debug)]
 pub(super) enum Backing {
     Heap(Heap),
     Mapping(Mapping),
     MemFd(MemFd),
-    /// Another process's memory file.
+    /// A memory file of another process.
     Opened(MemFd),
 }
 
@@ -74,7 +74,7 @@ pub(super) struct Record {
 }
 
 impl Record {
-    /// The memory file behind it.
+    /// Returns the memory file behind the allocation, if there is one.
     pub(super) fn memfd(&self) -> Option<&MemFd> {
         match &self.backing {
             Backing::MemFd(file) | Backing::Opened(file) => Some(file),
@@ -84,12 +84,13 @@ impl Record {
 }
 
 impl System {
-    /// Allocates `len` bytes as the global allocator does, aligned to `align` bytes: what a `Vec`
-    /// has, neighbours in the same page included.
+    /// Allocates `len` bytes from the global allocator, aligned to `align` bytes. Like a `Vec`, the
+    /// memory may share pages with other allocations.
     ///
     /// # Errors
-    /// [`ErrorKind::ZeroLength`]; [`ErrorKind::InvalidArgument`] for an alignment that is no power
-    /// of two; [`ErrorKind::OutOfResources`].
+    /// - [`ErrorKind::ZeroLength`]: `len` is 0.
+    /// - [`ErrorKind::InvalidArgument`]: the alignment is no power of two.
+    /// - [`ErrorKind::OutOfResources`]: no memory is left.
     pub fn heap(&self, len: u64, align: u64) -> Result<Allocation> {
         let len = checked_len(len, "allocate heap")?;
         let layout =
@@ -108,22 +109,22 @@ impl System {
         self.enter(Backing::Heap(heap), len as u64)
     }
 
-    /// Allocates `len` bytes of anonymous memory in pages of its own.
-    /// [`Allocator::allocate`](hmem_core::iface::Allocator) does the same.
+    /// Allocates `len` bytes of anonymous memory in pages of its own, like
+    /// [`Allocator::allocate`](hmem_core::iface::Allocator).
     ///
     /// # Errors
-    /// [`ErrorKind::ZeroLength`]; what `mmap` reported.
+    /// [`ErrorKind::ZeroLength`], or the error of `mmap`.
     pub fn mmap(&self, len: u64) -> Result<Allocation> {
         let bytes = checked_len(len, "allocate mmap")?;
         let mapping = Mapping::memory(bytes).map_err(|errno| refused(errno, len))?;
         self.enter(Backing::Mapping(mapping), len)
     }
 
-    /// Allocates `len` bytes in a memory file of their own, which can be exported and opened by
+    /// Allocates `len` bytes in a memory file of their own, which can be exported, and opened by
     /// other processes.
     ///
     /// # Errors
-    /// As [`MemFd::new`].
+    /// The errors of [`MemFd::new`].
     pub fn memfd(&self, len: u64) -> Result<Allocation> {
         self.enter(Backing::MemFd(MemFd::new(len)?), len)
     }
@@ -131,8 +132,10 @@ impl System {
     /// Allocates `len` bytes, rounded up to 2 MiB, in huge pages.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] if the machine has too few free ones, with the number that it has
-    /// in all and how to get more; [`ErrorKind::ZeroLength`]; what `mmap` reported otherwise.
+    /// - [`ErrorKind::Unavailable`]: too few huge pages are free. The error has their total number,
+    ///   and the way to get more.
+    /// - [`ErrorKind::ZeroLength`]: `len` is 0.
+    /// - Any other error of `mmap`.
     pub fn huge_pages(&self, len: u64) -> Result<Allocation> {
         let bytes = checked_len(len, "allocate huge pages")?;
         let whole = bytes.checked_next_multiple_of(HUGE_PAGE as usize).unwrap_or(usize::MAX);
@@ -167,7 +170,7 @@ impl System {
         Ok(allocation)
     }
 
-    /// Ends an allocation that was made here, or `opened` here.
+    /// Ends an allocation that was made here, or opened here if `opened`.
     pub(super) fn end(
         &self,
         allocation: &Allocation,
@@ -184,14 +187,14 @@ impl System {
             return Err(not_live(allocation, operation));
         }
         let record = book.by_start.remove(&start);
-        // Unmapping outside the lock: it takes its time, and may be watched by something that asks
-        // us.
+        // Unmapped outside the lock: it takes long, and a monitor that watches it may call this
+        // iface.
         drop(book);
         drop(record);
         Ok(())
     }
 
-    /// The allocation that holds `address`.
+    /// Returns the allocation that contains `address`.
     pub(super) fn record_at(&self, address: Address) -> Option<Arc<Record>> {
         let book = self.book.read();
         let (_, record) = book.by_start.range(..=address.0).next_back()?;
@@ -199,13 +202,16 @@ impl System {
     }
 }
 
-/// The error for an allocation that is freed, or another iface's.
+/// Returns the error for an allocation that is freed, or belongs to another iface.
 pub(super) fn not_live(allocation: &Allocation, operation: &'static str) -> Error {
     Error::new(ErrorKind::InvalidArgument, operation)
         .iface(IfaceKind::SYSTEM)
         .context("allocation", allocation.range)
         .context("identity", allocation.id.0)
-        .remedy("not a live allocation of this iface: freed already, or opened where it should be allocated")
+        .remedy(
+            "pass a live allocation of this iface: free one that was allocated, close one that was \
+         opened, once",
+        )
 }
 
 fn refused(errno: rustix::io::Errno, len: u64) -> Error {

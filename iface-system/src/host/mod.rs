@@ -1,8 +1,7 @@
-//! Host memory: what the operating system gives without any device.
+//! Host memory: the memory of the operating system, without any device.
 //!
-//! Any host address can be copied to and from and registered; the [`System`] iface keeps a book
-//! only of what it allocated itself, since those allocations have identities and, where a memory
-//! file backs them, exports.
+//! Any host address can be registered, and copied from and to. The [`System`] iface keeps records
+//! only of its own allocations. These have identities and, if a memory file backs them, exports.
 
 #[allow(unsafe_code)]
 mod copy;
@@ -40,7 +39,7 @@ use crate::{monitor::SystemMonitor, sys::Udmabuf};
 /// unsafe { system.write(memory.base(), b"bytes")? };
 /// assert_eq!(system.query(memory.base())?, Some(memory));
 ///
-/// // Memory of others is host memory too, but not an allocation of this iface.
+/// // Other memory is host memory too, but not an allocation of this iface.
 /// assert_eq!(system.query(hmem_core::Address::of_ptr(&memory))?, None);
 ///
 /// // SAFETY: nothing uses the memory any longer.
@@ -49,7 +48,7 @@ use crate::{monitor::SystemMonitor, sys::Udmabuf};
 /// ```
 pub struct System {
     book: RwLock<HostAllocationTable>,
-    /// Why there are none, where there are none.
+    /// The device that makes dma-bufs, or the reason why there is none.
     udmabuf: Result<Udmabuf>,
     monitor: OnceLock<SystemMonitor>,
 }
@@ -61,7 +60,7 @@ struct HostAllocationTable {
 }
 
 impl System {
-    /// The iface. Its exports are genuine dma-bufs where `/dev/udmabuf` can be opened.
+    /// Creates the iface. Its exports are genuine dma-bufs if `/dev/udmabuf` can be opened.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -71,7 +70,7 @@ impl System {
         }
     }
 
-    /// What it allocated, or opened, and did not free, in address order.
+    /// Returns the live allocations that this iface allocated or opened, in address order.
     #[must_use]
     pub fn live(&self) -> Vec<Allocation> {
         self.book.read().by_start.values().map(|record| record.allocation).collect()

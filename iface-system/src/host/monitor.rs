@@ -1,5 +1,4 @@
-//! What notices that host memory went: started when it is first asked for, since it may patch the C
-//! library.
+//! The monitor of host memory. It starts at its first use, since it may patch the C library.
 
 use std::sync::Arc;
 
@@ -13,23 +12,23 @@ use super::System;
 use crate::monitor::SystemMonitor;
 
 impl System {
-    /// Uses this monitor instead of the one that
-    /// [`HostMonitorKind::Auto`](crate::monitor::HostMonitorKind::Auto) picks.
+    /// Sets the monitor. The default is the choice of
+    /// [`HostMonitorKind::Auto`](crate::monitor::HostMonitorKind::Auto).
     #[must_use]
     pub fn with_monitor(mut self, monitor: SystemMonitor) -> Self {
         self.monitor = monitor.into();
         self
     }
 
-    /// The monitor of host memory, with the reasons for it. Starts it if it was not started.
+    /// Returns the monitor of host memory, with the reasons for it. Starts it at the first call.
     pub fn cache_monitor(&self) -> &SystemMonitor {
         self.monitor.get_or_init(SystemMonitor::auto)
     }
 }
 
 impl MonitorSource for System {
-    /// The kernel calls nobody back when memory goes. That the monitor is called before is its own
-    /// doing.
+    /// The kernel has no callback for unmapped memory. A monitor that is notified before arranges
+    /// that itself.
     fn detection(&self) -> DetectionMethod {
         DetectionMethod::Identity
     }

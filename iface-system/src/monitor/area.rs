@@ -1,9 +1,8 @@
-//! What is mapped at an address, and whether a monitor of this process can see all that can happen
-//! to it.
+//! The mapping at an address, and whether a monitor of this process sees every change of it.
 //!
-//! Nothing here allocates, locks or calls libc: `shmdt` inside a hook asks too. Linux 6.11 answers
-//! for one address (`PROCMAP_QUERY` of `linux/fs.h`); before that, `/proc/self/maps` is read up to
-//! the address.
+//! Nothing here allocates, locks or calls libc, because the `shmdt` hook uses it. Linux 6.11
+//! answers a query for one address (`PROCMAP_QUERY` of `linux/fs.h`). On older kernels,
+//! `/proc/self/maps` is read up to the address.
 
 use std::{
     ffi::CStr,
@@ -19,18 +18,17 @@ use rustix::{
 
 const MAPS: &CStr = c"/proc/self/maps";
 
-/// Bytes of a mapping's name that are kept.
+/// Number of bytes of a mapping's name that are kept.
 const NAME: usize = 256;
 
-/// What is behind a mapping.
+/// The memory behind a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Backing {
-    /// Nothing but memory: private or shared anonymous pages, heap, stack, huge pages.
+    /// Anonymous memory: private or shared pages, heap, stack, huge pages.
     Anonymous,
-    /// A System V segment of this identifier.
+    /// A System V segment with this identifier.
     SysV(i32),
-    /// A file, a memory file or a device: whoever has it open can change what is behind the
-    /// mapping.
+    /// A file, a memory file or a device. Any process that has it open can change the content.
     File,
 }
 
@@ -38,11 +36,11 @@ pub(crate) enum Backing {
 #[derive(Clone, Copy)]
 pub(crate) struct Area {
     pub(crate) start: u64,
-    /// One past the last byte.
+    /// Address one past the last byte.
     pub(crate) end: u64,
     pub(crate) backing: Backing,
-    /// Bytes of one of its pages; assumed to be 2 MiB for huge pages where the kernel does not
-    /// say.
+    /// Bytes of one page of the mapping. Assumed to be 2 MiB for huge pages if the kernel does not
+    /// report the size.
     pub(crate) page_size: u64,
     name: [u8; NAME],
     name_len: usize,
@@ -77,7 +75,7 @@ impl Area {
         Self { start, end, backing, page_size, name, name_len }
     }
 
-    /// The name as `/proc/self/maps` gives it; empty for nameless anonymous memory.
+    /// Returns the name as in `/proc/self/maps`; empty for nameless anonymous memory.
     pub(crate) fn name(&self) -> &str {
         let name = &self.name[..self.name_len];
         std::str::from_utf8(name).unwrap_or("(a name that is not UTF-8)")
@@ -108,13 +106,12 @@ struct ProcmapQuery {
 const PROCMAP_QUERY: Opcode = opcode::read_write::<ProcmapQuery>(b'f', 17);
 const COVERING_OR_NEXT_VMA: u64 = 0x10;
 
-/// Whether a query failed because the kernel has none, or qemu-user, which says that it has no such
-/// call.
+/// Returns true if a query failed because the kernel, or qemu-user, does not implement it.
 pub(super) fn has_no_query(errno: Errno) -> bool {
     matches!(errno, Errno::NOTTY | Errno::NOSYS)
 }
 
-/// The mapping at `address`, or the next one above it.
+/// Returns the mapping at `address`, or the next one above it.
 pub(crate) fn at_or_after(address: u64) -> Result<Option<Area>, Errno> {
     let maps = open(OFlags::empty())?;
     match queried(maps.as_fd(), address) {
@@ -123,12 +120,13 @@ pub(crate) fn at_or_after(address: u64) -> Result<Option<Area>, Errno> {
     }
 }
 
-/// Opens this process's maps, with these flags too.
+/// Opens this process's maps, with additional flags.
 pub(super) fn open(more: OFlags) -> Result<OwnedFd, Errno> {
     rustix::fs::openat(CWD, MAPS, OFlags::RDONLY | OFlags::CLOEXEC | more, Mode::empty())
 }
 
-/// The mapping at `address`, or the next one above it, of the process whose open file this is.
+/// Returns the mapping at `address`, or the next one above it, of the process that owns the open
+/// file.
 pub(super) fn queried(maps: BorrowedFd<'_>, address: u64) -> Result<Option<Area>, Errno> {
     let mut name = [0_u8; NAME];
     let mut query = ProcmapQuery {
@@ -142,7 +140,7 @@ pub(super) fn queried(maps: BorrowedFd<'_>, address: u64) -> Result<Option<Area>
     let full_name = match ioctl(maps, &mut query) {
         Ok(()) => &name[..(query.vma_name_size as usize).saturating_sub(1)],
         Err(Errno::NOENT) => return Ok(None),
-        // Only a path can be that long.
+        // Only a path can be so long.
         Err(Errno::NAMETOOLONG) => {
             (query.vma_name_size, query.vma_name_addr) = (0, 0);
             ioctl(maps, &mut query)?;
@@ -165,9 +163,9 @@ fn ioctl(maps: BorrowedFd<'_>, query: &mut ProcmapQuery) -> Result<(), Errno> {
     unsafe { rustix::ioctl::ioctl(maps, Updater::<PROCMAP_QUERY, _>::new(query)) }
 }
 
-/// As [`queried`], for kernels that have no query: reads lines until one ends above `address`.
+/// Like [`queried`], for kernels without the query: reads lines until one ends above `address`.
 pub(super) fn read(maps: BorrowedFd<'_>, address: u64) -> Result<Option<Area>, Errno> {
-    // A line is at most 73 bytes before its name; what is longer than this is cut.
+    // A line has at most 73 bytes before the name. A longer line is cut.
     let mut line = [0_u8; 73 + NAME];
     let mut len = 0;
     let mut chunk = [0_u8; 512];
@@ -195,7 +193,7 @@ pub(super) fn read(maps: BorrowedFd<'_>, address: u64) -> Result<Option<Area>, E
     }
 }
 
-/// `7f0000000000-7f0000001000 rw-p 00000000 00:01 1234    /SYSV00000000 (deleted)`
+/// Parses `7f0000000000-7f0000001000 rw-p 00000000 00:01 1234    /SYSV00000000 (deleted)`.
 fn parsed(line: &[u8]) -> Option<Area> {
     let mut rest = line;
     let mut word = || {
@@ -211,14 +209,15 @@ fn parsed(line: &[u8]) -> Option<Area> {
     Some(Area::new(start, end, inode, None, rest.trim_ascii_start()))
 }
 
-/// Whether all of `range` is memory that only calls of this process on its addresses can take away;
-/// `at_or_after` is [that](at_or_after), or one that does the same.
+/// Fails unless only calls of this process on the range's addresses can unmap or discard it.
+/// `at_or_after` is [the function](at_or_after) or an equivalent.
 ///
-/// Returns the mapping that holds the end of the range, for callers that remember.
+/// Returns the mapping that holds the end of the range, for callers that cache it.
 ///
 /// # Errors
-/// BadAddress where nothing is mapped. Unsupported for a file's mapping, since truncating the file,
-/// or punching a hole into it, takes the pages away without any call that names the range.
+/// - BadAddress: an address of the range is not mapped.
+/// - Unsupported: the mapping is of a file. Truncating the file, or punching a hole into it, takes
+///   the pages away without a call that names the range.
 pub(crate) fn check(
     range: AddressRange,
     monitor: &'static str,
@@ -239,7 +238,7 @@ pub(crate) fn check(
                 refused(ErrorKind::Unsupported)
                     .errno(errno)
                     .context("file", "/proc/self/maps")
-                    .remedy("what is mapped there cannot be told: mount /proc")
+                    .remedy("the mapping cannot be read: mount /proc")
             })?
             .filter(|area| area.start <= at)
             .ok_or_else(|| {
@@ -250,7 +249,7 @@ pub(crate) fn check(
                 .context("mapping of", area.name())
                 .context(
                     "why",
-                    "truncating or punching the file behind a mapping is seen by no monitor",
+                    "no monitor detects that the file behind a mapping is truncated or punched",
                 )
                 .remedy(
                     "use anonymous memory, or an import monitor that knows when the file changes",
@@ -265,9 +264,10 @@ pub(crate) fn check(
     }
 }
 
-/// The addresses that detaching the segment attached at `address` takes away.
+/// Returns the addresses that detaching the segment at `address` unmaps.
 ///
-/// Where it cannot be known: all above, which is never too little.
+/// If they cannot be found out, the result is everything above `address`, which is never too
+/// little.
 pub(crate) fn attached(address: u64) -> AddressRange {
     let everything_above = hmem_hook::clamped(address, u64::MAX);
     match at_or_after(address) {
@@ -280,11 +280,11 @@ pub(crate) fn attached(address: u64) -> AddressRange {
     }
 }
 
-/// Bytes of a System V segment, in whole pages.
+/// Returns the length of a System V segment in bytes, in whole pages.
 pub(crate) fn segment_len(id: i32) -> Option<u64> {
     let mut status = std::mem::MaybeUninit::<libc::shmid_ds>::zeroed();
-    // SAFETY: IPC_STAT writes one `shmid_ds`. libc's shmctl is a thin wrapper that is not patched,
-    // allocates nothing, and whose errno the hooks put back.
+    // SAFETY: IPC_STAT writes one `shmid_ds`. libc's shmctl is a thin wrapper that is not patched
+    // and allocates nothing; the hooks restore errno.
     if unsafe { libc::shmctl(id, libc::IPC_STAT, status.as_mut_ptr()) } != 0 {
         return None;
     }
@@ -301,7 +301,7 @@ mod tests {
     use crate::sys::{Mapping, sealed_memfd};
 
     #[test]
-    fn the_query_has_the_layout_and_number_of_the_kernel_header() {
+    fn query_layout_and_number_match_the_kernel_header() {
         assert_eq!(size_of::<ProcmapQuery>(), 104);
         assert_eq!(std::mem::offset_of!(ProcmapQuery, vma_name_size), 80);
         assert_eq!(PROCMAP_QUERY, 0xc068_6611);
@@ -315,17 +315,17 @@ mod tests {
         let code =
             (the_query_and_the_text_give_the_same_answers as fn() as *const ()).addr() as u64;
         let text = |address| read(File::open("/proc/self/maps").unwrap().as_fd(), address).unwrap();
-        let told = |area: Option<Area>| {
+        let summary = |area: Option<Area>| {
             area.map(|area| (area.start, area.end, area.backing, area.name().to_owned()))
         };
         let compare = |address| {
-            // Other tests map and unmap next to it: until a query came between two texts that are
-            // alike.
+            // Other tests map and unmap next to it. Repeat until two texts around a query are
+            // equal.
             loop {
                 let (before, by_query, after) =
                     (text(address), at_or_after(address).unwrap(), text(address));
-                if told(before) == told(after) {
-                    assert_eq!(told(by_query), told(after), "at {address:#x}");
+                if summary(before) == summary(after) {
+                    assert_eq!(summary(by_query), summary(after), "at {address:#x}");
                     return after;
                 }
             }
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_of_maps_are_told_apart() {
+    fn maps_lines_are_classified_by_backing() {
         let backing = |line: &str| parsed(line.as_bytes()).map(|area| area.backing);
         let line = "7f00-8000 rw-s 00000000 00:01 98309                    /SYSV00000000 (deleted)";
         assert_eq!(backing(line), Some(Backing::SysV(98309)));

@@ -1,4 +1,4 @@
-//! Which monitor, and why that one.
+//! Chooses the host memory monitor, and explains the choice.
 
 use std::{fmt, str::FromStr, sync::Arc};
 
@@ -7,7 +7,7 @@ use serde::{Serialize, Serializer};
 
 use super::{Layered, MemHooks, UserFaultFd};
 
-/// A system monitor by its name, as `FI_MR_CACHE_MONITOR` of libfabric has them.
+/// A kind of host memory monitor, by its name in libfabric's `FI_MR_CACHE_MONITOR`.
 ///
 /// ```
 /// use hmem_iface_system::monitor::HostMonitorKind;
@@ -21,7 +21,7 @@ use super::{Layered, MemHooks, UserFaultFd};
 #[serde(into = "&'static str")]
 #[non_exhaustive]
 pub enum HostMonitorKind {
-    /// The best one that passes its own test here.
+    /// The best monitor that passes its own test on this machine.
     #[default]
     Auto,
     /// [`MemHooks`]
@@ -30,12 +30,12 @@ pub enum HostMonitorKind {
     UserFaultFd,
     /// [`super::ImportMonitor`], which the application makes itself.
     Import,
-    /// None: host memory is not cached.
+    /// No monitor: host memory is not cached.
     Disabled,
 }
 
 impl HostMonitorKind {
-    /// Every kind, with the names that it is known by; the first is the one that is printed.
+    /// Every kind with its names. The first name is the one that is printed.
     const NAMES: [(Self, &'static [&'static str]); 5] = [
         (Self::Auto, &["auto", "default"]),
         (Self::MemHooks, &["memhooks"]),
@@ -44,7 +44,7 @@ impl HostMonitorKind {
         (Self::Disabled, &["disabled"]),
     ];
 
-    /// The name as configuration and `info` use it.
+    /// Returns the name in configuration and in `hmem info`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -73,7 +73,7 @@ impl FromStr for HostMonitorKind {
     type Err = Error;
 
     /// # Errors
-    /// InvalidArgument for an unknown name, with those that are known.
+    /// InvalidArgument for an unknown name; the error lists the known ones.
     fn from_str(name: &str) -> Result<Self> {
         let given = name.trim().to_ascii_lowercase();
         let found = Self::NAMES.iter().find(|(_, names)| names.contains(&given.as_str()));
@@ -88,34 +88,34 @@ impl FromStr for HostMonitorKind {
     }
 }
 
-/// One monitor that was tried.
+/// A monitor that was considered, with the result.
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct MonitorCandidate {
-    /// Its name.
+    /// Name of the monitor.
     pub name: &'static str,
-    /// Why it was not taken; `None` if it passed its test.
+    /// The error of the monitor's start; `None` if the monitor passed its test.
     #[serde(serialize_with = "display_option")]
     pub refused: Option<Error>,
 }
 
-/// Which monitor was chosen for host memory, and why.
+/// The monitor that was chosen for host memory, and the reason.
 ///
 /// `Display` is one line; it serialises as
 /// `{"requested","name","why","limits","candidates":[{"name","refused"}]}`.
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct MonitorChoice {
-    /// What was asked for.
+    /// The requested kind.
     pub requested: HostMonitorKind,
-    /// What is used: a monitor's name, `disabled` if that was asked for, `none` if no monitor
+    /// The monitor in use: its name, `disabled` if that was requested, or `none` if no monitor
     /// works here.
     pub name: &'static str,
-    /// Why that one.
+    /// The reason for the choice.
     pub why: String,
-    /// Returns the changes that the monitor misses, and the number of ranges that it watches.
+    /// The changes that the monitor misses, and the number of ranges that it watches.
     pub limits: String,
-    /// What was tried, in order.
+    /// The monitors that were considered, in order.
     pub candidates: Vec<MonitorCandidate>,
 }
 
@@ -141,34 +141,41 @@ fn display_option<S: Serializer>(error: &Option<Error>, serializer: S) -> Result
     }
 }
 
-/// A monitor of host memory, running, with the choice that led to it.
+/// A running monitor of host memory, with the choice that led to it.
 #[derive(Debug)]
 pub struct SystemMonitor {
     monitor: Option<Arc<dyn Monitor>>,
     choice: MonitorChoice,
 }
 
-const HOOKS_ALONE: &str = "memory that raw system calls or the dynamic loader unmap is not noticed";
-const NET_ALONE: &str = "a thread that maps the addresses anew at once, while another still unmaps them, can hit what was there before; memory that madvise discards is registered uncached until the call has certainly returned; remap_file_pages and shmat(SHM_REMAP) are not noticed";
-const LAYERED: &str = "of memory that raw system calls unmap, another thread can hit what was there before for a moment; memory that a raw madvise discards is registered uncached until the call has certainly returned; raw calls of remap_file_pages and shmat(SHM_REMAP) are not noticed";
-const NOTHING: &str = "host memory is registered anew each time";
+const HOOKS_ALONE: &str = "unmaps by raw system calls and by the dynamic loader are not detected";
+const NET_ALONE: &str = "a thread that maps the addresses again while another still unmaps \
+    them can hit the old registration; memory that madvise discards is registered uncached until \
+    the call has certainly returned; remap_file_pages and shmat(SHM_REMAP) are not detected";
+const LAYERED: &str = "after a raw system call unmaps memory, another thread can hit the old \
+    registration for a moment; memory that a raw madvise discards is registered uncached until the \
+    call has certainly returned; raw calls of remap_file_pages and shmat(SHM_REMAP) are not \
+    detected";
+const NOTHING: &str = "host memory is registered again each time";
 
 fn net_alone(net: &UserFaultFd) -> String {
     format!("{NET_ALONE}; {} are cached", net.budget())
 }
 
 impl SystemMonitor {
-    /// Starts the monitor of a kind, and sees that it works.
+    /// Starts a monitor of a kind, and tests that it works.
     ///
-    /// `Auto` never fails: without any monitor it says so, loudly, and host memory is not cached.
+    /// `Auto` never fails. If no monitor works, it logs a warning and host memory is not cached.
     ///
     /// # Errors
-    /// Why the monitor that was asked for by name does not work here; InvalidArgument for `Import`,
-    /// which is the application's to make ([`SystemMonitor::imported`]).
+    /// - The error of the requested monitor if it does not work here.
+    /// - InvalidArgument for `Import`, which the application makes ([`SystemMonitor::imported`]).
     pub fn start(kind: HostMonitorKind) -> Result<Self> {
         match kind {
             HostMonitorKind::Auto => Ok(Self::auto()),
-            HostMonitorKind::MemHooks => Ok(Self::named(kind, MemHooks::start()?, HOOKS_ALONE.into())),
+            HostMonitorKind::MemHooks => {
+                Ok(Self::named(kind, MemHooks::start()?, HOOKS_ALONE.into()))
+            }
             HostMonitorKind::UserFaultFd => {
                 let net = UserFaultFd::start()?;
                 let limits = net_alone(&net);
@@ -177,13 +184,16 @@ impl SystemMonitor {
             HostMonitorKind::Import => Err(Error::new(ErrorKind::InvalidArgument, "cache monitor")
                 .iface(IfaceKind::SYSTEM)
                 .context("name", kind)
-                .remedy("an imported monitor is the application's: make it with ImportMonitor::new and pass it")),
+                .remedy(
+                    "the application makes an import monitor: create it with ImportMonitor::new \
+                     and pass it to SystemMonitor::imported",
+                )),
             HostMonitorKind::Disabled => Ok(Self {
                 monitor: None,
                 choice: MonitorChoice {
                     requested: kind,
                     name: kind.name(),
-                    why: "it was asked for".into(),
+                    why: "requested".into(),
                     limits: NOTHING.into(),
                     candidates: Vec::new(),
                 },
@@ -191,13 +201,13 @@ impl SystemMonitor {
         }
     }
 
-    /// The application's own monitor.
+    /// Uses the application's own monitor.
     #[must_use]
     pub fn imported(monitor: Arc<dyn Monitor>) -> Self {
         Self::named(
             HostMonitorKind::Import,
             monitor,
-            "what the application does not tell is not noticed".into(),
+            "changes that the application does not report are not detected".into(),
         )
     }
 
@@ -205,7 +215,7 @@ impl SystemMonitor {
         let choice = MonitorChoice {
             requested: kind,
             name: kind.name(),
-            why: "it was asked for".into(),
+            why: "requested".into(),
             limits,
             candidates: vec![MonitorCandidate { name: kind.name(), refused: None }],
         };
@@ -216,7 +226,7 @@ impl SystemMonitor {
         Self::best(MemHooks::start(), UserFaultFd::start())
     }
 
-    /// What is best of what works.
+    /// Returns the best choice among the monitors that work.
     fn best(hooks: Result<Arc<MemHooks>>, net: Result<Arc<UserFaultFd>>) -> Self {
         let (memhooks, userfaultfd) =
             (HostMonitorKind::MemHooks.name(), HostMonitorKind::UserFaultFd.name());
@@ -236,41 +246,55 @@ impl SystemMonitor {
                     monitor: Some(Layered::new(hooks, net)),
                     choice: choice(
                         "memhooks+userfaultfd",
-                        "calls of the C library are noticed before the memory goes, and raw system calls by the kernel's events",
+                        "hooks detect calls of the C library before memory is unmapped, and the \
+                         kernel's events detect raw system calls",
                         format!(
-                            "{LAYERED}; {budget} are watched for raw system calls, and any more by the hooks alone"
+                            "{LAYERED}; {budget} are watched for raw system calls, and further \
+                             ranges by the hooks alone"
                         ),
                         vec![passed(memhooks), passed(userfaultfd)],
                     ),
                 }
             }
             (Ok(hooks), Err(error)) => {
-                tracing::warn!(%error, limits = HOOKS_ALONE, "userfaultfd does not work here: host memory is watched by memhooks alone");
+                tracing::warn!(
+                    %error,
+                    limits = HOOKS_ALONE,
+                    "userfaultfd does not work here: memhooks alone watch host memory"
+                );
                 Self {
                     monitor: Some(hooks),
                     choice: choice(
                         memhooks,
-                        "calls of the C library are noticed before the memory goes",
+                        "hooks detect calls of the C library before memory is unmapped",
                         HOOKS_ALONE.into(),
                         vec![passed(memhooks), refused(userfaultfd, error)],
                     ),
                 }
             }
             (Err(error), Ok(net)) => {
-                tracing::warn!(%error, limits = NET_ALONE, "memhooks do not work here: host memory is watched by userfaultfd alone");
+                tracing::warn!(
+                    %error,
+                    limits = NET_ALONE,
+                    "memhooks do not work here: userfaultfd alone watches host memory"
+                );
                 let limits = net_alone(&net);
                 Self {
                     monitor: Some(net),
                     choice: choice(
                         userfaultfd,
-                        "the kernel's events are the only ones to be had",
+                        "only the kernel's events are available",
                         limits,
                         vec![refused(memhooks, error), passed(userfaultfd)],
                     ),
                 }
             }
             (Err(hooks), Err(net)) => {
-                tracing::warn!(memhooks = %hooks, userfaultfd = %net, "no monitor of host memory works here: it is not cached");
+                tracing::warn!(
+                    memhooks = %hooks,
+                    userfaultfd = %net,
+                    "no monitor of host memory works here: it is not cached"
+                );
                 Self {
                     monitor: None,
                     choice: choice(
@@ -284,22 +308,24 @@ impl SystemMonitor {
         }
     }
 
-    /// The monitor.
+    /// Returns the monitor.
     ///
     /// # Errors
-    /// Unsupported where there is none, because it was disabled or because none works, with the
-    /// reasons.
+    /// Unsupported if there is none: it was disabled, or none works. The error has the reasons.
     pub fn monitor(&self) -> Result<Arc<dyn Monitor>> {
         self.monitor.clone().ok_or_else(|| {
             Error::new(ErrorKind::Unsupported, "monitor")
                 .iface(IfaceKind::SYSTEM)
                 .context("monitor", self.choice.name)
                 .context("why", &self.choice)
-                .remedy("host memory is registered without a cache: ask for another monitor to have one")
+                .remedy(
+                    "set FI_MR_CACHE_MONITOR to a monitor that works here; without one, host \
+                     memory is registered without a cache",
+                )
         })
     }
 
-    /// Why that one.
+    /// Returns the choice with its reason.
     #[must_use]
     pub fn choice(&self) -> &MonitorChoice {
         &self.choice
@@ -316,7 +342,7 @@ mod tests {
 
     /// MON-04
     #[test]
-    fn auto_says_what_it_took_and_why_not_the_others() {
+    fn auto_reports_its_choice_and_each_refusal() {
         let none = SystemMonitor::best(Err(no("hooks")), Err(no("net")));
         assert_eq!(none.choice().name, "none");
         let text = none.choice().to_string();
@@ -333,13 +359,13 @@ mod tests {
         if let Ok(net) = UserFaultFd::start() {
             let net = SystemMonitor::best(Err(no("hooks")), Ok(net));
             assert_eq!(net.choice().name, "userfaultfd");
-            assert!(net.choice().to_string().contains("hit what was there before"));
+            assert!(net.choice().to_string().contains("hit the old registration"));
             assert_eq!(net.monitor().unwrap().name(), "userfaultfd");
         }
     }
 
     #[test]
-    fn names_are_those_of_libfabric_and_unknown_ones_are_refused_naming_the_known() {
+    fn unknown_names_are_refused_with_the_known_ones() {
         for (kind, names) in HostMonitorKind::NAMES {
             assert_eq!(names[0], kind.name());
             for name in names {
@@ -356,11 +382,11 @@ mod tests {
     }
 
     #[test]
-    fn disabled_is_a_choice_and_import_is_the_applications_to_make() {
+    fn disabled_is_a_choice_and_import_is_refused_by_name() {
         let disabled = SystemMonitor::start(HostMonitorKind::Disabled).unwrap();
         assert_eq!(
             (disabled.choice().name, disabled.choice().why.as_str()),
-            ("disabled", "it was asked for")
+            ("disabled", "requested")
         );
         assert!(disabled.monitor().unwrap_err().is_unsupported());
         let import = SystemMonitor::start(HostMonitorKind::Import).unwrap_err();

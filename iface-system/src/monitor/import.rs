@@ -1,5 +1,4 @@
-//! Changes that the application tells: for memory whose comings and goings it knows better than any
-//! hook.
+//! A monitor whose changes the application reports, for memory that it manages itself.
 
 use std::{collections::HashMap, fmt, sync::Arc};
 
@@ -18,22 +17,22 @@ const NAME: MonitorName = MonitorName {
     fallback_hint: "use the memhooks monitor",
 };
 
-/// What an application's own monitor does, as `fi_ops_mem_monitor` of libfabric.
+/// Callbacks of an application's own monitor, like libfabric's `fi_ops_mem_monitor`.
 pub trait ImportCallbacks: std::fmt::Debug + Send + Sync {
-    /// A range is about to be cached: from now on the application calls
-    /// [`ImportMonitor::invalidate`], or [`ImportMonitor::while_changing`], before its memory goes.
-    /// Ranges may overlap, and come more than once.
+    /// Called before a range is cached. From then on the application calls
+    /// [`ImportMonitor::invalidate`] or [`ImportMonitor::while_changing`] before this memory is
+    /// unmapped or replaced. Ranges may overlap, and may come more than once.
     ///
     /// # Errors
-    /// Unsupported if the application cannot watch it: it is then not cached.
+    /// Unsupported if the application cannot watch the range. It is then not cached.
     fn subscribe(&self, range: AddressRange) -> Result<()>;
 
-    /// The range is not cached any more. Called once for each successful
+    /// Called when the range is no longer cached: once for each successful
     /// [`ImportCallbacks::subscribe`], with the same range.
     fn unsubscribe(&self, range: AddressRange);
 }
 
-/// A monitor whose events are the application's calls, from any thread.
+/// A monitor whose events are calls of the application, from any thread.
 ///
 /// # Examples
 /// ```
@@ -42,7 +41,7 @@ pub trait ImportCallbacks: std::fmt::Debug + Send + Sync {
 /// use hmem_core::{AddressRange, Result};
 /// use hmem_iface_system::monitor::{ImportMonitor, ImportCallbacks};
 ///
-/// /// Memory that is never freed before the pool is told.
+/// /// A pool that reports its memory before it frees it.
 /// #[derive(Debug)]
 /// struct Pool;
 ///
@@ -73,17 +72,17 @@ struct ImportSubscriptions {
 }
 
 impl ImportMonitor {
-    /// The monitor of an application that watches by `watcher`.
+    /// Creates a monitor that calls `watcher` for ranges to watch.
     ///
     /// # Errors
-    /// OutOfResources without memory, Unsupported where the kernel cannot tell forked children
-    /// apart.
+    /// - OutOfResources: no memory is left.
+    /// - Unsupported: the kernel cannot wipe memory in forked children.
     pub fn new(watcher: Arc<dyn ImportCallbacks>) -> Result<Arc<Self>> {
         let subscribers = Subscribers::new(NAME)?;
         Ok(Arc::new(Self { watcher, subscribers, book: Mutex::default() }))
     }
 
-    /// The memory behind `range` goes, and does not come back as something else before this
+    /// Reports that the memory behind `range` is unmapped, and is not mapped again before this
     /// returns. Allocates nothing and takes no lock.
     pub fn invalidate(&self, range: AddressRange) {
         self.subscribers
@@ -92,10 +91,12 @@ impl ImportMonitor {
             .each(|_, invalidator| invalidator.invalidate(range, InvalidationCause::Application));
     }
 
-    /// The memory behind `range` goes while `change` runs: what is cached over it is dead before,
-    /// and nothing over it is cached until after. For changes that another thread could
-    /// register over while they are under way. `change` must not wait for a subscription of
-    /// this monitor: the first one of a cache waits for it.
+    /// Reports that the memory behind `range` changes while `change` runs. Cached registrations of
+    /// it are invalidated before, and none is cached until `change` returns. Use this for changes
+    /// during which another thread could register the range.
+    ///
+    /// `change` must not wait for a subscription to this monitor: the first subscription of a cache
+    /// waits for `change`.
     pub fn while_changing<R>(&self, range: AddressRange, change: impl FnOnce() -> R) -> R {
         let pass = self.subscribers.table().pass();
         let mut changes = [const { None::<InvalidationToken> }; SLOTS];
@@ -128,7 +129,7 @@ impl Monitor for ImportMonitor {
     }
 
     fn rationale(&self) -> String {
-        "told by the application; what it does not tell is not seen".into()
+        "reported by the application; other changes are not detected".into()
     }
 
     fn detection(&self) -> DetectionMethod {

@@ -1,5 +1,5 @@
-//! Function hooks with the kernel's events beneath: before the memory goes for calls of the C
-//! library, and after it went for raw system calls.
+//! Function hooks with userfaultfd beneath: notified before a call of the C library unmaps memory,
+//! and after a raw system call did.
 
 use std::{
     collections::HashMap,
@@ -27,7 +27,7 @@ use super::{MemHooks, UserFaultFd};
 pub struct Layered {
     hooks: Arc<MemHooks>,
     net: Arc<UserFaultFd>,
-    /// The subscriptions of the hooks and, where it holds the range, the net.
+    /// The subscription of the hooks, and that of the net if the net watches the range.
     subscriptions: Mutex<HashMap<u64, (Subscription, Option<Subscription>)>>,
     next: AtomicU64,
     uffd_refusals: AtomicU64,
@@ -53,22 +53,22 @@ impl Layered {
         })
     }
 
-    /// How many subscriptions the net refused, ever.
+    /// Returns the number of subscriptions that the net refused so far.
     #[must_use]
     pub fn uffd_refusals(&self) -> u64 {
         self.uffd_refusals.load(Ordering::Relaxed)
     }
 
-    /// Why the net refused the last one that it refused.
+    /// Returns the reason of the net's last refusal.
     #[must_use]
     pub fn why_uffd_refusals(&self) -> Option<String> {
         self.why_without.lock().as_ref().map(ToString::to_string)
     }
 
-    /// As [`MemHooks::check`].
+    /// Checks the hooks, like [`MemHooks::check`].
     ///
     /// # Errors
-    /// As [`MemHooks::check`].
+    /// The errors of [`MemHooks::check`].
     pub fn check(&self) -> Result<()> {
         self.hooks.check()
     }
@@ -92,12 +92,9 @@ impl Monitor for Layered {
         let hooks = self.hooks.rationale();
         let without = match self.uffd_refusals() {
             0 => String::new(),
-            count => format!("; {count} so far were watched by the hooks alone"),
+            count => format!("; the hooks alone watch {count} subscriptions so far"),
         };
-        format!(
-            "{hooks}; of raw system calls, {} by the kernel's events{without}",
-            self.net.budget()
-        )
+        format!("{hooks}; raw system calls: by the kernel's events, {}{without}", self.net.budget())
     }
 
     fn detection(&self) -> DetectionMethod {
@@ -121,7 +118,11 @@ impl Monitor for Layered {
                 let mut logged = self.logged.lock();
                 if !logged.contains(&error.kind()) {
                     logged.push(error.kind());
-                    tracing::warn!(%error, "the net under memhooks does not hold a range: raw system calls on it are not seen");
+                    tracing::warn!(
+                        %error,
+                        "userfaultfd beneath memhooks does not watch a range: raw system calls on \
+                         it are not detected"
+                    );
                 }
                 *self.why_without.lock() = Some(error);
                 None

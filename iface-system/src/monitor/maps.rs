@@ -1,4 +1,4 @@
-//! `/proc/self/maps`, kept open: to open it takes five times as long as to ask.
+//! `/proc/self/maps`, kept open: opening it takes five times as long as a query.
 
 use std::{
     mem::ManuallyDrop,
@@ -11,74 +11,76 @@ use rustix::{fs::OFlags, io::Errno};
 
 use super::area::{self, Area};
 
-/// Means nothing for this file, and nobody else opens it with that.
+/// Marks this crate's open file. The flag has no effect on this file, and nothing else opens it so.
 const MARK: OFlags = OFlags::NONBLOCK;
 
-/// The file of one process, for as long as it is that process.
+/// The open maps of a process. A forked child opens its own.
 #[derive(Debug, Default)]
-pub(super) struct Maps(RwLock<Option<Kept>>);
+pub(super) struct Maps(RwLock<Option<OpenMaps>>);
 
-/// An open file that answers queries. A program may close what it does not know, and the number be
-/// another file's then; if that is the same file opened again, its answers are as good, but it is
-/// not ours to close: ours is marked.
+/// An open file that answers queries.
+///
+/// A program may close fds that it does not know. The number may then name another file. If that is
+/// the same file opened again, its answers are as good, but this value must not close it. The flag
+/// [`MARK`] shows which file is this value's own.
 #[derive(Debug)]
-struct Kept {
+struct OpenMaps {
     file: ManuallyDrop<OwnedFd>,
     device: u64,
     inode: u64,
 }
 
-impl Kept {
+impl OpenMaps {
     fn new(file: OwnedFd) -> Result<Self, Errno> {
         let stat = rustix::fs::fstat(&file)?;
         Ok(Self { file: ManuallyDrop::new(file), device: stat.st_dev, inode: stat.st_ino })
     }
 
-    fn is_it(&self) -> bool {
+    fn is_same_file(&self) -> bool {
         rustix::fs::fstat(&*self.file)
             .is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (self.device, self.inode))
     }
 
-    fn is_marked(&self) -> bool {
+    fn is_own_file(&self) -> bool {
         rustix::fs::fcntl_getfl(&*self.file).is_ok_and(|flags| flags.contains(MARK))
     }
 }
 
-impl Drop for Kept {
+impl Drop for OpenMaps {
     fn drop(&mut self) {
-        if self.is_it() && self.is_marked() {
-            // SAFETY: it is dropped here only, and not used after that.
+        if self.is_same_file() && self.is_own_file() {
+            // SAFETY: the file is dropped here only, and not used after that.
             unsafe { ManuallyDrop::drop(&mut self.file) };
         }
     }
 }
 
 impl Maps {
-    /// As [`area::check`].
+    /// Checks a range, like [`area::check`].
     ///
     /// # Errors
-    /// As [`area::check`].
+    /// The errors of [`area::check`].
     pub(super) fn check(&self, range: AddressRange, monitor: &'static str) -> Result<Area> {
         area::check(range, monitor, |address| self.at_or_after(address))
     }
 
     fn at_or_after(&self, address: u64) -> Result<Option<Area>, Errno> {
-        if let Some(kept) = &*self.0.read()
-            && kept.is_it()
-            && let Ok(answer) = area::queried(kept.file.as_fd(), address)
+        if let Some(open_fd) = &*self.0.read()
+            && open_fd.is_same_file()
+            && let Ok(answer) = area::queried(open_fd.file.as_fd(), address)
         {
             return Ok(answer);
         }
-        self.at_or_after_anew(address)
+        self.reopen_and_query(address)
     }
 
     #[cold]
-    fn at_or_after_anew(&self, address: u64) -> Result<Option<Area>, Errno> {
+    fn reopen_and_query(&self, address: u64) -> Result<Option<Area>, Errno> {
         let file = area::open(MARK)?;
         match area::queried(file.as_fd(), address) {
             Err(errno) if area::has_no_query(errno) => area::read(file.as_fd(), address),
             answer => {
-                *self.0.write() = Some(Kept::new(file)?);
+                *self.0.write() = Some(OpenMaps::new(file)?);
                 answer
             }
         }
@@ -94,34 +96,34 @@ mod tests {
     use super::*;
     use crate::sys::Mapping;
 
-    fn kept(maps: &Maps) -> Option<i32> {
-        maps.0.read().as_ref().map(|kept| kept.file.as_raw_fd())
+    fn open_fd(maps: &Maps) -> Option<i32> {
+        maps.0.read().as_ref().map(|open_fd| open_fd.file.as_raw_fd())
     }
 
     #[test]
-    fn a_file_that_the_program_closed_is_neither_asked_nor_closed_when_its_number_is_anothers() {
+    fn reused_fd_number_is_neither_queried_nor_closed() {
         let mapping = Mapping::memory(4096).unwrap();
         let address = mapping.address().0;
         let maps = Maps::default();
-        let told =
+        let query =
             |maps: &Maps| maps.at_or_after(address).unwrap().map(|area| (area.start, area.end));
-        let area = told(&maps);
+        let area = query(&maps);
         assert!(area.is_some_and(|(start, end)| start <= address && address < end));
-        // Before Linux 6.11, and under qemu-user, nothing is kept.
-        let Some(number) = kept(&maps) else { return };
-        told(&maps);
-        assert_eq!(kept(&maps), Some(number), "it is opened once");
+        // Before Linux 6.11, and under qemu-user, no file is kept.
+        let Some(number) = open_fd(&maps) else { return };
+        query(&maps);
+        assert_eq!(open_fd(&maps), Some(number), "it is opened once");
 
-        // SAFETY: as a program does that closes all files: nobody but `maps` knows this one.
+        // SAFETY: a program that closes all its files does the same; only `maps` knows this one.
         drop(unsafe { OwnedFd::from_raw_fd(number) });
         let other =
             rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).unwrap();
         if other.as_raw_fd() != number {
-            // Another test was faster to take the number; then it is that one's.
+            // Another thread took the number first. The case is then the same with its file.
             eprintln!("the number was taken by another thread");
         }
-        assert!(told(&maps).is_some());
-        let again = kept(&maps).unwrap();
+        assert!(query(&maps).is_some());
+        let again = open_fd(&maps).unwrap();
         assert_ne!(again, other.as_raw_fd());
         assert!(rustix::fs::fstat(&other).is_ok(), "the other file is not closed");
         drop(maps);
@@ -129,19 +131,20 @@ mod tests {
     }
 
     #[test]
-    fn the_same_file_that_the_program_opened_at_the_number_is_asked_and_not_closed() {
+    fn same_file_at_a_reused_number_is_queried_not_closed() {
         let mapping = Mapping::memory(4096).unwrap();
         let maps = Maps::default();
         maps.at_or_after(mapping.address().0).unwrap();
-        let Some(number) = kept(&maps) else { return };
+        let Some(number) = open_fd(&maps) else { return };
         let other = area::open(OFlags::empty()).unwrap();
-        // SAFETY: as a program does that closes all files, and puts its own in the place of one.
+        // SAFETY: a program that closes all its files does the same, and opens its own at the
+        // number.
         let theirs = unsafe {
             assert_eq!(libc::dup2(other.as_raw_fd(), number), number);
             OwnedFd::from_raw_fd(number)
         };
         assert!(maps.at_or_after(mapping.address().0).unwrap().is_some());
-        assert_eq!(kept(&maps), Some(number));
+        assert_eq!(open_fd(&maps), Some(number));
         drop(maps);
         assert!(rustix::fs::fstat(&theirs).is_ok(), "the program's file is not closed");
     }

@@ -1,7 +1,7 @@
-//! Monitors of host memory: what notices that memory went under a cached registration.
+//! Monitors of host memory: they detect that memory under a cached registration changed.
 //!
-//! [`SystemMonitor::start`] picks one and says why; `docs/monitors.md` has the table of what each
-//! notices.
+//! [`SystemMonitor::start`] chooses a monitor and explains the choice. `docs/monitors.md` has the
+//! table of the changes that each detects.
 //!
 //! # Examples
 //! ```

@@ -1,4 +1,4 @@
-//! Where the C library's functions cannot be patched: another library than glibc, or another
+//! Stand-ins for targets on which the C library cannot be patched: no glibc, or another
 //! architecture.
 
 use std::sync::Arc;
@@ -8,25 +8,25 @@ use hmem_core::{
     monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
 };
 
-/// No call is hooked.
-pub(super) fn tells_of_discard(_: u64, _: u64) -> bool {
+/// Returns false: no call is hooked.
+pub(super) fn is_hooked_discard(_: u64, _: u64) -> bool {
     false
 }
 
-/// No call waits.
+/// Returns `None`: no hooked call waits.
 pub(super) fn reading_discards() -> Option<()> {
     None
 }
 
-/// The monitor that patches the C library: there is none for this target.
+/// The monitor that patches the C library. It does not exist for this target.
 #[derive(Debug)]
 pub enum MemHooks {}
 
 impl MemHooks {
-    /// Fails.
+    /// Fails: the monitor does not exist for this target.
     ///
     /// # Errors
-    /// Unsupported, always.
+    /// Always Unsupported.
     pub fn start() -> Result<Arc<Self>> {
         Err(Error::new(ErrorKind::Unsupported, "memhooks")
             .iface(IfaceKind::SYSTEM)
@@ -34,15 +34,15 @@ impl MemHooks {
             .remedy("memhooks patch glibc on x86-64 and aarch64: use the userfaultfd monitor"))
     }
 
-    /// There is nothing to check.
+    /// Checks the hooks. It cannot be called, since no value exists.
     ///
     /// # Errors
-    /// None: there is no value.
+    /// None.
     pub fn check(&self) -> Result<()> {
         match *self {}
     }
 
-    /// The functions that are patched.
+    /// Returns the functions that are patched.
     #[must_use]
     pub fn functions(&self) -> Vec<&'static str> {
         match *self {}

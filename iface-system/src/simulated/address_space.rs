@@ -1,25 +1,25 @@
-//! Which addresses of the window the next allocation gets.
+//! Allocation of addresses in the window.
 
 use std::collections::VecDeque;
 
 use super::ranges::FreeRanges;
 
-/// Whether a freed address comes back at once: the trap that stale registrations fall into.
+/// The moment at which a freed address is reused. Reuse is what stale registrations fail on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AddressReuse {
-    /// An address comes back only when the whole window has been used.
+    /// An address is reused only after the whole window was used.
     #[default]
     Off,
     /// The next allocation that fits gets the address that was freed last, as CUDA's allocator
-    /// tends to do.
+    /// often does.
     JustFreed,
 }
 
-/// Freed ranges that are remembered for reuse.
+/// Number of freed ranges that are remembered for reuse.
 const REMEMBERED: usize = 1024;
 
-/// The window's addresses, in pages from its start.
+/// The addresses of the window, in pages from its start.
 #[derive(Debug)]
 pub(crate) struct AddressSpace {
     free: FreeRanges,
@@ -37,7 +37,7 @@ impl AddressSpace {
         self.reuse = reuse;
     }
 
-    /// The first page of `pages` free ones.
+    /// Takes `pages` free pages, and returns the first.
     pub(crate) fn take(&mut self, pages: u64) -> Option<u64> {
         if self.reuse == AddressReuse::JustFreed
             && let Some(start) = self.take_just_freed(pages)
@@ -51,7 +51,7 @@ impl AddressSpace {
     }
 
     fn take_just_freed(&mut self, pages: u64) -> Option<u64> {
-        // A remembered range may be gone: addresses are handed out of it without looking here.
+        // A remembered range may be in use: other allocations take addresses without looking here.
         let found = self.freed.iter().rposition(|(_, len)| *len >= pages)?;
         let (start, _) = self.freed.remove(found)?;
         self.free.take_at(start, pages).then_some(start)

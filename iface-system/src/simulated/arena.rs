@@ -1,14 +1,14 @@
-//! Where content lives: memory files that many allocations share.
+//! Arenas: memory files that hold the content of many allocations.
 //!
-//! An arena is one sealed memory file, mapped once for the copy engine. A hundred thousand small
-//! allocations are a handful of fds and mappings. The file begins with a header, so that no
-//! allocation lies at offset 0 of the file and mistaking an offset in the allocation for an offset
-//! in the file is caught.
+//! An arena is one sealed memory file, mapped once for the copy engine. So a hundred thousand small
+//! allocations need only a few fds and mappings. The file begins with a header. No allocation thus
+//! lies at offset 0 of the file, and code that confuses offsets in an allocation with offsets in
+//! the file fails.
 //!
-//! An exported fd keeps memory as a dma-buf does: extents of an allocation that was exported are
-//! not used again while anyone has the arena's file open or mapped. Memory files don't count their
-//! users, but a lease does ([`sys::is_open_elsewhere`]), since every exported fd is the file opened
-//! anew.
+//! An exported fd keeps memory as a dma-buf does: the extents of an exported allocation are not
+//! reused while any process has the arena's file open or mapped. Memory files do not count their
+//! users, but a lease does ([`sys::is_open_elsewhere`]), because every exported fd is the file
+//! opened again.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -20,13 +20,13 @@ use hmem_core::{Error, ErrorKind, Result};
 use super::ranges::FreeRanges;
 use crate::sys::{self, Mapping};
 
-/// Bytes of the part of a header that holds identities of allocations open to other processes.
+/// Bytes of a header that hold identities of allocations that are open to other processes.
 const STAMP_BYTES: u64 = 32 << 10;
 
-/// Exported extents that wait for their users before somebody looks whether these are gone.
+/// Number of exported extents in quarantine before the users of the file are looked for.
 const QUARANTINE: usize = 256;
 
-/// One memory file and the copy engine's mapping of it. Copies under way keep it.
+/// One memory file and the copy engine's mapping of it. Copies in flight keep it alive.
 #[derive(Debug)]
 pub(crate) struct ArenaFile {
     fd: OwnedFd,
@@ -34,7 +34,7 @@ pub(crate) struct ArenaFile {
 }
 
 impl ArenaFile {
-    /// Maps all of a memory file.
+    /// Maps a whole memory file.
     pub(crate) fn new(fd: OwnedFd, len: u64) -> Result<Self> {
         let mapping = Mapping::shared(fd.as_fd(), 0, usize::try_from(len).unwrap_or(usize::MAX))
             .map_err(|errno| Error::os(errno, "mmap").context("length", len))?;
@@ -49,8 +49,8 @@ impl ArenaFile {
         self.mapping.at(offset)
     }
 
-    /// The identity that a header shows for an allocation open to other processes; 0 once it is
-    /// freed.
+    /// Returns the identity in a header for an allocation that is open to other processes; 0 once
+    /// it is freed.
     pub(crate) fn stamp(&self, slot: u16) -> u64 {
         self.stamp_word(slot).map_or(0, |word| word.load(Ordering::Acquire))
     }
@@ -66,26 +66,26 @@ impl ArenaFile {
         if offset + 8 > STAMP_BYTES.min(self.mapping.len() as u64) {
             return None;
         }
-        // SAFETY: in the mapping, which lives as long as `self`, and aligned, as mappings are and 8
-        // divides the offset.
+        // SAFETY: the word lies in the mapping, which lives as long as `self`. It is aligned, since
+        // mappings are page-aligned and 8 divides the offset.
         Some(unsafe { sys::atomic_word(self.at(offset)) })
     }
 }
 
-/// Bytes of one memory file that back an allocation or a segment of one.
+/// Bytes of one memory file that back an allocation or one segment.
 #[derive(Clone, Debug)]
 pub(crate) struct Extent {
-    /// Which arena; `None` for a file of another process.
+    /// Index of the arena; `None` for a file of another process.
     arena: Option<usize>,
     pub(crate) file: Arc<ArenaFile>,
-    /// Where in the file, in bytes.
+    /// Offset in the file, in bytes.
     pub(crate) offset: u64,
-    /// Bytes, whole pages.
+    /// Length in bytes, whole pages.
     pub(crate) len: u64,
 }
 
 impl Extent {
-    /// Bytes of another process's file.
+    /// Creates an extent of another process's file.
     pub(crate) fn foreign(file: Arc<ArenaFile>, offset: u64, len: u64) -> Self {
         Self { arena: None, file, offset, len }
     }
@@ -95,17 +95,17 @@ impl Extent {
 struct Arena {
     file: Arc<ArenaFile>,
     free: FreeRanges,
-    /// The shortest length that was looked for in vain since something was given back.
+    /// The shortest length that did not fit since the last release.
     full_for: u64,
-    /// Allocations and segments in it.
+    /// Number of allocations and segments in the arena.
     live: usize,
-    /// Belongs to one segment.
+    /// Set if the arena belongs to one segment.
     dedicated: bool,
-    /// Extents of freed allocations whose exports may live on.
+    /// Extents of freed allocations whose exports may still be open.
     quarantine: Vec<(u64, u64)>,
     exported: bool,
-    /// Times that users were looked for since there were none, plus 1: the more often in vain, the
-    /// rarer.
+    /// Number of searches for users since there were none, plus 1. The more of them found users,
+    /// the rarer they become.
     probes: usize,
     free_stamps: Vec<u16>,
     stamps_used: u16,
@@ -126,13 +126,13 @@ impl Arenas {
         Self { arenas: Vec::new(), current: 0, created: 0, page, arena_len }
     }
 
-    /// How many memory files there are.
+    /// Returns the number of memory files.
     pub(crate) fn count(&self) -> usize {
         self.arenas.iter().flatten().count()
     }
 
-    /// Takes `len` bytes, whole pages, from an arena with room; from one of its own if `dedicated`
-    /// or large.
+    /// Takes `len` bytes, whole pages, from an arena with room. Uses a new arena if `dedicated`, or
+    /// if `len` is large.
     pub(crate) fn take(&mut self, len: u64, dedicated: bool) -> Result<Extent> {
         let own = dedicated || len > self.arena_len / 4;
         if !own {
@@ -173,7 +173,7 @@ impl Arenas {
     }
 
     fn create(&mut self, room: u64, dedicated: bool) -> Result<usize> {
-        // Headers of several lengths: an offset that is right for one arena is wrong for another.
+        // Headers differ in length, so that an offset for one arena is wrong for another.
         let stamps = STAMP_BYTES.next_multiple_of(self.page);
         let header = stamps + self.page * (1 + self.created % 3);
         let too_long = || {
@@ -213,7 +213,7 @@ impl Arenas {
         }
     }
 
-    /// A free word of the header in which to show an allocation's identity to other processes.
+    /// Takes a free word of the header, which shows an allocation's identity to other processes.
     pub(crate) fn take_stamp(&mut self, extent: &Extent) -> Result<u16> {
         let stamps = (STAMP_BYTES / 8) as u16;
         let full = || {
@@ -239,7 +239,7 @@ impl Arenas {
         }
     }
 
-    /// Takes an extent back. Its pages must have been given back, unless it was `exported`.
+    /// Returns an extent to its arena. Its pages are already released, unless it was `exported`.
     pub(crate) fn give(&mut self, extent: Extent, exported: bool) {
         let Some(number) = extent.arena else { return };
         let Some(arena) = self.arenas[number].as_mut() else { return };
@@ -253,9 +253,9 @@ impl Arenas {
         if arena.live == 0 || arena.quarantine.len() >= QUARANTINE * arena.probes {
             arena.release_quarantine();
         }
-        // Whoever still has the file of a dropped arena open or mapped keeps its memory, and nobody
-        // else can reach it. One empty arena stays, so that one allocation that comes and
-        // goes costs no file.
+        // A process that still has the file of a dropped arena open or mapped keeps its memory, and
+        // no other allocation reaches it. One empty arena stays, so that repeatedly allocating and
+        // freeing creates no files.
         if arena.live == 0
             && (arena.dedicated || number != self.current || !arena.quarantine.is_empty())
         {
@@ -263,7 +263,7 @@ impl Arenas {
         }
     }
 
-    /// Whether any exported fd, or mapping of one, is still there, in any process.
+    /// Returns true if any process still has an exported fd open or mapped.
     pub(crate) fn any_open_elsewhere(&self) -> bool {
         self.arenas
             .iter()
@@ -277,7 +277,7 @@ impl Arenas {
 }
 
 impl Arena {
-    /// Makes quarantined extents free if nobody can reach them any longer.
+    /// Frees quarantined extents that no process can reach any longer.
     fn release_quarantine(&mut self) {
         if self.quarantine.is_empty() {
             return;

@@ -1,4 +1,4 @@
-//! What a simulated device is like.
+//! The configuration of a simulated device.
 
 use std::{sync::Arc, sync::atomic::AtomicU64, time::Duration};
 
@@ -34,7 +34,7 @@ pub(crate) struct Config {
     pub(crate) segment_len: u64,
 }
 
-/// Describes a simulated device; [`SimulatedBuilder::build`] makes it.
+/// Builder of a simulated device; [`SimulatedBuilder::build`] creates it.
 ///
 /// ```
 /// use std::time::Duration;
@@ -91,144 +91,146 @@ impl Default for SimulatedBuilder {
 }
 
 impl SimulatedBuilder {
-    /// Its kind, 0x100 or higher, so that several can live in one process; [`SIMULATED`] unless
-    /// set.
+    /// Sets the kind, 0x100 or higher, so that several can live in one process. Default:
+    /// [`SIMULATED`].
     #[must_use]
     pub fn kind(mut self, kind: IfaceKind) -> Self {
         self.config.kind = kind;
         self
     }
 
-    /// Its name; `simulated` unless set.
+    /// Sets the name. Default: `simulated`.
     #[must_use]
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.config.name = name.into();
         self
     }
 
-    /// How many devices it has; 1 unless set.
+    /// Sets the number of devices. Default: 1.
     #[must_use]
     pub fn devices(mut self, devices: u32) -> Self {
         self.config.devices = devices;
         self
     }
 
-    /// Where the devices say that they are plugged in, in the order of their numbers, so that a
-    /// test can put them into a recorded topology; nowhere unless set.
+    /// Sets the PCI addresses that the devices report, in the order of their numbers, so that a
+    /// test can place them in a recorded topology. Default: none.
     #[must_use]
     pub fn pci_bus_ids(mut self, ids: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.config.pci_bus_ids = ids.into_iter().map(Into::into).collect();
         self
     }
 
-    /// Bytes of memory on each device; 16 GiB unless set. Memory is used only where it is written.
+    /// Sets the memory of each device in bytes. Default: 16 GiB. Only written memory uses real
+    /// memory.
     #[must_use]
     pub fn memory_per_device(mut self, bytes: u64) -> Self {
         self.config.memory_per_device = bytes;
         self
     }
 
-    /// Sets how frees are noticed. Default: [`FreeDetection::Identity`].
+    /// Sets how frees are detected. Default: [`FreeDetection::Identity`].
     #[must_use]
     pub fn free_detection(mut self, free_detection: FreeDetection) -> Self {
         self.config.free_detection = free_detection;
         self
     }
 
-    /// Whether freed addresses come back at once; [`AddressReuse::Off`] unless set.
+    /// Sets whether freed addresses are reused at once. Default: [`AddressReuse::Off`].
     #[must_use]
     pub fn address_reuse(mut self, reuse: AddressReuse) -> Self {
         self.reuse = reuse;
         self
     }
 
-    /// Which NIC reaches which device; all unless set.
+    /// Sets the NICs that reach each device. Default: all.
     #[must_use]
     pub fn p2p(mut self, matrix: P2pMatrix) -> Self {
         self.config.p2p = matrix;
         self
     }
 
-    /// How long a copy takes before its first byte; none unless set.
+    /// Sets the latency of a copy before its first byte. Default: none.
     #[must_use]
     pub fn copy_latency(mut self, latency: Duration) -> Self {
         self.pace.latency = latency;
         self
     }
 
-    /// Bytes that the engine copies in a second; 0, unless set, is no limit.
+    /// Sets the bytes per second of the copy engine. Default: 0, which is no limit.
     #[must_use]
     pub fn copy_bandwidth(mut self, bytes_per_second: u64) -> Self {
         self.pace.bandwidth = bytes_per_second;
         self
     }
 
-    /// Who runs asynchronous copies; a thread unless set. By hand, latency and bandwidth do not
-    /// count, and blocking copies pass those that wait.
+    /// Sets the agent that runs asynchronous copies. Default: a thread. By hand, latency and
+    /// bandwidth have no effect, and blocking copies overtake queued ones.
     #[must_use]
     pub fn stepping(mut self, stepping: Stepping) -> Self {
         self.stepping = stepping;
         self
     }
 
-    /// Bytes of addresses to reserve; 1 TiB unless set, and less where the system does not have
-    /// them.
+    /// Sets the bytes of addresses to reserve. Default: 1 TiB, or less if the system has fewer.
     #[must_use]
     pub fn window(mut self, bytes: u64) -> Self {
         self.window = bytes;
         self
     }
 
-    /// Bytes of the memory files that small allocations share; 64 MiB unless set.
+    /// Sets the bytes of each memory file that small allocations share. Default: 64 MiB.
     #[must_use]
     pub fn arena(mut self, bytes: u64) -> Self {
         self.arena = bytes;
         self
     }
 
-    /// Bytes of a segment of a virtual allocation, rounded up to pages; 2 MiB unless set. The last
-    /// one may be shorter.
+    /// Sets the segment length of a virtual allocation in bytes, rounded up to pages. The last
+    /// segment may be shorter. Default: 2 MiB.
     #[must_use]
     pub fn segment_len(mut self, bytes: u64) -> Self {
         self.config.segment_len = bytes;
         self
     }
 
-    /// Whether the PCIe mapping of a dma-buf is honoured; it is unless set.
+    /// Sets whether the device has the PCIe mapping of dma-bufs. Default: true.
     #[must_use]
     pub fn pcie_mapping(mut self, honoured: bool) -> Self {
         self.config.pcie_mapping = honoured;
         self
     }
 
-    /// Whether peer-memory clients know its addresses; none does unless set.
+    /// Sets whether peer-memory clients know the device's addresses. Default: false.
     #[must_use]
     pub fn peer_memory(mut self, known: bool) -> Self {
         self.config.peer_memory = known;
         self
     }
 
-    /// What its exported fds are; [`DmaBufKind::Auto`] unless set.
+    /// Sets the sort of exported fds. Default: [`DmaBufKind::Auto`].
     #[must_use]
     pub fn dma_buf(mut self, kind: DmaBufKind) -> Self {
         self.config.dma_buf = kind;
         self
     }
 
-    /// Makes the `nth` call of a kind fail, 1 being the first. More can be added later through
-    /// [`Simulated::faults`].
+    /// Makes the `nth` call of a kind fail, 1 being the first. [`Simulated::faults`] can add more
+    /// later.
     #[must_use]
     pub fn fault(mut self, call: Call, nth: u64, errno: Errno) -> Self {
         self.faults.push((call, nth, errno));
         self
     }
 
-    /// Makes the device.
+    /// Creates the device.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for a kind that is no plug-in's, or an arena or segment
-    /// length of 0; [`ErrorKind::OutOfResources`] if no window of addresses can be had;
-    /// Unavailable if a genuine dma-buf was asked for and `/dev/udmabuf` cannot be opened.
+    /// - [`ErrorKind::InvalidArgument`]: the kind is below 0x100, or an arena or segment length is
+    ///   0.
+    /// - [`ErrorKind::OutOfResources`]: no window of addresses can be reserved.
+    /// - [`ErrorKind::Unavailable`]: [`DmaBufKind::Udmabuf`] is set and `/dev/udmabuf` cannot be
+    ///   opened.
     pub fn build(self) -> Result<Simulated> {
         let mut config = self.config;
         if !config.kind.is_plug_in() || self.arena == 0 || config.segment_len == 0 {
@@ -267,7 +269,7 @@ impl SimulatedBuilder {
     }
 }
 
-/// As much of the wanted address space as there is.
+/// Reserves the wanted address space, or as much of it as there is.
 fn reserve_window(wanted: u64, page: u64) -> Result<Mapping> {
     let mut len = wanted.max(SMALLEST_WINDOW).next_multiple_of(page);
     loop {

@@ -1,4 +1,4 @@
-//! Moving bytes between host memory and the files that device memory lives in.
+//! Copies between host memory and the files that hold device memory.
 
 use std::sync::{Arc, atomic::Ordering};
 
@@ -18,8 +18,7 @@ pub(crate) struct Piece {
     pub(crate) len: u64,
 }
 
-/// A side of a copy in memory of this iface. It keeps the files that it needs, but not the
-/// allocation.
+/// A side of a copy in memory of this iface. It keeps the files alive, but not the allocation.
 #[derive(Debug)]
 struct Own {
     allocation: Allocation,
@@ -27,7 +26,7 @@ struct Own {
     pieces: Vec<Piece>,
 }
 
-/// A checked copy. Addresses are of host memory.
+/// A checked copy. Its addresses are of host memory.
 #[derive(Debug)]
 enum Transfer {
     In { to: Own, from: Address },
@@ -36,25 +35,27 @@ enum Transfer {
 }
 
 impl Inner {
-    /// Copies at once, after the time that the engine takes for it.
+    /// Copies at once, after the duration of the copy has passed.
     ///
     /// # Safety
-    /// As [`hmem_core::Iface::copy`].
+    /// The contract of [`hmem_core::Iface::copy`].
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
         self.call(Call::Copy)?;
         let transfer = self.transfer(to, from, len)?;
         self.engine.pass_time(len);
-        // SAFETY: the caller's promise about host memory.
+        // SAFETY: the caller promises validity of the host memory.
         unsafe { self.finish(&transfer) }
     }
 
-    /// Moves the bytes when the time of a copy has come.
+    /// Moves the bytes at the deadline of a copy.
     ///
     /// # Safety
-    /// As [`hmem_core::Iface::copy`] for the host side; our own side is kept by the transfer.
+    /// The contract of [`hmem_core::Iface::copy`] for the host side. The transfer keeps the device
+    /// side alive.
     unsafe fn finish(&self, transfer: &Transfer) -> Result<()> {
         self.check_still_there(transfer)?;
-        // SAFETY: the caller's promise about host memory; our own side is kept by the transfer.
+        // SAFETY: the caller promises validity of the host memory; the transfer keeps the files of
+        // the device side alive.
         unsafe { transfer.run() }.map_err(|error| error.iface(self.config.kind))?;
         self.copies.fetch_add(1, Ordering::AcqRel);
         Ok(())
@@ -84,8 +85,8 @@ impl Inner {
         Ok(Some(Own { allocation, start: address, pieces }))
     }
 
-    /// A copy whose time has come must not reach memory that was freed since, and belongs to
-    /// another allocation perhaps.
+    /// Fails if device memory of a queued copy was freed: its addresses may belong to another
+    /// allocation now.
     fn check_still_there(&self, transfer: &Transfer) -> Result<()> {
         let sides = match transfer {
             Transfer::In { to, .. } => [Some(to), None],
@@ -105,7 +106,7 @@ impl Inner {
     }
 }
 
-/// Hands copies to the engine.
+/// Queues copies for the engine.
 impl CopyEngine for Simulated {
     unsafe fn start_copy(
         &self,
@@ -115,7 +116,8 @@ impl CopyEngine for Simulated {
     ) -> Result<Box<dyn CopyEvent>> {
         self.inner.call(Call::CopyAsync)?;
         let transfer = self.inner.transfer(to, from, len)?;
-        // Weak, as a copy that nobody steps would otherwise keep the iface that would cancel it.
+        // Weak: otherwise a copy that is never stepped would keep the iface alive, whose drop
+        // cancels it.
         let inner = Arc::downgrade(&self.inner);
         self.inner.engine.submit(
             len,
@@ -123,8 +125,8 @@ impl CopyEngine for Simulated {
                 let inner =
                     inner.upgrade().ok_or_else(|| Error::new(ErrorKind::Canceled, "copy"))?;
                 inner.call(Call::EngineCopy)?;
-                // SAFETY: the caller's promise about host memory holds until the event is done,
-                // which is after this returns.
+                // SAFETY: the caller keeps the host memory valid until the event is done, which is
+                // after this returns.
                 unsafe { inner.finish(&transfer) }
             }),
         )
@@ -147,7 +149,7 @@ impl Transfer {
             Self::Out { to, from } => {
                 let mut to = *to;
                 for piece in &from.pieces {
-                    // SAFETY: the destination may be overwritten as the caller promises.
+                    // SAFETY: the caller allows overwriting the destination.
                     unsafe { sys::read_at(piece.file.fd(), piece.offset, to, piece.len)? };
                     to = Address(to.0 + piece.len);
                 }
@@ -156,13 +158,13 @@ impl Transfer {
             Self::Within { to, from } => {
                 let mut runs = common_runs(&to.pieces, &from.pieces);
                 if to.start > from.start {
-                    // Where the two overlap, later bytes must go before they are overwritten.
+                    // If the two overlap, later bytes must be copied before they are overwritten.
                     runs.reverse();
                 }
                 for (to, from, len) in runs {
-                    // SAFETY: both pointers lie in mappings that the pieces keep, with `len` bytes
-                    // after them; they may overlap within one mapping, and one
-                    // byte is in one mapping only.
+                    // SAFETY: both pointers lie in mappings that the pieces keep alive, with `len`
+                    // bytes after them. They may overlap within one mapping, which memmove allows;
+                    // one byte is in one mapping only.
                     unsafe { sys::copy_bytes(from.cast_const(), to, len as usize) };
                 }
                 Ok(())
@@ -171,7 +173,7 @@ impl Transfer {
     }
 }
 
-/// Cuts two lists of pieces of equal total length at the boundaries of both.
+/// Divides two lists of pieces of equal total length at the boundaries of both.
 fn common_runs(to: &[Piece], from: &[Piece]) -> Vec<(*mut u8, *mut u8, u64)> {
     let mut runs = Vec::with_capacity(to.len().max(from.len()));
     let (mut to, mut from) = (to.iter(), from.iter());
@@ -200,7 +202,7 @@ mod tests {
     use crate::AddressReuse;
 
     #[test]
-    fn a_copy_does_not_reach_memory_that_was_freed_while_its_time_passed() {
+    fn pending_copy_does_not_reach_freed_memory() {
         let simulated =
             Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap();
         let request = AllocRequest { len: 64, device: DeviceId(0), kind: AllocationKind::Device };
@@ -208,15 +210,15 @@ mod tests {
         let bytes = [9; 64];
         let transfer =
             simulated.inner.transfer(stale.base(), Address::of_ptr(bytes.as_ptr()), 64).unwrap();
-        // SAFETY: nothing refers to device memory.
+        // SAFETY: nothing refers to the device memory.
         unsafe { simulated.free(&stale) }.unwrap();
         let fresh = simulated.allocate(&request).unwrap();
         assert_eq!(fresh.base(), stale.base());
-        // SAFETY: `bytes` is alive.
+        // SAFETY: `bytes` is alive, and the only host memory of the copy.
         let error = unsafe { simulated.inner.finish(&transfer) }.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::BadState);
         let mut back = [1; 64];
-        // SAFETY: the allocation is not freed.
+        // SAFETY: the allocation is alive.
         unsafe { simulated.read(fresh.base(), &mut back) }.unwrap();
         assert_eq!(back, [0; 64]);
     }

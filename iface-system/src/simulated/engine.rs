@@ -1,7 +1,7 @@
-//! The copy engine's queue: copies in order, one at a time, by a thread or by hand.
+//! The queue of the copy engine: runs copies in order, one at a time, by a thread or by hand.
 //!
-//! Latency and bandwidth are deadlines on the monotonic clock: a copy's bytes move when its time
-//! has come, so that whoever looks earlier sees that they have not. By hand no clock is asked.
+//! Latency and bandwidth are deadlines on the monotonic clock: the bytes move at the deadline, so
+//! that a reader sees the old bytes before. Stepping by hand ignores the clock.
 
 use std::{
     collections::VecDeque,
@@ -14,18 +14,19 @@ use std::{
 use hmem_core::{Error, ErrorKind, Result, iface::CopyEvent};
 use parking_lot::{Condvar, Mutex};
 
-/// Who runs asynchronous copies.
+/// The agent that runs asynchronous copies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stepping {
     /// A thread, started at the first asynchronous copy.
     #[default]
     Thread,
-    /// [`Simulated::step`](crate::Simulated::step), one copy a call, and waiting for an event.
+    /// Calls of [`Simulated::step`](crate::Simulated::step), each for one copy, and waits for an
+    /// event.
     ByHand,
 }
 
-/// How long copies take.
+/// The duration of copies.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Pace {
     pub(crate) latency: Duration,
@@ -71,7 +72,7 @@ impl Done {
 #[derive(Default)]
 struct Queue {
     jobs: VecDeque<Job>,
-    /// When the last copy handed in will have ended.
+    /// The time at which the last queued copy will end.
     busy_until: Option<Instant>,
     stop: bool,
 }
@@ -80,11 +81,11 @@ struct Queue {
 struct EngineState {
     queue: Mutex<Queue>,
     changed: Condvar,
-    /// Held by hand around a step, so that copies keep their order when several threads step.
+    /// Held around a step by hand, so that copies keep their order if several threads step.
     stepping: Mutex<()>,
 }
 
-/// The engine of one simulated iface.
+/// The copy engine of one simulated iface.
 pub(crate) struct Engine {
     shared: Arc<EngineState>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -97,7 +98,7 @@ impl Engine {
         Self { shared: Arc::default(), thread: Mutex::new(None), stepping, pace }
     }
 
-    /// Lets as much time pass as a blocking copy of `len` bytes takes.
+    /// Waits as long as a blocking copy of `len` bytes takes.
     pub(crate) fn pass_time(&self, len: u64) {
         if self.pace.is_instant() || self.stepping == Stepping::ByHand {
             return;
@@ -148,12 +149,12 @@ impl Engine {
         Ok(())
     }
 
-    /// Runs the oldest queued copy; whether there was one.
+    /// Runs the oldest queued copy. Returns false if there is none.
     pub(crate) fn step(&self) -> bool {
         self.shared.step()
     }
 
-    /// Copies that have not begun.
+    /// Returns the number of copies that have not begun.
     pub(crate) fn pending(&self) -> usize {
         self.shared.queue.lock().jobs.len()
     }
@@ -229,7 +230,7 @@ impl EngineState {
 
 struct Event {
     done: Arc<Done>,
-    /// Set where waiting must run the queue itself, since nobody else does.
+    /// Set if waiting must run the queue itself, because there is no engine thread.
     engine: Option<Arc<EngineState>>,
 }
 

@@ -1,4 +1,4 @@
-//! Handing memory to NICs: dma-bufs, and device addresses for peer-memory clients.
+//! Exports to NICs: dma-bufs, and device addresses for peer-memory clients.
 
 use hmem_core::{
     AddressRange, AllocOffset, AllocationKind, DmaBufOffset, Errno, Error, ErrorKind, Result,
@@ -9,14 +9,14 @@ use hmem_core::{
 use super::{Inner, arena::Extent, faults::Call};
 use crate::sys::{self, Udmabuf};
 
-/// What the fds of a simulated device are.
+/// The sort of fds that a simulated device exports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DmaBufKind {
     /// Genuine dma-bufs where `/dev/udmabuf` can be opened, memory files otherwise.
     #[default]
     Auto,
-    /// Genuine dma-bufs, or no device at all.
+    /// Genuine dma-bufs. Building the device fails without them.
     Udmabuf,
     /// Memory files: they map, read and write as dma-bufs do, but no kernel driver imports them.
     MemFd,
@@ -81,7 +81,8 @@ impl DmaBufExporter for Inner {
         match allocation.kind {
             AllocationKind::Managed => {
                 return Err(refused(ErrorKind::Unsupported).remedy(
-                    "managed memory migrates and has no dma-buf: register it as host pages or stage it",
+                    "managed memory migrates and has no dma-buf: register it as host pages, or \
+                     stage it",
                 ));
             }
             AllocationKind::Host => {
@@ -106,7 +107,7 @@ impl DmaBufExporter for Inner {
         let extent = part.extent.clone();
         let alloc_offset = allocation.offset_of(range.start()).unwrap_or(AllocOffset(0));
         if self.udmabuf.is_none() {
-            // A dma-buf holds the pages themselves; a memory file must not be used again under its
+            // A dma-buf keeps the pages themselves. A memory file must not be reused while it has
             // users.
             record.exported = true;
             book.arenas.mark_exported(&extent);
@@ -167,7 +168,8 @@ impl PeerMemoryExporter for Inner {
 }
 
 impl Inner {
-    /// An fd, and where in it the bytes at `offset` of the extent lie.
+    /// Creates an fd. Returns the fd, and the position in it of the byte at `offset` of the extent.
+    /// extent.
     fn create_fd(
         &self,
         extent: &Extent,
@@ -195,7 +197,7 @@ impl Inner {
         if self.config.p2p.reaches_nic(allocation.device, nic) {
             return Ok(());
         }
-        // The kernel's own number for a pair of devices that cannot reach each other.
+        // The kernel's error number for a pair of devices that cannot reach each other.
         const ENOTSUPP: Errno = Errno(524);
         let error = Error::new(ErrorKind::Unreachable, operation)
             .errno(ENOTSUPP)

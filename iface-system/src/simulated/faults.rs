@@ -1,4 +1,4 @@
-//! Failures on demand: the nth call of a kind fails with a chosen errno.
+//! Fault injection: the nth call of a kind fails with a chosen errno.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -16,7 +16,7 @@ macro_rules! calls {
             /// Every call.
             pub const ALL: &[Self] = &[$(Self::$call,)+];
 
-            /// The name under which its errors come.
+            /// Returns the name of the call in errors.
             #[must_use]
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$call => $name,)+ }
@@ -28,14 +28,14 @@ macro_rules! calls {
 calls! {
     /// Lists the devices.
     Devices = "sim_devices",
-    /// Looks up an address of the window. Counted only while a fault waits for it: a count that every thread
-    /// writes would cost more than the lookup.
+    /// Looks up an address of the window. Counted only while a fault is set for it: a counter that
+    /// every thread writes would cost more than the lookup.
     Query = "sim_query",
     /// Lists segments.
     Segments = "sim_segments",
     /// Reserves addresses for an allocation.
     ReserveAddress = "sim_reserve_address",
-    /// Creates memory: once for an allocation, once for each segment of a virtual one.
+    /// Creates memory: once for an allocation, or once for each segment of a virtual allocation.
     CreateMemory = "sim_create_memory",
     /// Maps managed or host memory for the CPU.
     MapMemory = "sim_map_memory",
@@ -43,7 +43,7 @@ calls! {
     Free = "sim_free",
     /// Copies and waits.
     Copy = "sim_copy",
-    /// Hands a copy to the engine.
+    /// Queues a copy for the engine.
     CopyAsync = "sim_copy_async",
     /// The engine's part of an asynchronous copy.
     EngineCopy = "sim_engine_copy",
@@ -51,19 +51,19 @@ calls! {
     ExportDmaBuf = "sim_export_dma_buf",
     /// Creates the fd of an export.
     CreateFd = "sim_create_fd",
-    /// Gives an export back.
+    /// Releases an export.
     ReleaseDmaBuf = "sim_release_dma_buf",
-    /// Opens a range to peer-memory clients.
+    /// Makes a range accessible to peer-memory clients.
     ExportPeerMemory = "sim_export_peer_memory",
     /// Page-locks host memory.
     HostRegister = "sim_host_register",
-    /// Undoes it.
+    /// Ends the page-locking of host memory.
     HostUnregister = "sim_host_unregister",
     /// Makes a handle for another process.
     IpcExport = "sim_ipc_export",
     /// Opens another process's allocation.
     IpcOpen = "sim_ipc_open",
-    /// Closes it.
+    /// Closes another process's allocation.
     IpcClose = "sim_ipc_close",
     /// Makes inbound writes visible.
     FlushInbound = "sim_flush_inbound",
@@ -74,7 +74,7 @@ calls! {
 #[derive(Clone, Copy, Debug)]
 struct Fault {
     call: Call,
-    /// Which calls, by their number from 1.
+    /// Number of the first call to fail, from 1.
     first: u64,
     last: u64,
     errno: Errno,
@@ -125,7 +125,7 @@ impl Faults {
         self.arm(Fault { call, first: self.count(call) + 1, last: u64::MAX, errno });
     }
 
-    /// Forgets all faults that have not come up yet.
+    /// Forgets all faults that have not occurred yet.
     pub fn clear(&self) {
         let mut faults = self.faults.lock();
         faults.clear();
@@ -134,7 +134,7 @@ impl Faults {
         }
     }
 
-    /// How often a call was made, failed ones included.
+    /// Returns the number of calls of a kind, failed ones included.
     #[must_use]
     pub fn count(&self, call: Call) -> u64 {
         self.counts[call as usize].load(Ordering::Acquire)
@@ -151,7 +151,7 @@ impl Faults {
         self.armed[call as usize].load(Ordering::Relaxed)
     }
 
-    /// Counts a call, and fails it if that was asked for.
+    /// Counts a call, and fails it if a fault is set for it.
     pub(crate) fn call(&self, call: Call) -> Result<()> {
         let number = self.counts[call as usize].fetch_add(1, Ordering::AcqRel) + 1;
         if self.armed[call as usize].load(Ordering::Acquire) {

@@ -1,4 +1,4 @@
-//! The trait and the facets of the simulated device, each in a line or in its own file.
+//! The iface trait and the facets of the simulated device. Long ones have a file of their own.
 
 use std::{
     fmt,
@@ -15,10 +15,10 @@ use hmem_core::{
 
 use super::{Call, Inner, Simulated, memory::Origin};
 
-// SAFETY: `query` answers from the table of live allocations, whose identities count up and whose
-// addresses lie in one window, reserved for the life of the iface. A copy keeps the memory of its
-// own sides and bounds them in `Inner::pieces`; its event is done when its job has run or will not
-// run. Exports hold the memory file of the allocation.
+// SAFETY: `query` answers from the table of live allocations, whose identities count up. Their
+// addresses lie in one window, which is reserved for the life of the iface. A copy keeps the memory
+// of its device sides alive and `Inner::pieces` checks their bounds. Its event is done when its job
+// has run or will not run. Exports keep the memory file of the allocation alive.
 unsafe impl Iface for Simulated {
     fn kind(&self) -> IfaceKind {
         self.inner.config.kind
@@ -45,7 +45,7 @@ unsafe impl Iface for Simulated {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller makes the same promise about the host side of the copy.
         unsafe { self.inner.copy(to, from, len) }
     }
 
@@ -91,11 +91,12 @@ unsafe impl Iface for Simulated {
 
     fn unavailable(&self, facet: Facet) -> Error {
         match facet {
-            Facet::PeerMemory => Error::new(ErrorKind::Unsupported, "export peer memory")
-                .iface(self.kind())
-                .remedy(
-                    "no peer-memory client knows this device: export a dma-buf, or build it with peer memory",
-                ),
+            Facet::PeerMemory => {
+                Error::new(ErrorKind::Unsupported, "export peer memory").iface(self.kind()).remedy(
+                    "no peer-memory client knows this device: export a dma-buf, or build the \
+                     device with peer_memory(true)",
+                )
+            }
             _ => facet.unavailable(self.kind()),
         }
     }
@@ -175,8 +176,8 @@ impl InboundFlush for Inner {
     fn flush(&self, device: DeviceId) -> Result<()> {
         self.device(device)?;
         self.call(Call::FlushInbound)?;
-        // Memory files are coherent; what another thread wrote through its mapping before it called
-        // us is ordered before what we do after.
+        // Memory files are coherent. The fence orders writes that other threads made through their
+        // mappings before this call.
         fence(Ordering::SeqCst);
         Ok(())
     }

@@ -1,8 +1,8 @@
-//! Allocations of other processes.
+//! Opens allocations of other processes.
 //!
-//! A handle names the owner's memory file and the word of its header that shows the allocation's
-//! identity while it lives. Whoever opens it checks both, so that neither a reused fd number nor a
-//! reused range of the file passes for the allocation.
+//! A handle names the owner's memory file and the word of its header that holds the allocation's
+//! identity while it lives. The opening process verifies both, so that neither a reused fd number
+//! nor a reused range of the file is mistaken for the allocation.
 
 use std::{os::fd::AsRawFd, sync::Arc};
 
@@ -22,7 +22,7 @@ use crate::{
     sys,
 };
 
-/// The other process's kinds that a device can map.
+/// Returns true if another process can open allocations of this kind.
 fn can_travel(kind: AllocationKind) -> bool {
     matches!(kind, AllocationKind::Device | AllocationKind::StreamOrdered)
 }
@@ -86,7 +86,7 @@ impl Inner {
         let file = Arc::new(ArenaFile::new(fd, file_len)?);
         let slot =
             u16::try_from(body.stamp).map_err(|_| body.gone("the handle names no identity"))?;
-        // After the file was opened: from then on the owner does not use the memory again.
+        // Checked after the file was opened: from then on the owner does not reuse the memory.
         if file.stamp(slot) != body.id {
             return Err(body.gone("the owner has freed the allocation"));
         }
@@ -117,13 +117,13 @@ mod tests {
     use crate::{Simulated, System, ipc_handle::NO_STAMP};
 
     #[test]
-    fn a_handle_of_a_file_that_can_shrink_is_malformed() {
+    fn handle_of_a_shrinkable_file_is_malformed() {
         let (system, simulated) = (System::new(), Simulated::builder().build().unwrap());
         let fd = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
             .unwrap();
         rustix::fs::ftruncate(&fd, 1 << 20).unwrap();
         let file = sys::file_identity(fd.as_fd()).unwrap();
-        // What the header of a real one says: the identity 0.
+        // The file's header has the identity 0.
         let body = |kind, stamp, offset| HandleBody {
             pid: own_pid(),
             fd: fd.as_raw_fd() as u32,
@@ -144,7 +144,7 @@ mod tests {
             let error = iface.ipc_open(&handle).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
         }
-        // Nothing but the seal was wrong with it.
+        // The missing seal was the only defect of the file.
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK).unwrap();
         for (iface, body) in cases {
             let handle = IpcHandle { iface: iface.kind(), bytes: body.to_bytes() };

@@ -1,4 +1,4 @@
-//! Allocating, freeing, and the book of what is alive.
+//! Allocation, free, and the table of live allocations.
 
 use std::collections::BTreeMap;
 
@@ -18,16 +18,16 @@ use super::{
 };
 use crate::sys;
 
-/// Where a record's memory comes from.
+/// The origin of a record's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
-    /// Allocated here.
+    /// Allocated by this iface.
     Allocated,
-    /// Another process's, opened here.
+    /// Allocated by another process, and opened here.
     Opened,
 }
 
-/// One physical part of an allocation.
+/// One physical segment of an allocation.
 #[derive(Debug)]
 pub(crate) struct Part {
     pub(crate) extent: Extent,
@@ -39,17 +39,17 @@ pub(crate) struct Part {
 pub(crate) struct Record {
     pub(crate) allocation: Allocation,
     pub(crate) origin: Origin,
-    /// In address order; together as long as the allocation in whole pages.
+    /// The segments in address order. Together they are as long as the allocation in whole pages.
     pub(crate) parts: Vec<Part>,
-    /// Whether an fd of its memory ever left the iface.
+    /// Set if an fd of this memory ever left the iface.
     pub(crate) exported: bool,
-    /// The word of the arena's header that shows its identity to other processes.
+    /// Index of the word in the arena's header that shows the identity to other processes.
     pub(crate) stamp: Option<u16>,
-    /// Somebody is freeing it.
-    going: bool,
+    /// Set while a thread frees the allocation.
+    being_freed: bool,
 }
 
-/// All that changes when memory comes and goes; behind one lock.
+/// The state that changes with allocations and frees, behind one lock.
 #[derive(Debug)]
 pub(crate) struct SimulatedState {
     pub(crate) arenas: Arenas,
@@ -63,7 +63,7 @@ pub(crate) struct SimulatedState {
     pub(crate) live: u64,
     pub(crate) live_bytes: u64,
     pub(crate) opened: u64,
-    /// Exports that were not given back.
+    /// Number of exports that were not released.
     pub(crate) exports: u64,
     pub(crate) host_registered: BTreeMap<u64, u64>,
 }
@@ -162,7 +162,7 @@ impl Inner {
         let allocation = match self.enter(&mut book, shape, Origin::Allocated, parts) {
             Ok(allocation) => allocation,
             Err((error, parts)) => {
-                self.take_memory_back(&mut book, request.kind, first * self.page, parts);
+                self.unback_memory(&mut book, request.kind, first * self.page, parts);
                 book.addresses.give(first, pages);
                 return Err(error);
             }
@@ -173,8 +173,8 @@ impl Inner {
         Ok(allocation)
     }
 
-    /// Creates the files' parts behind an allocation and maps them where the CPU may go; all or
-    /// nothing.
+    /// Creates the segments of an allocation and maps them if the CPU may access them: all, or
+    /// none.
     fn back_memory(
         &self,
         book: &mut SimulatedState,
@@ -193,7 +193,7 @@ impl Inner {
             match taken {
                 Ok(extent) => parts.push(Part { extent, exportable: true }),
                 Err(error) => {
-                    self.take_memory_back(book, AllocationKind::Device, at, parts);
+                    self.unback_memory(book, AllocationKind::Device, at, parts);
                     return Err(error);
                 }
             }
@@ -202,7 +202,7 @@ impl Inner {
         if kind.cpu_accessible()
             && let Err(error) = self.map_for_cpu(at, &parts)
         {
-            self.take_memory_back(book, kind, at, parts);
+            self.unback_memory(book, kind, at, parts);
             return Err(error);
         }
         Ok(parts)
@@ -220,8 +220,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Undoes [`Inner::back_memory`] for an allocation that nobody has seen.
-    fn take_memory_back(
+    /// Undoes [`Inner::back_memory`] for an allocation that is not visible yet.
+    fn unback_memory(
         &self,
         book: &mut SimulatedState,
         kind: AllocationKind,
@@ -263,13 +263,20 @@ impl Inner {
             }
             Origin::Opened => book.opened += 1,
         }
-        book.records[number as usize] =
-            Some(Record { allocation, origin, parts, exported: false, stamp: None, going: false });
+        book.records[number as usize] = Some(Record {
+            allocation,
+            origin,
+            parts,
+            exported: false,
+            stamp: None,
+            being_freed: false,
+        });
         self.table.publish(&mut book.writer, number, &allocation);
         Ok(allocation)
     }
 
-    /// Addresses for an allocation that is opened, in bytes from the window's start.
+    /// Takes addresses for an allocation to open. Returns the offset from the window's start in
+    /// bytes.
     pub(crate) fn take_addresses(&self, book: &mut SimulatedState, len: u64) -> Option<u64> {
         Some(book.addresses.take(len / self.page)? * self.page)
     }
@@ -278,7 +285,7 @@ impl Inner {
         book.addresses.give(at / self.page, len / self.page);
     }
 
-    /// Ends an allocation: subscribers are told, then it becomes invisible, then its memory goes.
+    /// Frees an allocation: notifies subscribers, makes it invisible, then releases its memory.
     pub(crate) fn end(
         &self,
         allocation: &Allocation,
@@ -288,23 +295,23 @@ impl Inner {
         let mut book = self.book.lock();
         let number = self.live_number(&book, allocation, origin, operation)?;
         if let Some(record) = &mut book.records[number as usize] {
-            record.going = true;
+            record.being_freed = true;
         }
         drop(book);
 
         if self.config.free_detection == super::FreeDetection::Callback {
-            self.subscriptions.tell(allocation.range);
+            self.subscriptions.notify(allocation.range);
         }
         let removed = self.remove(number, allocation);
         if self.config.free_detection == super::FreeDetection::Callback {
-            self.subscriptions.told(allocation.range);
+            self.subscriptions.end_notify(allocation.range);
         }
         let record = removed?;
 
         for Part { extent, .. } in
             record.parts.iter().filter(|_| !record.exported && origin == Origin::Allocated)
         {
-            // Outside the lock: the pages of a large allocation take their time.
+            // Outside the lock, since releasing the pages of a large allocation takes long.
             if let Err(errno) = sys::punch_hole(extent.file.fd(), extent.offset, extent.len) {
                 tracing::warn!(%errno, len = extent.len, "freed pages stay in memory");
             }
@@ -332,7 +339,7 @@ impl Inner {
             let len = range.len().next_multiple_of(self.page) as usize;
             if let Err(errno) = self.window.place_nothing(at, len) {
                 if let Some(record) = &mut book.records[number as usize] {
-                    record.going = false;
+                    record.being_freed = false;
                 }
                 return Err(Error::os(errno, "mmap")
                     .iface(self.config.kind)
@@ -357,7 +364,7 @@ impl Inner {
         Ok(record)
     }
 
-    /// The number of a live allocation that nobody is freeing.
+    /// Returns the number of a live allocation that no thread is freeing.
     pub(crate) fn live_number(
         &self,
         book: &SimulatedState,
@@ -369,7 +376,9 @@ impl Inner {
         let record = number.and_then(|number| book.records[number as usize].as_ref());
         match (number, record) {
             (Some(number), Some(record))
-                if record.allocation == *allocation && record.origin == origin && !record.going =>
+                if record.allocation == *allocation
+                    && record.origin == origin
+                    && !record.being_freed =>
             {
                 Ok(number)
             }
@@ -383,7 +392,8 @@ impl Inner {
             .context("allocation", allocation.range)
             .context("identity", allocation.id.0)
             .remedy(
-                "not a live allocation of this iface: freed already, or opened where it should be allocated",
+                "pass a live allocation of this iface: free one that was allocated, close one that \
+         was opened, once",
             )
     }
 
@@ -395,7 +405,7 @@ impl Inner {
         book.records[number as usize].as_mut()
     }
 
-    /// The record of the allocation that holds all of `range`.
+    /// Returns the record of the allocation that contains all of `range`.
     pub(crate) fn record_of<'a>(
         &self,
         book: &'a mut SimulatedState,
@@ -418,7 +428,7 @@ impl Inner {
         }
     }
 
-    /// The allocation around `range`, and where its bytes lie.
+    /// Returns the allocation that contains `range`, and the files' bytes behind the range.
     pub(crate) fn pieces(&self, range: AddressRange) -> Result<(Allocation, Vec<Piece>)> {
         let mut book = self.book.lock();
         let record = self.record_of(&mut book, range)?;
@@ -441,7 +451,7 @@ impl SegmentMap for Inner {
         let mut segments = Vec::new();
         let mut rest = range;
         loop {
-            // A range may run over allocations that lie side by side.
+            // A range may extend over adjacent allocations.
             let first = AddressRange::new(rest.start(), rest.len().min(1))?;
             let record = self.record_of(&mut book, first)?;
             let offset = rest.start().0 - record.allocation.base().0;
@@ -459,16 +469,16 @@ impl SegmentMap for Inner {
     }
 }
 
-/// What a part has of a range.
+/// The part of a range that lies in one segment.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Inside {
     pub(crate) range: AddressRange,
-    /// From the start of the part, in bytes.
+    /// Offset from the start of the segment in bytes.
     pub(crate) offset: u64,
 }
 
 impl Record {
-    /// The parts that hold `range`, which lies in the allocation.
+    /// Returns the segments that hold `range`, which lies in the allocation.
     pub(crate) fn parts_of(&self, range: AddressRange) -> impl Iterator<Item = (Inside, &Part)> {
         let mut start = self.allocation.base().0;
         self.parts.iter().filter_map(move |part| {
@@ -486,7 +496,7 @@ impl Record {
 }
 
 impl Record {
-    /// Sets whether the part that holds `range` can be exported.
+    /// Sets whether the segment that holds `range` can be exported.
     pub(crate) fn set_exportable(&mut self, range: AddressRange, exportable: bool) {
         let mut offset = range.start().0 - self.allocation.base().0;
         for part in &mut self.parts {

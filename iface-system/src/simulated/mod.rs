@@ -1,10 +1,13 @@
-//! A device that is not there, and behaves as if it were.
+//! A simulated device that behaves like hardware.
 //!
-//! Content lives in memory files ([`arena`]); addresses are a reserved window without access, so
-//! that the CPU faults on device memory as it does on hardware; bytes move through a copy engine or
-//! through exported fds. Nothing here is simpler than hardware where simpler would hide a bug:
-//! addresses come back on demand, identities never do, frees are told before they happen or not at
-//! all, and any call can be made to fail.
+//! - Content lives in memory files ([`arena`]).
+//! - Addresses are a reserved window without access rights, so that the CPU faults on device memory
+//!   as it does on hardware.
+//! - Bytes move through a copy engine or through exported fds.
+//!
+//! The simulation is as strict as hardware wherever a simpler one would hide a bug. Addresses are
+//! reused on demand, identities never. Subscribers are notified before a free, or not at all. Any
+//! call can be made to fail.
 
 mod address_space;
 #[allow(unsafe_code)]
@@ -47,8 +50,7 @@ use self::{
 };
 use crate::sys::{Mapping, Udmabuf};
 
-/// The kind that a simulated device has unless it is built with another: the first of the
-/// plug-ins'.
+/// The default kind of a simulated device: the first one for plug-ins.
 pub const SIMULATED: IfaceKind = IfaceKind::FIRST_PLUG_IN;
 
 /// The simulated device iface.
@@ -92,52 +94,51 @@ struct Inner {
 }
 
 impl Simulated {
-    /// Starts to describe a simulated device.
+    /// Creates a builder of a simulated device.
     #[must_use]
     pub fn builder() -> SimulatedBuilder {
         SimulatedBuilder::default()
     }
 
-    /// The addresses that this iface may hand out.
+    /// Returns the addresses in which this iface allocates.
     #[must_use]
     pub fn window(&self) -> AddressRange {
         self.inner.table.window()
     }
 
-    /// The faults to inject, and counts of calls.
+    /// Returns the fault injection and the counts of calls.
     #[must_use]
     pub fn faults(&self) -> &Faults {
         &self.inner.faults
     }
 
-    /// What is alive and what was done.
+    /// Returns counts of live objects and of completed work.
     #[must_use]
     pub fn stats(&self) -> SimulatedStats {
         SimulatedStats::of(&self.inner)
     }
 
-    /// Changes which addresses the next allocations get.
+    /// Sets whether the next allocations reuse freed addresses.
     pub fn set_address_reuse(&self, reuse: AddressReuse) {
         self.inner.book.lock().set_address_reuse(reuse);
     }
 
-    /// Sets whether the segment around `address` can be exported to NICs. Every allocation is one
-    /// segment but for virtual ones.
+    /// Sets whether the segment at `address` can be exported to NICs. Every allocation is one
+    /// segment, except for virtual ones.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] if no live allocation holds the address.
+    /// [`ErrorKind::OutOfBounds`] if no live allocation contains the address.
     pub fn set_exportable(&self, address: Address, exportable: bool) -> Result<()> {
         self.inner.set_exportable(AddressRange::new(address, 1)?, exportable)
     }
 
-    /// Runs the oldest asynchronous copy that has not begun; `false` if there is none. For
-    /// [`Stepping::ByHand`]; with an engine thread it takes the copy from under it, deadline or
-    /// not.
+    /// Runs the oldest asynchronous copy that has not begun. Returns false if there is none. This
+    /// is for [`Stepping::ByHand`]. With an engine thread it runs the copy before its deadline.
     pub fn step(&self) -> bool {
         self.inner.engine.step()
     }
 
-    /// How many asynchronous copies have not begun.
+    /// Returns the number of asynchronous copies that have not begun.
     #[must_use]
     pub fn pending_copies(&self) -> usize {
         self.inner.engine.pending()
@@ -149,7 +150,7 @@ impl Inner {
         self.table.window().start().0
     }
 
-    /// Counts a driver call and injects its fault.
+    /// Counts a driver call, and fails if a fault is set for it.
     fn call(&self, call: Call) -> Result<()> {
         self.faults.call(call).map_err(|error| error.iface(self.config.kind))
     }
@@ -162,7 +163,8 @@ impl Inner {
         Ok(self.table.lookup(address))
     }
 
-    /// Out of line, so that a lookup that nobody counts needs no frame.
+    /// A lookup that is counted. It is out of line, so that lookups that are not counted need no
+    /// frame.
     #[cold]
     #[inline(never)]
     fn query_counted(&self, address: Address) -> Result<Option<Allocation>> {

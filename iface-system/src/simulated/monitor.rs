@@ -1,4 +1,4 @@
-//! Noticing frees: subscriptions by range, and validity by identity.
+//! Detection of frees: subscriptions by range, and validity by identity.
 
 use std::{
     cell::Cell,
@@ -16,13 +16,13 @@ use parking_lot::{Mutex, ReentrantMutex};
 
 use super::{Inner, Simulated, faults::Call};
 
-/// How a simulated device lets its frees be noticed: the two ways that drivers have.
+/// The way in which frees of simulated memory are detected. Drivers have one of these two.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FreeDetection {
-    /// No callback: only identities tell, as with CUDA's buffer ids.
+    /// No callback: frees are detected by identities, as with CUDA's buffer ids.
     #[default]
     Identity,
-    /// Subscribers are called before memory goes, as with ROCr's deallocation callback.
+    /// Subscribers are notified before memory is freed, as with ROCr's deallocation callback.
     Callback,
 }
 
@@ -39,13 +39,13 @@ impl FreeDetection {
 struct Watch {
     range: AddressRange,
     invalidator: Arc<dyn Invalidator>,
-    /// Whether still subscribed. Held during the call, so that unsubscribing waits for its end;
-    /// reentrant, so that an invalidator may unsubscribe itself.
+    /// Set while subscribed. It is locked during a notification, so that unsubscribing waits for
+    /// the end of that. The lock is reentrant, so that an invalidator may unsubscribe itself.
     active: ReentrantMutex<Cell<bool>>,
 }
 
 impl Watch {
-    fn tell(&self, range: AddressRange) {
+    fn notify(&self, range: AddressRange) {
         let active = self.active.lock();
         if active.get() {
             self.invalidator.invalidate(range, InvalidationCause::Free);
@@ -57,11 +57,11 @@ impl Watch {
 struct Watches {
     next: u64,
     by_id: HashMap<u64, Arc<Watch>>,
-    /// By the power of two of the length, then by start: what overlaps a range is then found by
-    /// looking no further back than twice that power.
+    /// Watches by the power of two of their length, then by start. A search for overlaps then goes
+    /// no further back than twice that power.
     by_length: [BTreeMap<(u64, u64), Arc<Watch>>; 64],
-    /// Ranges whose subscribers are being told, or were, and whose memory is still there.
-    going: Vec<AddressRange>,
+    /// Ranges whose subscribers are notified or being notified, and whose memory still exists.
+    being_freed: Vec<AddressRange>,
 }
 
 /// The subscriptions of one iface.
@@ -78,7 +78,7 @@ impl Subscriptions {
             next: 1,
             by_id: HashMap::new(),
             by_length: [const { BTreeMap::new() }; 64],
-            going: Vec::new(),
+            being_freed: Vec::new(),
         }))
     }
 
@@ -95,11 +95,12 @@ impl Subscriptions {
         watches.by_id.insert(id, Arc::clone(&watch));
         let class = &mut watches.by_length[length_class(range.len())];
         class.insert((range.start().0, id), Arc::clone(&watch));
-        // Who comes while subscribers are being told would never be.
-        let missed = watches.going.iter().copied().find(|going| going.overlaps(range));
+        // A subscription during a notification would miss it.
+        let missed =
+            watches.being_freed.iter().copied().find(|being_freed| being_freed.overlaps(range));
         drop(watches);
-        if let Some(going) = missed {
-            watch.tell(going);
+        if let Some(being_freed) = missed {
+            watch.notify(being_freed);
         }
         Subscription(id)
     }
@@ -113,12 +114,12 @@ impl Subscriptions {
         watch.active.lock().set(false);
     }
 
-    /// Tells the subscribers of `range`, with no lock held that they could want, except that
+    /// Notifies the subscribers of `range`. No lock is held that they could need, except that
     /// unsubscribing one of them waits.
-    pub(crate) fn tell(&self, range: AddressRange) {
-        let mut told = Vec::new();
+    pub(crate) fn notify(&self, range: AddressRange) {
+        let mut notified = Vec::new();
         let mut watches = self.0.lock();
-        watches.going.push(range);
+        watches.being_freed.push(range);
         let end = range.start().0.saturating_add(range.len());
         for (class, by_start) in
             watches.by_length.iter().enumerate().filter(|(_, class)| !class.is_empty())
@@ -126,22 +127,24 @@ impl Subscriptions {
             let longest = 1_u64.checked_shl(class as u32 + 1).unwrap_or(u64::MAX);
             let from = range.start().0.saturating_sub(longest);
             let near = by_start.range((from, 0)..(end, 0));
-            told.extend(
+            notified.extend(
                 near.map(|(_, watch)| Arc::clone(watch))
                     .filter(|watch| watch.range.overlaps(range)),
             );
         }
         drop(watches);
-        for watch in told {
-            watch.tell(range);
+        for watch in notified {
+            watch.notify(range);
         }
     }
 
-    /// The memory of `range` is gone, or stays after all.
-    pub(crate) fn told(&self, range: AddressRange) {
+    /// Ends a notification: the memory of `range` is freed, or stays after all.
+    pub(crate) fn end_notify(&self, range: AddressRange) {
         let mut watches = self.0.lock();
-        if let Some(found) = watches.going.iter().position(|going| *going == range) {
-            watches.going.swap_remove(found);
+        if let Some(found) =
+            watches.being_freed.iter().position(|being_freed| *being_freed == range)
+        {
+            watches.being_freed.swap_remove(found);
         }
     }
 }
@@ -186,9 +189,12 @@ impl Monitor for SimulatedMonitor {
     fn rationale(&self) -> String {
         match self.0.config.free_detection {
             FreeDetection::Identity => {
-                "asked at each hit: the simulated device tells nobody of frees".into()
+                "identity compared at each hit: the simulated device has no callback for frees"
+                    .into()
             }
-            FreeDetection::Callback => "told by the simulated device before the memory goes".into(),
+            FreeDetection::Callback => {
+                "notified by the simulated device before memory is freed".into()
+            }
         }
     }
 
@@ -203,7 +209,8 @@ impl Monitor for SimulatedMonitor {
     ) -> Result<Subscription> {
         self.0.call(Call::Subscribe)?;
         let subscription = self.0.subscriptions.add(range, invalidator);
-        // Only after it was added: a free from here on is told, and one before is seen here.
+        // Looked up after the subscription: later frees notify the subscriber, earlier ones are
+        // seen here.
         if self.0.table.lookup(range.start()).is_none() {
             self.0.subscriptions.remove(subscription);
             return Err(Error::new(ErrorKind::Unsupported, "subscribe")

@@ -1,11 +1,11 @@
-//! Which NIC reaches which device.
+//! Reachability of devices by NICs.
 
 use std::collections::BTreeMap;
 
 use hmem_core::{DeviceId, provider::Nic};
 
-/// Reachability by device and NIC name; what was not said is reachable, or not, as the matrix was
-/// made.
+/// Reachability by device and NIC name. Pairs that were not set are reachable, or not, as the
+/// matrix was created.
 ///
 /// ```
 /// use hmem_core::DeviceId;
@@ -28,36 +28,36 @@ impl Default for P2pMatrix {
 }
 
 impl P2pMatrix {
-    /// Every NIC reaches every device.
+    /// Creates a matrix in which every NIC reaches every device.
     #[must_use]
     pub const fn all_reachable() -> Self {
         Self { otherwise: true, known: BTreeMap::new() }
     }
 
-    /// No NIC reaches any device.
+    /// Creates a matrix in which no NIC reaches any device.
     #[must_use]
     pub const fn none_reachable() -> Self {
         Self { otherwise: false, known: BTreeMap::new() }
     }
 
-    /// The NIC of this name (as in [`Nic::name`]) does not reach the device.
+    /// Sets that the NIC of this name (as in [`Nic::name`]) does not reach the device.
     #[must_use]
     pub fn block(mut self, device: DeviceId, nic: impl Into<String>) -> Self {
         self.known.insert((device, nic.into()), false);
         self
     }
 
-    /// The NIC of this name reaches the device.
+    /// Sets that the NIC of this name reaches the device.
     #[must_use]
     pub fn allow(mut self, device: DeviceId, nic: impl Into<String>) -> Self {
         self.known.insert((device, nic.into()), true);
         self
     }
 
-    /// Whether the NIC of this name reaches the device.
+    /// Returns true if the NIC of this name reaches the device.
     #[must_use]
     pub fn reaches(&self, device: DeviceId, nic: &str) -> bool {
-        // The borrowed key would need a second map; matrices are small and asked once a
+        // A lookup by a borrowed key would need a second map. Matrices are small, and read once per
         // registration.
         self.known.get(&(device, nic.to_owned())).copied().unwrap_or(self.otherwise)
     }

@@ -1,20 +1,20 @@
-//! Sets of free ranges: of the window's addresses, and of the bytes of an arena.
+//! Sets of free ranges: addresses of the window, or bytes of an arena.
 
 use std::collections::BTreeMap;
 
-/// Free ranges that never touch: start to length, in any one unit.
+/// Free ranges that never touch each other: length by start, in any one unit.
 #[derive(Debug, Default)]
 pub(crate) struct FreeRanges {
     ranges: BTreeMap<u64, u64>,
 }
 
 impl FreeRanges {
-    /// One free range.
+    /// Creates a set of one free range.
     pub(crate) fn new(start: u64, len: u64) -> Self {
         Self { ranges: BTreeMap::from([(start, len)]) }
     }
 
-    /// Takes the lowest `len` that lie at or after `from`.
+    /// Takes the lowest free range of length `len` at or after `from`.
     pub(crate) fn take_from(&mut self, from: u64, len: u64) -> Option<u64> {
         let around = self.ranges.range(..from).next_back().map(|(start, free)| (*start, *free));
         let split = around.filter(|(start, free)| start + free >= from + len).map(|_| from);
@@ -44,7 +44,7 @@ impl FreeRanges {
         true
     }
 
-    /// Gives a taken range back and joins it with its neighbours.
+    /// Returns a range to the set, and joins it with its neighbours.
     pub(crate) fn give(&mut self, start: u64, len: u64) {
         let (mut start, mut len) = (start, len);
         if let Some((&before, &before_len)) = self.ranges.range(..start).next_back()

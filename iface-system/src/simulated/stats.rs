@@ -1,30 +1,30 @@
-//! What is alive on a simulated device, so that a test can say that nothing is left.
+//! Counts of live objects of a simulated device, so that a test can verify that none is left.
 
 use std::sync::atomic::Ordering;
 
 use super::{Call, Inner};
 
-/// A moment's counts; see [`Simulated::stats`](crate::Simulated::stats).
+/// Counts of a simulated device at one moment; see [`Simulated::stats`](crate::Simulated::stats).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SimulatedStats {
-    /// Allocations that were not freed.
+    /// Allocations that are not freed.
     pub live_allocations: u64,
-    /// Their bytes, as they were asked for.
+    /// Requested bytes of the live allocations.
     pub live_bytes: u64,
     /// Allocations of other processes that are open here.
     pub opened_allocations: u64,
-    /// Exported fds that live on. Exact while fds end through `release_dma_buf`; of fds that were
-    /// just closed it is only seen that all of them are gone, and of genuine dma-bufs not even
-    /// that.
+    /// Exported fds that are still open. Exact if fds end through `release_dma_buf`. If fds are
+    /// merely closed, it is only known when all of them are closed, and for genuine dma-bufs not
+    /// even that.
     pub live_exports: u64,
     /// Subscriptions of the monitor.
     pub subscriptions: u64,
-    /// Host ranges registered.
+    /// Host ranges that are page-locked.
     pub host_registrations: u64,
-    /// Memory files that hold content.
+    /// Memory files that hold the content of allocations.
     pub memory_files: u64,
-    /// Copies that ended well, blocking and asynchronous.
+    /// Copies that succeeded, blocking and asynchronous.
     pub copies_done: u64,
     /// Asynchronous copies that have not begun.
     pub copies_pending: u64,
@@ -52,7 +52,7 @@ impl SimulatedStats {
         }
     }
 
-    /// How often a call was made, failed ones included.
+    /// Returns the number of calls of a kind, including failed ones.
     #[must_use]
     pub fn calls(&self, call: Call) -> u64 {
         self.calls.get(call as usize).copied().unwrap_or(0)

@@ -1,17 +1,18 @@
-//! From an address to its allocation: a page table read without locks.
+//! Lookup of allocations by address: a page table that is read without locks.
 //!
-//! The window of addresses is cut into pages, and as many pages as a page has slots make a block
-//! (1,024 where pages are 4 KiB), so that the slots of an empty block can be given back. A block
-//! that one allocation covers whole has a slot of its own; all other pages have a slot each. A slot
-//! holds the place of an [`Entry`], or 0, where an entry lies that is never written. Slots and
-//! entries lie in arrays that take memory only where they are used, so a lookup is two loads that
-//! don't wait for each other, and the entry.
+//! The window of addresses is divided into pages, and pages into blocks. A block has as many pages
+//! as a page has slots (1,024 with pages of 4 KiB), so that the slots of an empty block can be
+//! returned to the kernel. A block that one allocation covers whole has one slot. All other pages
+//! have a slot each. A slot holds the index of an [`Entry`], or 0 for an entry that is never
+//! written. Slots and entries lie in arrays that use memory only where they are written. So a
+//! lookup is two independent loads, and the entry.
 //!
-//! Entries are type-stable: a freed one is used again, never unmapped. Its identity doubles as the
-//! sequence number of a seqlock: it is 0 while the fields change, and no identity comes twice, so a
-//! reader that sees the same identity before and after has fields that belong together. A reader
-//! that doesn't has raced with a free of the allocation that its slot named, and may answer that
-//! there is none: at some moment of the lookup there was none. No reader ever waits.
+//! Entries are type-stable: a freed entry is reused, and never unmapped. Its identity doubles as
+//! the sequence number of a seqlock: it is 0 while the fields change, and no identity occurs twice.
+//! A reader that sees the same identity before and after has consistent fields. A reader that does
+//! not has raced with the free of the allocation that its slot named, and may return `None`: at
+//! some moment of the lookup there was no allocation. No reader ever waits. there is none: at some
+//! moment of the lookup there was none. No reader ever waits.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
@@ -22,10 +23,10 @@ use rustix::io::Errno;
 
 use crate::lazy::{LazyArray, ZeroValid};
 
-/// Allocations that can be alive at once.
+/// The most allocations that can be alive at once.
 pub(crate) const MAX_ENTRIES: usize = 1 << 24;
 
-/// The lowest bit of an entry's last word: whether its upper half is a device's number. The kind
+/// The lowest bit of an entry's last word: set if the upper half is a device's number. The kind
 /// lies in between.
 const HAS_DEVICE: u64 = 1;
 const KIND_SHIFT: u32 = 1;
@@ -39,10 +40,10 @@ struct Entry {
     kind_and_device: AtomicU64,
 }
 
-// SAFETY: four atomics, for which zero is a value like any other.
+// SAFETY: the entry is four atomics, for which zero is a valid value.
 unsafe impl ZeroValid for Entry {}
 
-/// Readers' side and writers' side; writers hold the iface's lock.
+/// The table for readers and writers. Writers hold the iface's lock.
 #[derive(Debug)]
 pub(crate) struct PageTable {
     iface: IfaceKind,
@@ -54,7 +55,7 @@ pub(crate) struct PageTable {
     entries: LazyArray<Entry>,
 }
 
-/// What only writers know: how full each block is, and which one emptied last.
+/// State of writers only: how full each block is, and which block became empty last.
 #[derive(Debug)]
 pub(crate) struct TableWriter {
     used_pages: Vec<u16>,
@@ -62,7 +63,7 @@ pub(crate) struct TableWriter {
 }
 
 impl PageTable {
-    /// A table over a window of whole pages.
+    /// Creates a table for a window of whole pages.
     pub(crate) fn new(
         iface: IfaceKind,
         window: AddressRange,
@@ -87,13 +88,13 @@ impl PageTable {
         Ok((table, TableWriter { used_pages: vec![0; blocks], emptied: None }))
     }
 
-    /// The addresses that the table covers.
+    /// Returns the addresses that the table covers.
     pub(crate) fn window(&self) -> AddressRange {
         AddressRange::new(Address(self.start), self.len)
             .unwrap_or_else(|_| AddressRange::of::<u8>(&[]))
     }
 
-    /// Whether the address lies in the window.
+    /// Returns true if the address lies in the window.
     pub(crate) fn is_mine(&self, address: Address) -> bool {
         address.0.wrapping_sub(self.start) < self.len
     }
@@ -103,37 +104,36 @@ impl PageTable {
         ONLY_PAGE_SHIFT.unwrap_or(self.page_shift)
     }
 
-    /// From a page's number to its block's.
+    /// Returns the shift that turns a page number into a block number.
     #[inline]
     fn block_shift(&self) -> u32 {
         block_shift(self.page_shift())
     }
 
-    /// The slot that an address leads to: 0 where there is nothing, `None` outside the window. Only
-    /// exact for writers.
+    /// Returns the slot of an address: 0 if there is no allocation, `None` outside the window. The
+    /// result is exact only for writers.
     #[inline]
     fn slot_of(&self, address: Address) -> Option<u32> {
-        // The window is whole pages, so that what lies outside has no page in it.
+        // The window is whole pages, so an address outside is on no page of it.
         let page = (address.0.wrapping_sub(self.start) >> self.page_shift()) as usize;
         let small = self.pages.get(page)?.load(Ordering::Acquire);
         let large = self.blocks.get(page >> self.block_shift())?.load(Ordering::Acquire);
         Some(if large != 0 { large } else { small })
     }
 
-    /// The allocation at an address.
+    /// Returns the allocation at an address.
     #[inline]
     pub(crate) fn lookup(&self, address: Address) -> Option<Allocation> {
         self.read(self.slot_of(address)?, address, || ())
     }
 
-    /// The number of the entry that an address leads to. Only exact for writers.
+    /// Returns the number of the entry of an address. The result is exact only for writers.
     pub(crate) fn entry_of(&self, address: Address) -> Option<u32> {
         self.slot_of(address)?.checked_sub(1)
     }
 
-    /// The allocation of a slot's entry, if it holds the address. `meanwhile` is what other threads
-    /// do between the fields and the second look at the identity; only tests have something
-    /// there.
+    /// Returns the allocation of a slot's entry, if it contains the address. `meanwhile` stands for
+    /// the actions of other threads between the two reads of the identity; only tests use it.
     #[inline]
     fn read(&self, slot: u32, address: Address, meanwhile: impl FnOnce()) -> Option<Allocation> {
         let entry = self.entries.get(slot as usize)?;
@@ -145,8 +145,8 @@ impl PageTable {
         let len = entry.len.load(Ordering::Relaxed);
         let kind_and_device = entry.kind_and_device.load(Ordering::Relaxed);
         meanwhile();
-        // Pairs with the release fence of a writer whose fields we may have read: then we see its
-        // identity too.
+        // Pairs with the release fence of a writer whose fields this reader may have read. The
+        // reader then sees the writer's identity too.
         fence(Ordering::Acquire);
         if entry.id.load(Ordering::Relaxed) != id || address.0.wrapping_sub(base) >= len {
             return None;
@@ -161,7 +161,7 @@ impl PageTable {
         })
     }
 
-    /// Makes an allocation visible under an entry number that is free.
+    /// Makes an allocation visible under a free entry number.
     pub(crate) fn publish(&self, writer: &mut TableWriter, number: u32, allocation: &Allocation) {
         let slot = number + 1;
         let entry = &self.entries[slot as usize];
@@ -206,8 +206,8 @@ impl PageTable {
 }
 
 impl TableWriter {
-    /// Keeps the count of a block, and gives the slots of an emptied block back once another one
-    /// has emptied: a block that fills and empties in turn costs no system call.
+    /// Updates the count of a block. Returns the slots of an empty block to the kernel once another
+    /// block has become empty: a block that fills and empties in turn costs no system call.
     fn count(&mut self, table: &PageTable, block: usize, pages: u16, used: bool) {
         if used {
             self.used_pages[block] += pages;
@@ -230,7 +230,8 @@ impl TableWriter {
     }
 }
 
-/// Where all machines of an architecture have pages of one size: a shift by a constant costs less.
+/// The page shift if all machines of the architecture have one page size: a constant shift is
+/// cheaper.
 const ONLY_PAGE_SHIFT: Option<u32> = if cfg!(target_arch = "x86_64") { Some(12) } else { None };
 
 const fn block_shift(page_shift: u32) -> u32 {
@@ -239,12 +240,12 @@ const fn block_shift(page_shift: u32) -> u32 {
 
 const CODES: u8 = 8;
 
-/// The kind as the number that entries and IPC handles hold.
+/// Returns the kind as a number, for entries and IPC handles.
 pub(crate) fn code_of(kind: AllocationKind) -> u8 {
     (0..CODES).find(|code| kind_of(*code) == kind).unwrap_or(CODES)
 }
 
-/// In the enum's order, so that there is nothing to do but for numbers that no kind has.
+/// Returns the kind of a number. The order is the enum's, so that the compiler needs no table.
 #[inline]
 pub(crate) fn kind_of(code: u8) -> AllocationKind {
     match code {
@@ -274,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_overtaken_by_a_free_or_by_the_next_use_of_the_entry_finds_nothing() {
+    fn reader_that_races_with_free_or_reuse_finds_nothing() {
         let window = AddressRange::new(Address(1 << 30), 64 << 20).unwrap();
         let (table, mut writer) = PageTable::new(IfaceKind::FIRST_PLUG_IN, window, 4096).unwrap();
         let (first, second) = (allocation(1 << 30, 1), allocation((1 << 30) + 8192, 2));
@@ -295,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_that_fills_and_empties_gives_its_slots_back_and_works_again() {
+    fn emptied_block_returns_its_slots_and_is_reusable() {
         let window = AddressRange::new(Address(1 << 30), 64 << 20).unwrap();
         let (table, mut writer) = PageTable::new(IfaceKind::FIRST_PLUG_IN, window, 4096).unwrap();
         let block = 4 << 20;

@@ -1,4 +1,4 @@
-//! What hooks tell, and what calls through them answer and cost.
+//! Notifications of hooks, and results and cost of calls through them.
 
 use std::{ptr, sync::Arc};
 
@@ -14,7 +14,7 @@ use hmem_iface_system::{
 
 use crate::{ANONYMOUS, RW, counting, monitors::*, observed};
 
-pub(crate) fn each_function_tells_before_and_after() {
+pub(crate) fn each_function_notifies_before_and_after() {
     let monitor = MemHooks::start().unwrap();
     let recorder = Recorder::new();
     let page = page();
@@ -25,7 +25,7 @@ pub(crate) fn each_function_tells_before_and_after() {
 
     let expect = |ranges: &[(AddressRange, InvalidationCause)]| {
         let mut events = recorder.events();
-        events.retain(|(told, ..)| ranges.iter().any(|(range, _)| range == told));
+        events.retain(|(notified, ..)| ranges.iter().any(|(range, _)| range == notified));
         let begun = ranges.iter().map(|(range, cause)| (*range, *cause, How::Begun));
         let ended = ranges.iter().map(|(range, cause)| (*range, *cause, How::Ended));
         assert_eq!(events, begun.chain(ended).collect::<Vec<_>>());
@@ -63,7 +63,7 @@ pub(crate) fn each_function_tells_before_and_after() {
         expect(&[(range(segment, 3 * page), InvalidationCause::Detach)]);
         monitor.unsubscribe(attached);
 
-        // No other thread runs here: the break is this thread's to move.
+        // No other thread runs here, so no other thread moves the break.
         let top = libc::sbrk((4 * page) as isize);
         let up = top.wrapping_byte_add(top.align_offset(page));
         recorder.clear();
@@ -113,10 +113,10 @@ pub(crate) fn results_and_errno_are_those_of_the_c_library() {
     let unhooked = results();
     assert!(unhooked.contains(&(usize::MAX, libc::EINVAL)), "{unhooked:?}");
     let monitor = MemHooks::start().unwrap();
-    assert_eq!(results(), unhooked, "hooked, with nobody to tell");
+    assert_eq!(results(), unhooked, "hooked, without a subscriber");
     let block = map(page);
     let subscription = monitor.subscribe(range(block, page), Recorder::new()).unwrap();
-    assert_eq!(results(), unhooked, "hooked, with somebody to tell");
+    assert_eq!(results(), unhooked, "hooked, with a subscriber");
     monitor.unsubscribe(subscription);
     drop(monitor);
     assert_eq!(results(), unhooked, "unhooked again");
@@ -131,7 +131,7 @@ pub(crate) fn glibcs_own_calls_are_seen() {
     let block = unsafe { libc::malloc(len) };
     let subscription =
         monitor.subscribe(range(block, len), Arc::<Recorder>::clone(&recorder)).unwrap();
-    // SAFETY: as above.
+    // SAFETY: the block is this function's own, and nothing uses it any longer.
     unsafe { libc::free(block) };
     assert_eq!(
         recorder.about(range(block, len)),
@@ -173,16 +173,16 @@ pub(crate) fn hooks_allocate_nothing_and_take_no_lock() {
     for subscription in subscribed {
         monitor.unsubscribe(subscription);
     }
-    // No lock: `subscribing_waits_for_a_change_under_way` unmaps while the lock is held.
+    // No lock is tested here: `subscribing_waits_for_a_change_in_flight` unmaps while one is held.
 }
 
 pub(crate) fn unmaps_of_uncached_memory_cost_bounded_memory() {
     let monitor = MemHooks::start().unwrap();
-    assert!(told_of_uncached_unmaps(&*monitor) >= 160_000);
+    assert!(notifications_of_uncached_unmaps(&*monitor) >= 160_000);
 }
 
-/// rustix, which the iface uses otherwise, makes raw system calls.
-pub(crate) fn the_system_ifaces_own_frees_are_told() {
+/// The iface frees memory by libc: rustix, which it uses otherwise, makes raw system calls.
+pub(crate) fn frees_of_the_system_iface_are_notified() {
     let monitor = MemHooks::start().unwrap();
     let system =
         System::new().with_monitor(SystemMonitor::start(HostMonitorKind::MemHooks).unwrap());
@@ -191,7 +191,7 @@ pub(crate) fn the_system_ifaces_own_frees_are_told() {
     let memory = system.allocate(&request).unwrap();
     let recorder = Recorder::new();
     let subscription = monitor.subscribe(memory.range, Arc::<Recorder>::clone(&recorder)).unwrap();
-    // SAFETY: nobody uses the memory.
+    // SAFETY: nothing uses the memory.
     unsafe { system.free(&memory) }.unwrap();
     assert_eq!(
         recorder.about(memory.range),

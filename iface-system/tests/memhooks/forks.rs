@@ -32,7 +32,7 @@ fn in_children(monitor: &Arc<MemHooks>, subscription: Subscription, here: Addres
         assert!(error.is_unsupported() && error.to_string().contains("forked"), "{error}");
         assert!(monitor.check().is_err());
         monitor.unsubscribe(subscription);
-        // One of its own works, and is its own.
+        // The child's own monitor works.
         let own = MemHooks::start().unwrap();
         let recorder = Recorder::new();
         let at = map(page);
@@ -56,7 +56,7 @@ fn in_children(monitor: &Arc<MemHooks>, subscription: Subscription, here: Addres
 }
 
 pub(crate) fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
-    /// Counts in memory that a child shares.
+    /// Counts changes in memory that a child shares.
     #[derive(Debug)]
     struct Shared(usize);
     impl Invalidator for Shared {
@@ -74,19 +74,19 @@ pub(crate) fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
     let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
     // SAFETY: a new mapping, zeroed.
     let shared = unsafe { libc::mmap(ptr::null_mut(), page, RW, flags, -1, 0) }.expose_provenance();
-    // SAFETY: as in `begin`.
-    let told = || unsafe { &*ptr::with_exposed_provenance::<AtomicU64>(shared) }.load(SeqCst);
+    // SAFETY: a shared mapping of this process and its children that is never unmapped.
+    let notified = || unsafe { &*ptr::with_exposed_provenance::<AtomicU64>(shared) }.load(SeqCst);
     let monitor = MemHooks::start().unwrap();
     let block = map(page);
     let here = range(block, page);
     let subscription = monitor.subscribe(here, Arc::new(Shared(shared))).unwrap();
-    let before = told();
+    let before = notified();
     assert_eq!(forked(|| unmap(block, page)), 0);
-    assert_eq!(told(), before, "what a child unmaps is the child's own");
+    assert_eq!(notified(), before, "what a child unmaps is the child's own");
     in_children(&monitor, subscription, here);
-    let before = told();
+    let before = notified();
     unmap(block, page);
-    assert_eq!(told(), before + 1, "the parent hears of its own");
+    assert_eq!(notified(), before + 1, "the parent hears of its own");
     monitor.unsubscribe(subscription);
     monitor.check().unwrap();
 }
@@ -97,7 +97,7 @@ pub(crate) fn forks_while_other_threads_subscribe_do_not_deadlock() {
     let block = map(page);
     let here = range(block, page);
     let recorder = Recorder::new();
-    let kept = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
+    let subscription = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
     let running = AtomicBool::new(true);
     thread::scope(|scope| {
         for _ in 0..2 {
@@ -111,29 +111,28 @@ pub(crate) fn forks_while_other_threads_subscribe_do_not_deadlock() {
         }
         for _ in 0..200 {
             let status = forked(|| {
-                raw_fork_safe(&monitor, here, kept, block, page);
+                raw_fork_safe(&monitor, here, subscription, block, page);
             });
             assert_eq!(status, 0);
         }
         running.store(false, SeqCst);
     });
-    monitor.unsubscribe(kept);
+    monitor.unsubscribe(subscription);
 }
 
-/// What a child may do at any time, also while another thread of its parent held any lock.
+/// Operations that a child may do at any time, even if another thread of its parent held a lock.
 fn raw_fork_safe(
     monitor: &Arc<MemHooks>,
     here: AddressRange,
-    kept: Subscription,
+    subscription: Subscription,
     block: *mut libc::c_void,
     page: usize,
 ) {
-    monitor.unsubscribe(kept);
+    monitor.unsubscribe(subscription);
     let own: Arc<dyn Invalidator> =
-        Arc::new(Mortal { alive: AtomicU64::new(ALIVE), told: Arc::default() });
+        Arc::new(Mortal { alive: AtomicU64::new(ALIVE), notified: Arc::default() });
     assert!(monitor.subscribe(here, own).is_err());
     unmap(block, page);
-    // SAFETY: the reference that the child has is its own; dropping it as the last one must not
-    // wait either.
+    // SAFETY: the reference is the child's own copy. Dropping it as the last one must not wait.
     drop(unsafe { Arc::from_raw(Arc::as_ptr(monitor)) });
 }

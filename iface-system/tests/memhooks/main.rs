@@ -20,7 +20,7 @@ use subscribing::*;
 
 cases! {
     /// MON-03
-    each_function_tells_before_and_after,
+    each_function_notifies_before_and_after,
     /// MON-03
     results_and_errno_are_those_of_the_c_library,
     /// MON-03
@@ -28,7 +28,7 @@ cases! {
     /// MON-03
     hooks_allocate_nothing_and_take_no_lock,
     /// MON-03
-    a_thread_inside_the_call_while_it_is_patched_and_unpatched_comes_back,
+    thread_inside_a_call_survives_patch_and_unpatch,
     /// MON-03
     threads_run_the_functions_while_they_are_patched,
     /// MON-03
@@ -36,11 +36,11 @@ cases! {
     /// MON-03
     threads_that_start_at_once_share_the_patches,
     /// MON-03
-    a_later_patch_of_another_library_is_noticed,
+    later_patch_of_another_library_is_detected,
     /// MON-03
-    an_earlier_patch_of_another_library_is_refused_by_name,
+    earlier_patch_of_another_library_is_refused_by_name,
     /// MON-03
-    subscribing_waits_for_a_change_under_way,
+    subscribing_waits_for_a_change_in_flight,
     /// MON-03
     an_invalidator_is_not_called_after_its_last_subscription,
     /// MON-05
@@ -51,7 +51,7 @@ cases! {
     forks_while_other_threads_subscribe_do_not_deadlock,
     more_invalidators_than_slots_are_refused,
     files_are_refused_with_the_reason,
-    the_system_ifaces_own_frees_are_told;
+    frees_of_the_system_iface_are_notified;
     slow:
     /// MON-03
     threads_run_the_functions_while_they_are_patched_many_times,
@@ -60,7 +60,7 @@ cases! {
 const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
 const ANONYMOUS: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 
-/// What a call returned, and `errno` after it, where 77 was before.
+/// Returns the result of a call and `errno` after it; `errno` is 77 before.
 fn observed(call: impl FnOnce() -> usize) -> (usize, i32) {
     // SAFETY: `errno` of this thread.
     unsafe {

@@ -1,4 +1,4 @@
-//! Patches put in and taken out under running threads, once and again, and beside those of other
+//! Patches made and undone under running threads, repeatedly, and beside patches of other
 //! libraries.
 
 use std::{
@@ -35,7 +35,7 @@ fn code(name: &std::ffi::CStr) -> [u8; 32] {
 const PATCHED: [&std::ffi::CStr; 7] =
     [c"munmap", c"mmap", c"mremap", c"madvise", c"brk", c"shmat", c"shmdt"];
 
-pub(crate) fn a_thread_inside_the_call_while_it_is_patched_and_unpatched_comes_back() {
+pub(crate) fn thread_inside_a_call_survives_patch_and_unpatch() {
     need_userfaultfd();
     let page = page();
     let blocked = |at: usize| {
@@ -45,7 +45,7 @@ pub(crate) fn a_thread_inside_the_call_while_it_is_patched_and_unpatched_comes_b
             observed(|| unsafe { libc::munmap(at, page) } as usize)
         })
     };
-    // In the unpatched function: patched meanwhile.
+    // Inside the unpatched function: patched meanwhile.
     let block = map(page);
     let blocker = Blocker::new(block, page);
     let inside = blocked(block.expose_provenance());
@@ -53,21 +53,21 @@ pub(crate) fn a_thread_inside_the_call_while_it_is_patched_and_unpatched_comes_b
     let monitor = MemHooks::start().unwrap();
     blocker.release();
     assert_eq!(inside.join().unwrap(), (0, 77));
-    // In the patched function, and its hook: unpatched and patched again meanwhile.
+    // Inside the patched function and its hook: unpatched and patched again meanwhile.
     let block = map(page);
     let blocker = Blocker::new(block, page);
     let inside = blocked(block.expose_provenance());
     blocker.wait();
     let before = code(c"munmap");
-    // Dropping takes the patch out; nothing is subscribed, so nothing waits for the thread inside.
+    // The drop undoes the patch. Nothing is subscribed, so it does not wait for the thread inside.
     drop(monitor);
     assert_ne!(code(c"munmap"), before, "the patch is out");
     blocker.release();
     assert_eq!(inside.join().unwrap(), (0, 77));
 }
 
-/// Threads loop over every function while the patches come and go; returns how often each thread
-/// went round.
+/// Runs every function in a loop on several threads while patches are made and undone. Returns the
+/// number of loops of each thread.
 fn stress(patchings: usize) {
     let page = page();
     let threads = 4;
@@ -146,7 +146,7 @@ pub(crate) fn patches_are_installed_once_and_removed_with_the_last_monitor() {
     let block = map(page);
     let here = range(block, page);
     let kept = second.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
-    // Not taken back: dropping the monitor does that.
+    // Not unsubscribed: dropping the monitor does that.
     first.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
     drop(first);
     second.check().unwrap();
@@ -154,7 +154,7 @@ pub(crate) fn patches_are_installed_once_and_removed_with_the_last_monitor() {
     assert_eq!(
         recorder.about(here),
         [(InvalidationCause::Unmap, How::Begun), (InvalidationCause::Unmap, How::Ended)],
-        "told once"
+        "notified once"
     );
     second.unsubscribe(kept);
     assert_eq!(Arc::strong_count(&recorder), 1, "the dropped monitor took its subscriptions back");
@@ -166,11 +166,11 @@ pub(crate) fn patches_are_installed_once_and_removed_with_the_last_monitor() {
     recorder.clear();
     unmap(block, page);
     assert_eq!(recorder.count(), 0);
-    // And again.
+    // The hooks can start again.
     MemHooks::start().unwrap().check().unwrap();
 }
 
-/// The first starts of a process plan the patches; nobody may go by a plan that is not whole.
+/// The first start of a process plans the patches; no thread may use an incomplete plan.
 pub(crate) fn threads_that_start_at_once_share_the_patches() {
     const THREADS: usize = 8;
     let (page, together) = (page(), Barrier::new(THREADS));
@@ -188,14 +188,14 @@ pub(crate) fn threads_that_start_at_once_share_the_patches() {
     });
 }
 
-/// munmap as another library's hooks have it: past the C library's.
+/// A munmap of another library's hooks: it makes a raw system call.
 unsafe extern "C" fn their_munmap(at: *mut libc::c_void, len: usize) -> i32 {
-    // SAFETY: as the caller's.
+    // SAFETY: the caller of munmap is responsible for its range.
     unsafe { libc::syscall(libc::SYS_munmap, at, len) as i32 }
 }
 
-/// Patches the entry of munmap as other libraries do: an absolute jump over its first bytes,
-/// threads or no threads.
+/// Patches the entry of munmap as other libraries do: writes an absolute jump over its first bytes,
+/// with no regard for running threads.
 fn patch_as_others_do() {
     let at = entry(c"munmap");
     let target = (their_munmap as *const ()).addr() as u64;
@@ -224,7 +224,7 @@ fn patch_as_others_do() {
     }
 }
 
-pub(crate) fn a_later_patch_of_another_library_is_noticed() {
+pub(crate) fn later_patch_of_another_library_is_detected() {
     let monitor = MemHooks::start().unwrap();
     let page = page();
     let block = map(page);
@@ -243,8 +243,9 @@ pub(crate) fn a_later_patch_of_another_library_is_noticed() {
         let error = notice();
         let text = error.to_string();
         assert!(error.is_busy() && text.contains("munmap") && text.contains(&own), "{text}");
-        // What was cached before may have gone unnoticed since. Nothing is watched after that.
-        let told: &[_] = if number == 0 { &[(InvalidationCause::Unmap, How::Told)] } else { &[] };
+        // Changes since may have been missed, so everything is invalidated, and nothing is watched.
+        let told: &[_] =
+            if number == 0 { &[(InvalidationCause::Unmap, How::Invalidated)] } else { &[] };
         assert_eq!(recorder.about(range(block, page)), told);
     }
     drop(monitor);
@@ -254,7 +255,7 @@ pub(crate) fn a_later_patch_of_another_library_is_noticed() {
     assert!(error.is_busy() && error.to_string().contains("munmap"), "{error}");
 }
 
-pub(crate) fn an_earlier_patch_of_another_library_is_refused_by_name() {
+pub(crate) fn earlier_patch_of_another_library_is_refused_by_name() {
     patch_as_others_do();
     let others = code(c"mmap");
     let error = MemHooks::start().unwrap_err();

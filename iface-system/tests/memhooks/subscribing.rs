@@ -1,4 +1,4 @@
-//! Who is told from when, until when, and of what memory.
+//! The begin and end of notifications, and the memory that they are about.
 
 use std::{
     ptr,
@@ -17,14 +17,14 @@ use hmem_iface_system::monitor::MemHooks;
 
 use crate::{RW, monitors::*, need_userfaultfd};
 
-pub(crate) fn subscribing_waits_for_a_change_under_way() {
+pub(crate) fn subscribing_waits_for_a_change_in_flight() {
     need_userfaultfd();
     let monitor = MemHooks::start().unwrap();
     let page = page();
     let (block, other) = (map(page), map(page));
     let blocker = Blocker::new(block, page);
     let at = block.expose_provenance();
-    // This change began when nobody was subscribed: nobody will be told of it.
+    // This change began without a subscriber: no subscriber will be notified of it.
     let inside = thread::spawn(move || unmap(ptr::with_exposed_provenance_mut(at), page));
     blocker.wait();
     let subscribed = Arc::new(AtomicBool::new(false));
@@ -48,11 +48,11 @@ pub(crate) fn subscribing_waits_for_a_change_under_way() {
     monitor.unsubscribe(subscribing.join().unwrap());
 }
 
-/// Fails when it is told after it was dropped.
+/// An invalidator that panics if it is notified after its drop.
 #[derive(Debug)]
 pub(crate) struct Mortal {
     pub(crate) alive: AtomicU64,
-    pub(crate) told: Arc<AtomicU64>,
+    pub(crate) notified: Arc<AtomicU64>,
 }
 
 pub(crate) const ALIVE: u64 = 0x600d_600d_600d_600d;
@@ -67,7 +67,7 @@ impl Invalidator for Mortal {
 
     fn invalidate_end(&self, change: InvalidationToken) {
         assert_eq!((self.alive.load(SeqCst), change), (ALIVE, InvalidationToken(5)));
-        self.told.fetch_add(1, SeqCst);
+        self.notified.fetch_add(1, SeqCst);
     }
 
     fn close_gate(&self) {}
@@ -84,7 +84,7 @@ impl Drop for Mortal {
 pub(crate) fn an_invalidator_is_not_called_after_its_last_subscription() {
     let monitor = MemHooks::start().unwrap();
     let page = page();
-    let told = Arc::new(AtomicU64::new(0));
+    let notified = Arc::new(AtomicU64::new(0));
     let running = AtomicBool::new(true);
     let block = map(page);
     let here = range(block, page);
@@ -97,17 +97,19 @@ pub(crate) fn an_invalidator_is_not_called_after_its_last_subscription() {
             });
         }
         for _ in 0..2000 {
-            let mortal = Arc::new(Mortal { alive: AtomicU64::new(ALIVE), told: Arc::clone(&told) });
+            let mortal =
+                Arc::new(Mortal { alive: AtomicU64::new(ALIVE), notified: Arc::clone(&notified) });
             let twice =
                 [(); 2].map(|()| monitor.subscribe(here, Arc::<Mortal>::clone(&mortal)).unwrap());
             for subscription in twice {
                 assert!(Arc::strong_count(&mortal) > 1);
                 monitor.unsubscribe(subscription);
             }
-            assert_eq!(Arc::strong_count(&mortal), 1, "nobody has it any more");
+            assert_eq!(Arc::strong_count(&mortal), 1, "an unsubscribed invalidator is dropped");
         }
-        while told.load(SeqCst) == 0 {
-            let mortal = Arc::new(Mortal { alive: AtomicU64::new(ALIVE), told: Arc::clone(&told) });
+        while notified.load(SeqCst) == 0 {
+            let mortal =
+                Arc::new(Mortal { alive: AtomicU64::new(ALIVE), notified: Arc::clone(&notified) });
             let subscription = monitor.subscribe(here, mortal).unwrap();
             thread::yield_now();
             monitor.unsubscribe(subscription);
@@ -142,11 +144,11 @@ pub(crate) fn files_are_refused_with_the_reason() {
     let error = refused(file, page);
     assert!(error.is_unsupported(), "{error}");
     assert!(
-        error.to_string().contains("memfd:hmem-test") && error.to_string().contains("truncating"),
+        error.to_string().contains("memfd:hmem-test") && error.to_string().contains("truncated"),
         "{error}"
     );
     let block = map(2 * page);
-    // Remembered as watchable, until something is mapped over it.
+    // Cached as watchable, until something is mapped over it.
     let subscription = monitor.subscribe(range(block, 2 * page), Recorder::new()).unwrap();
     monitor.unsubscribe(subscription);
     // SAFETY: moves the file's mapping over the second page.

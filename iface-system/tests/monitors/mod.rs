@@ -1,5 +1,5 @@
-//! What the tests of monitors share: a recorder of what monitors tell, cases that each run in a
-//! process of their own, so that a crash is a failure of that case, and memory to take away.
+//! Helpers for tests of monitors: a recorder of notifications, memory to change, and cases. Each
+//! case runs in a process of its own, so that a crash is a failure of that case.
 #![allow(dead_code, missing_docs, unreachable_pub)]
 
 use std::{
@@ -18,7 +18,7 @@ use hmem_core::{
 };
 use libtest_mimic::{Arguments, Failed, Trial};
 
-/// A case: its name, what it does, and whether only the slow tier runs it.
+/// A case: its name, its function, and whether only the slow tier runs it.
 pub type Case = (&'static str, fn(), bool);
 
 const CASE: &str = "HMEM_TEST_CASE";
@@ -27,24 +27,24 @@ const CASE: &str = "HMEM_TEST_CASE";
 /// <folder>`.
 const RUNNER: &str = "HMEM_TEST_RUNNER";
 
-/// What qemu-user cannot show, which is where tests of aarch64 run: it takes MADV_WIPEONFORK and
-/// does nothing, has no userfaultfd, and its own memory is the process's too.
+/// Cases that qemu-user cannot run, where the tests of aarch64 run. It ignores MADV_WIPEONFORK, has
+/// no userfaultfd, and its own memory belongs to the process too.
 const NOT_UNDER_QEMU: &[&str] = &[
     "unmaps_of_uncached_memory_cost_bounded_memory",
-    "a_child_that_is_forked_within_a_change_lives",
-    "a_dropped_monitor_leaves_nobody_waiting_though_a_child_has_its_file",
+    "child_forked_during_a_change_survives",
+    "dropped_monitor_blocks_no_thread_despite_a_child",
     "a_forked_child_is_disarmed_and_the_parent_undisturbed",
-    "an_import_tells_nobody_in_a_forked_child",
+    "import_notifies_no_subscriber_in_a_forked_child",
     "forks_while_other_threads_subscribe_do_not_deadlock",
-    "a_thread_inside_the_call_while_it_is_patched_and_unpatched_comes_back",
-    "subscribing_waits_for_a_change_under_way",
+    "thread_inside_a_call_survives_patch_and_unpatch",
+    "subscribing_waits_for_a_change_in_flight",
 ];
 
 /// Runs cases as tests, each in a new process of this binary.
 pub fn run(cases: &[Case]) -> ExitCode {
     if let Ok(name) = env::var(CASE) {
         let (_, case, _) = cases.iter().find(|(case, ..)| *case == name).expect("a known case");
-        // A hang is a failure: the kernel ends the process.
+        // The kernel ends a process that hangs, which is a failure.
         // SAFETY: sets a timer of this process.
         unsafe { libc::alarm(300) };
         case();
@@ -94,17 +94,17 @@ macro_rules! cases {
     };
 }
 
-/// How a monitor told of a change.
+/// The way in which a monitor reports a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
-    Told,
+    Invalidated,
     Begun,
     Ended,
 }
 
 const EVENTS: usize = 1 << 16;
 
-/// Remembers what it is told, as an invalidator must: without allocating, locking or logging.
+/// Records notifications, as an invalidator must: without allocating, locking or logging.
 pub struct Recorder {
     events: Box<[[AtomicU64; 3]]>,
     count: AtomicUsize,
@@ -155,7 +155,7 @@ impl Recorder {
     ) -> Option<(AddressRange, InvalidationCause, How)> {
         let kind = kind.load(SeqCst).checked_sub(1)?;
         let range = AddressRange::new(Address(start.load(SeqCst)), len.load(SeqCst)).unwrap();
-        let how = [How::Told, How::Begun, How::Ended][kind as usize % 3];
+        let how = [How::Invalidated, How::Begun, How::Ended][kind as usize % 3];
         Some((range, InvalidationCause::ALL[kind as usize / 3], how))
     }
 
@@ -163,7 +163,7 @@ impl Recorder {
         self.count.store(0, SeqCst);
     }
 
-    /// What was told about memory that shares a byte with `range`.
+    /// Returns the notifications about memory that shares a byte with `range`.
     pub fn about(&self, range: AddressRange) -> Vec<(InvalidationCause, How)> {
         let mut about = self.events();
         about.retain(|(told, ..)| told.overlaps(range));
@@ -173,7 +173,7 @@ impl Recorder {
 
 impl Invalidator for Recorder {
     fn invalidate(&self, range: AddressRange, cause: InvalidationCause) {
-        self.push(range, cause, How::Told);
+        self.push(range, cause, How::Invalidated);
     }
 
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
@@ -205,7 +205,7 @@ pub fn range(at: *mut libc::c_void, len: usize) -> AddressRange {
     AddressRange::new(Address::of_ptr(at), len as u64).unwrap()
 }
 
-/// Maps written anonymous memory by libc; not unmapped by anybody but the test.
+/// Maps written anonymous memory by libc. Only the test unmaps it.
 pub fn map(len: usize) -> *mut libc::c_void {
     let (prot, flags) =
         (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
@@ -218,13 +218,13 @@ pub fn map(len: usize) -> *mut libc::c_void {
     }
 }
 
-/// libc's munmap, of a test's own memory.
+/// Unmaps memory of the test by libc.
 pub fn unmap(at: *mut libc::c_void, len: usize) {
     // SAFETY: tests unmap only what they mapped.
     assert_eq!(unsafe { libc::munmap(at, len) }, 0);
 }
 
-/// munmap past the C library.
+/// Unmaps memory of the test by a raw system call.
 pub fn raw_unmap(at: *mut libc::c_void, len: usize) {
     // SAFETY: tests unmap only what they mapped.
     assert_eq!(unsafe { libc::syscall(libc::SYS_munmap, at, len) }, 0);
@@ -236,7 +236,7 @@ pub fn forked(child: impl FnOnce()) -> i32 {
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0, "fork");
     if pid == 0 {
-        // SAFETY: a timer of the child's own: a deadlock ends it.
+        // SAFETY: sets a timer of the child, which ends a deadlock.
         unsafe { libc::alarm(60) };
         child();
         // SAFETY: ends the child without its parent's destructors.
@@ -248,7 +248,7 @@ pub fn forked(child: impl FnOnce()) -> i32 {
     status
 }
 
-/// A userfaultfd of the test's own that watches a mapping: who unmaps it waits until
+/// A userfaultfd of the test that watches a mapping: a thread that unmaps it waits until
 /// [`Blocker::release`].
 pub struct Blocker(i32);
 
@@ -271,14 +271,14 @@ impl Blocker {
         }
     }
 
-    /// Waits until somebody waits in munmap, without letting them go.
+    /// Waits until a thread waits in munmap, without letting it continue.
     pub fn wait(&self) {
         let mut poll = libc::pollfd { fd: self.0, events: libc::POLLIN, revents: 0 };
         // SAFETY: polls one fd.
         assert_eq!(unsafe { libc::poll(&raw mut poll, 1, -1) }, 1);
     }
 
-    /// Reads the event: the thread in munmap goes on.
+    /// Reads the event, so that the thread in munmap continues.
     pub fn release(&self) {
         let mut message = [0_u64; 4];
         // SAFETY: reads one message into as many bytes.
@@ -293,9 +293,9 @@ impl Drop for Blocker {
     }
 }
 
-/// What a subscriber to one page is told while 80,000 others are mapped and unmapped, the second
-/// half of which must not grow the process.
-pub fn told_of_uncached_unmaps(monitor: &dyn Monitor) -> usize {
+/// Maps and unmaps 80,000 pages beside one subscribed page. Returns the number of notifications,
+/// and fails if the process grows in the second half.
+pub fn notifications_of_uncached_unmaps(monitor: &dyn Monitor) -> usize {
     let page = page();
     let kept = map(page);
     let recorder = Recorder::new();
@@ -311,8 +311,7 @@ pub fn told_of_uncached_unmaps(monitor: &dyn Monitor) -> usize {
     recorder.count()
 }
 
-/// Bytes of anonymous memory that are resident: code that is paged in meanwhile is nothing that a
-/// monitor took.
+/// Returns the resident bytes of anonymous memory. Code that is paged in meanwhile does not count.
 pub fn resident() -> u64 {
     let rollup = std::fs::read_to_string("/proc/self/smaps_rollup").expect("/proc");
     let anonymous =

@@ -1,4 +1,4 @@
-//! What the tests of this crate share.
+//! Helpers of this crate's tests.
 #![allow(dead_code, missing_docs, unreachable_pub)]
 
 use std::{
@@ -51,7 +51,7 @@ pub fn at(allocation: &Allocation, offset: u64) -> Address {
     Address(allocation.base().0 + offset)
 }
 
-/// Bytes that differ from their neighbours and from seed to seed.
+/// Returns bytes that differ from their neighbours and between seeds.
 pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -73,14 +73,14 @@ pub fn mappings() -> usize {
     fs::read_to_string("/proc/self/maps").expect("/proc").lines().count()
 }
 
-/// Memory of this process, shared memory included.
+/// Returns the resident memory of this process in bytes, with shared memory.
 pub fn resident_bytes() -> u64 {
     let statm = fs::read_to_string("/proc/self/statm").expect("/proc");
     let pages: u64 = statm.split(' ').nth(1).and_then(|word| word.parse().ok()).expect("statm");
     pages * rustix::param::page_size() as u64
 }
 
-/// Reads through an exported fd as an importer does: by mapping whole pages of it.
+/// Maps whole pages of an exported fd, as an importer does, and reads through them.
 pub fn through_fd(export: &DmaBufExport, read: impl FnOnce(*mut u8)) {
     use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
     let page = rustix::param::page_size() as u64;
@@ -99,7 +99,7 @@ pub fn through_fd(export: &DmaBufExport, read: impl FnOnce(*mut u8)) {
     }
     .expect("mmap of an exported fd");
     read(mapped.cast::<u8>().wrapping_add((export.offset.0 - first) as usize));
-    // SAFETY: mapped above, and `read` is over.
+    // SAFETY: mapped above, and `read` has returned.
     unsafe { munmap(mapped, len) }.expect("munmap");
 }
 
@@ -123,7 +123,7 @@ pub fn write_through_fd(export: &DmaBufExport, bytes: &[u8]) {
 /// The variable that makes a test function act as the child of another test.
 const CHILD: &str = "HMEM_TEST_CHILD";
 
-/// What the parent handed over, in the child; `None` in an ordinary run of the test.
+/// Returns the parent's input in the child, or `None` in an ordinary run of the test.
 pub fn child_input() -> Option<String> {
     std::env::var(CHILD).ok()
 }

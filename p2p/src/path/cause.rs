@@ -1,13 +1,17 @@
-//! The causes that hold for the memory of any iface. Those of one driver are its iface's
-//! ([`Iface::causes`](hmem_core::Iface::causes)), as are the words of its vendor: an iface's row
-//! with the name and rank of a general one is preferred to it.
+//! Causes of refusals that hold for the memory of any iface.
 //!
-//! `docs/causes.md` is all of them as a page; a test compares the two.
+//! Causes of one driver belong to its iface ([`Iface::causes`](hmem_core::Iface::causes)). An
+//! iface's row with the name and rank of a general one replaces it, with the vendor's own remedy.
+//!
+//! `docs/causes.md` lists all causes. A test compares it with the tables.
+
+use std::collections::BTreeSet;
 
 use hmem_core::{
     AllocationKind, ErrorKind, Path,
-    cause::{Answer, Facts, Needs, RefusalCause, Step},
+    cause::{Answer, Facts, Needs, RefusalCause, RefusalContext, Step},
     iface::DmaBufMapping,
+    path::Attempt,
 };
 
 use crate::topology::PEER_MEMORY;
@@ -18,8 +22,7 @@ const DIRECT: &[Path] = &[Path::DmaBuf, Path::PeerMemory];
 const HOST: &[Path] = &[Path::PlainHost, Path::Staged];
 const EVERY: &[Path] = &[Path::PlainHost, Path::DmaBuf, Path::PeerMemory, Path::Staged];
 const EXPORT: &[Step] = &[Step::Export];
-/// Steps that export a range of one segment, or one of several whose segments are exported by
-/// themselves.
+/// Steps that export a range of one segment, or a range of several segments as a whole.
 const ANY_EXPORT: &[Step] = &[Step::ExportWhole, Step::Export];
 const SEGMENTS_OR_EXPORT: &[Step] = &[Step::Segments, Step::ExportWhole, Step::Export];
 const EXPORT_OR_REGISTER: &[Step] = &[Step::ExportWhole, Step::Export, Step::Register];
@@ -30,7 +33,18 @@ const BAR_FULL: &[Answer] = &[Answer::Errno(&[12, 28]), Answer::Kind(&[ErrorKind
 const NOT_REACHABLE: &[Answer] =
     &[Answer::Errno(&[524, 121]), Answer::Kind(&[ErrorKind::Unreachable])];
 
-/// The cause that holds only while the default mapping is not refused as well.
+const NO_NODE: &[Answer] = &[Answer::Errno(&[2, 6, 19]), Answer::Kind(&[ErrorKind::Unavailable])];
+const NO_ACCESS: &[Answer] = &[
+    Answer::Errno(&[1, 13]),
+    Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied]),
+];
+/// Some drivers report a device that they may not open as one that does not exist.
+const NO_ACCESS_OR_DEVICE: &[Answer] = &[
+    Answer::Errno(&[1, 13]),
+    Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied, ErrorKind::Unavailable]),
+];
+
+/// The name of the cause that holds only if the default mapping works.
 pub(super) const NO_PCIE_MAPPING: &str = "no-pcie-mapping";
 
 /// The fields that most entries share: no further condition.
@@ -44,7 +58,50 @@ fn no_client(facts: &Facts) -> bool {
     PEER_MEMORY.iter().all(|name| facts.has_module(name) == Some(false))
 }
 
-/// Every general cause, in the order of the ranks: special cases stand before the general.
+fn memlock_limit(facts: &Facts) -> Option<String> {
+    facts.memlock.map(|limit| format!("the limit is {limit} bytes"))
+}
+
+/// Lists the nodes of NICs, or those of other devices.
+fn nodes(all: &BTreeSet<String>, step: Step) -> Option<String> {
+    let of_step = |node: &&String| node.starts_with("/dev/infiniband/") == (step == Step::OpenNic);
+    let nodes: Vec<_> = all.iter().filter(of_step).map(String::as_str).collect();
+    (!nodes.is_empty()).then(|| nodes.join(", "))
+}
+
+/// The probable cause of an error, with the figures of this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ProbableCause {
+    /// The name: a heading in `docs/causes.md`.
+    pub name: &'static str,
+    /// The cause, in a sentence.
+    pub cause: String,
+    /// The remedy, as a clause.
+    pub remedy: &'static str,
+}
+
+impl ProbableCause {
+    /// Finds the cause among the rows of an iface and the general ones.
+    pub(super) fn find(
+        of_iface: &[RefusalCause],
+        context: &RefusalContext<'_>,
+        facts: &Facts,
+    ) -> Option<Self> {
+        let row = RefusalCause::probable(of_iface.iter().chain(CAUSES), context, facts)?;
+        Some(Self { name: row.name, cause: row.describe(facts), remedy: row.remedy })
+    }
+
+    /// Adds the cause to an attempt.
+    pub(super) fn add_to(found: Option<&Self>, attempt: Attempt) -> Attempt {
+        match found {
+            Some(found) => attempt.with_cause(found.name, found.cause.as_str(), found.remedy),
+            None => attempt,
+        }
+    }
+}
+
+/// Every general cause, by rank: special causes come before general ones.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "file-descriptors",
@@ -52,8 +109,10 @@ pub const CAUSES: &[RefusalCause] = &[
         paths: EVERY,
         steps: NOT_IMPORT,
         answers: &[Answer::Errno(&[24, 23])],
-        cause: "the process, or the machine, has no file descriptor left: each export is one as long as it is registered",
-        remedy: "raise the limit (ulimit -n, LimitNOFILE= in systemd, fs.file-max), or register larger ranges in fewer regions",
+        cause: "the process or the machine has no file descriptor left; each export holds one \
+                while it is registered",
+        remedy: "raise the limit (`ulimit -n`, LimitNOFILE= in systemd, `sysctl fs.file-max`), or \
+                 register larger ranges in fewer regions",
         ..ANY
     },
     RefusalCause {
@@ -63,8 +122,10 @@ pub const CAUSES: &[RefusalCause] = &[
         steps: IMPORT_OR_REGISTER,
         answers: &[Answer::Errno(&[38, 95]), Answer::UNSUPPORTED],
         needs: Needs::some("the kernel is older than 5.12", old_kernel),
-        cause: "the kernel is older than the dma-buf registration of its RDMA core, which came with Linux 5.12",
-        remedy: "run Linux 5.12 or newer, or a vendor's RDMA stack that has it (MLNX_OFED 5.5), or load a peer-memory client",
+        cause: "the kernel is older than Linux 5.12, the first with dma-buf registration in its \
+                RDMA core",
+        remedy: "run Linux 5.12 or newer, or a vendor's RDMA stack with dma-buf registration \
+                 (MLNX_OFED 5.5), or load a peer-memory client",
         ..ANY
     },
     RefusalCause {
@@ -74,7 +135,8 @@ pub const CAUSES: &[RefusalCause] = &[
         steps: IMPORT_OR_REGISTER,
         answers: &[Answer::Errno(&[38, 95]), Answer::UNSUPPORTED],
         cause: "the NIC's driver, in the kernel or in libibverbs, does not register dma-bufs",
-        remedy: "use a NIC whose driver does (mlx5, efa, irdma, bnxt_re) with rdma-core 34 or newer, or load a peer-memory client",
+        remedy: "use a NIC with a driver that does (mlx5, efa, irdma, bnxt_re) and rdma-core 34 or \
+                 newer, or load a peer-memory client",
         ..ANY
     },
     RefusalCause {
@@ -85,7 +147,8 @@ pub const CAUSES: &[RefusalCause] = &[
         mapping: Some(DmaBufMapping::Pcie),
         answers: &[Answer::UNSUPPORTED, Answer::Kind(&[ErrorKind::InvalidArgument])],
         cause: "the driver or the device has no PCIe mapping for exports",
-        remedy: "nothing where the default mapping works, which is tried next; update the driver where it does not",
+        remedy: "none needed if the default mapping works, which is tried next; otherwise update \
+                 the driver",
         ..ANY
     },
     RefusalCause {
@@ -99,8 +162,8 @@ pub const CAUSES: &[RefusalCause] = &[
             ErrorKind::InvalidArgument,
             ErrorKind::OutOfBounds,
         ])],
-        cause: "the range was mapped by hand from physical memory that was not created for RDMA, or spans a hole between two \
-                mappings",
+        cause: "the range was mapped by hand from physical memory that was not created for RDMA, \
+                or spans a hole between two mappings",
         remedy: "create the physical memory as RDMA capable, and register inside mapped ranges",
         ..ANY
     },
@@ -114,8 +177,10 @@ pub const CAUSES: &[RefusalCause] = &[
             Answer::Errno(&[14, 22]),
             Answer::Kind(&[ErrorKind::Unsupported, ErrorKind::InvalidArgument]),
         ],
-        cause: "the driver exports no memory of this stream-ordered pool, as it was not made for RDMA or pools cannot be",
-        remedy: "allocate what is registered with the plain allocator, or from a pool made for RDMA where the driver has such pools",
+        cause: "the driver does not export memory of this stream-ordered pool: the pool was not \
+                created for RDMA, or the driver has no such pools",
+        remedy: "allocate memory to register with the plain allocator, or from a pool created for \
+                 RDMA if the driver has such pools",
         ..ANY
     },
     RefusalCause {
@@ -124,8 +189,9 @@ pub const CAUSES: &[RefusalCause] = &[
         paths: DIRECT,
         steps: &[Step::Segments],
         answers: &[Answer::UNSUPPORTED],
-        cause: "the driver says of a physical segment of the range that it cannot be exported",
-        remedy: "allocate it as RDMA capable, or register the part of the range that is",
+        cause: "the driver reports that a physical segment of the range cannot be exported",
+        remedy: "allocate the segment as RDMA capable, or register only the exportable part of the \
+                 range",
         ..ANY
     },
     RefusalCause {
@@ -134,8 +200,9 @@ pub const CAUSES: &[RefusalCause] = &[
         paths: DIRECT,
         steps: SEGMENTS_OR_EXPORT,
         answers: &[Answer::Kind(&[ErrorKind::OutOfBounds, ErrorKind::BadState])],
-        cause: "the range is not, or no longer, wholly inside one allocation",
-        remedy: "register inside one allocation, and close the region before the allocation is freed",
+        cause: "the range does not lie inside one live allocation",
+        remedy: "register inside one allocation, and close the region before you free the \
+                 allocation",
         ..ANY
     },
     RefusalCause {
@@ -147,8 +214,10 @@ pub const CAUSES: &[RefusalCause] = &[
         needs: Needs::some("the device's BAR has at most 256 MiB", |facts| {
             facts.bar.is_some_and(|bytes| bytes <= 256 << 20)
         }),
-        cause: "the firmware gave the device a small BAR, of which most is taken: only what it maps can be exported",
-        remedy: "switch Above 4G Decoding and Resizable BAR on in the firmware, or export less at a time",
+        cause: "the firmware gave the device a small BAR, which is nearly full; only memory that \
+                the BAR maps can be exported",
+        remedy: "enable Above 4G Decoding and Resizable BAR in the firmware, or export less at a \
+                 time",
         ..ANY
     },
     RefusalCause {
@@ -157,9 +226,10 @@ pub const CAUSES: &[RefusalCause] = &[
         paths: DIRECT,
         steps: ANY_EXPORT,
         answers: BAR_FULL,
-        cause: "the device's BAR has no room left to map the range: everything exported occupies it, by each NIC",
-        remedy: "close regions or register less at a time; enable the large BAR (Above 4G Decoding and Resizable BAR in the \
-                 firmware)",
+        cause: "the device's BAR has no room left to map the range; each export occupies a part of \
+                it for each NIC",
+        remedy: "close regions or register less at a time; enable Above 4G Decoding and Resizable \
+                 BAR in the firmware",
         ..ANY
     },
     RefusalCause {
@@ -168,9 +238,11 @@ pub const CAUSES: &[RefusalCause] = &[
         paths: DMA_BUF,
         steps: &[Step::ExportWhole],
         answers: &[Answer::UNSUPPORTED, Answer::Kind(&[ErrorKind::InvalidArgument])],
-        cause: "the driver makes no one dma-buf of several mappings, or their physical memory differs in device or properties",
-        remedy: "nothing where each segment is exported by itself, which is tried next; for one key over the range, create all \
-                 of its physical memory with the same properties",
+        cause: "the driver cannot export several mappings as one dma-buf, or their physical memory \
+                differs in device or properties",
+        remedy: "none needed if exporting each segment separately works, which is tried next; for \
+                 one key over the range, create all of its physical memory with the same \
+                 properties",
         ..ANY
     },
     RefusalCause {
@@ -180,7 +252,8 @@ pub const CAUSES: &[RefusalCause] = &[
         steps: EXPORT,
         answers: &[Answer::Errno(&[38, 95]), Answer::UNSUPPORTED],
         cause: "the device, its driver or this kind of memory has no dma-buf export",
-        remedy: "use a driver that exports, and device memory; or load a peer-memory client",
+        remedy: "use device memory and a driver that exports dma-bufs, or load a peer-memory \
+                 client",
         ..ANY
     },
     RefusalCause {
@@ -192,9 +265,10 @@ pub const CAUSES: &[RefusalCause] = &[
         needs: Needs::some("ACS redirects requests between the two", |facts| {
             facts.acs_redirects == Some(true)
         }),
-        cause: "ACS on a PCIe bridge between device and NIC sends their requests to the root complex, which does not pass them on",
-        remedy: "switch ACS redirection off on the bridges between the two (firmware, or setpci ECAP_ACS+6.w=0 at boot); in a \
-                 virtual machine let the NIC use ATS",
+        cause: "ACS on a PCIe bridge between device and NIC redirects their requests to the root \
+                complex, which does not forward them",
+        remedy: "disable ACS redirection on the bridges between the two (in the firmware, or \
+                 `setpci ECAP_ACS+6.w=0` at boot); in a virtual machine let the NIC use ATS",
         ..ANY
     },
     RefusalCause {
@@ -206,8 +280,10 @@ pub const CAUSES: &[RefusalCause] = &[
         needs: Needs::some("the IOMMU translates for the NIC or the device", |facts| {
             facts.iommu_translates == Some(true)
         }),
-        cause: "the IOMMU translates the NIC's addresses and has no mapping of the device's BAR for it",
-        remedy: "boot with iommu=pt (or intel_iommu=off, amd_iommu=off), or pass both devices into the guest in one group",
+        cause: "the IOMMU translates the NIC's addresses and does not map the device's BAR for the \
+                NIC",
+        remedy: "boot with iommu=pt (or intel_iommu=off, amd_iommu=off), or pass both devices into \
+                 the guest in one group",
         ..ANY
     },
     RefusalCause {
@@ -216,10 +292,10 @@ pub const CAUSES: &[RefusalCause] = &[
         paths: DIRECT,
         steps: EXPORT_OR_REGISTER,
         answers: NOT_REACHABLE,
-        cause: "the NIC cannot reach the device over PCIe, or the mapping is of the wrong type (a coherent link's instead of the \
-                BAR's)",
-        remedy: "use a NIC under the same PCIe switch or root port as the device (`hmem topo` shows them), or the PCIe mapping \
-                 where the driver has it",
+        cause: "the NIC cannot reach the device over PCIe, or the export has the mapping of a \
+                coherent link instead of the BAR's",
+        remedy: "use a NIC under the same PCIe switch or root port as the device (`hmem topo` \
+                 shows them), or the PCIe mapping if the driver has it",
         ..ANY
     },
     RefusalCause {
@@ -233,9 +309,10 @@ pub const CAUSES: &[RefusalCause] = &[
             Answer::Kind(&[ErrorKind::BadAddress]),
         ],
         needs: Needs::some("no peer-memory client is loaded", no_client),
-        cause: "no peer-memory client is loaded, so that the kernel takes the device address for one of unmapped host memory",
-        remedy: "load it (modprobe nvidia-peermem; it needs a kernel or RDMA stack with peer-memory clients, such as MLNX_OFED), or \
-                 use dma-buf",
+        cause: "no peer-memory client is loaded, so that the kernel treats the device address as \
+                unmapped host memory",
+        remedy: "load the client (`modprobe nvidia-peermem`; it needs a kernel or RDMA stack with \
+                 peer-memory clients, such as MLNX_OFED), or use dma-buf",
         ..ANY
     },
     RefusalCause {
@@ -244,9 +321,9 @@ pub const CAUSES: &[RefusalCause] = &[
         paths: PEER,
         steps: REGISTER,
         answers: &[Answer::Errno(&[14, 22]), Answer::Kind(&[ErrorKind::BadAddress])],
-        cause: "the peer-memory client does not know the range as memory of its device: it was freed, was mapped by hand, or \
-                belongs to another process",
-        remedy: "register whole allocations of the plain allocator while they live",
+        cause: "the peer-memory client does not recognise the range: it was freed, was mapped by \
+                hand, or belongs to another process",
+        remedy: "register whole live allocations of the plain allocator",
         ..ANY
     },
     RefusalCause {
@@ -277,9 +354,12 @@ pub const CAUSES: &[RefusalCause] = &[
         needs: Needs::some("the locked-memory limit is finite", |facts| {
             facts.memlock.is_some_and(|limit| limit != u64::MAX)
         }),
-        cause: "the process may lock no more memory (RLIMIT_MEMLOCK); each registration counts its pages, the same pages again too",
-        remedy: "raise the limit (ulimit -l unlimited, memlock in limits.conf, LimitMEMLOCK= in systemd, --ulimit memlock in a \
-                 container)",
+        cause: "the process has reached the locked-memory limit (RLIMIT_MEMLOCK); each \
+                registration counts all of its pages, even if another one counted them",
+        detail: Some(memlock_limit),
+        remedy: "raise the limit: `ulimit -l unlimited` in a shell, `docker run --ulimit \
+                 memlock=-1`, LimitMEMLOCK=infinity in the systemd unit of the service or \
+                 (Kubernetes) of the container runtime, memlock in limits.conf",
         ..ANY
     },
     RefusalCause {
@@ -287,8 +367,9 @@ pub const CAUSES: &[RefusalCause] = &[
         rank: 250,
         paths: EVERY,
         answers: &[Answer::Errno(&[11])],
-        cause: "the process's control group may have no more RDMA objects (rdma.max)",
-        remedy: "raise hca_object in rdma.max of the group, or register larger ranges in fewer regions",
+        cause: "the process's control group has reached its limit of RDMA objects (rdma.max)",
+        remedy: "raise hca_object in rdma.max of the group, or register larger ranges in fewer \
+                 regions",
         ..ANY
     },
     RefusalCause {
@@ -296,8 +377,10 @@ pub const CAUSES: &[RefusalCause] = &[
         rank: 260,
         paths: EVERY,
         answers: &[Answer::Errno(&[12, 28]), Answer::Kind(&[ErrorKind::OutOfResources])],
-        cause: "the NIC has no region or translation entry left, or the kernel no memory for them",
-        remedy: "close regions, register larger ranges in fewer regions, or use huge pages; raise the driver's table sizes",
+        cause: "the NIC has no region or translation entry left, or the kernel has no memory for \
+                them",
+        remedy: "close regions, register larger ranges in fewer regions, or use huge pages; raise \
+                 the driver's table sizes",
         ..ANY
     },
     RefusalCause {
@@ -308,8 +391,10 @@ pub const CAUSES: &[RefusalCause] = &[
             Answer::Errno(&[22]),
             Answer::Kind(&[ErrorKind::InvalidArgument, ErrorKind::OutOfBounds]),
         ],
-        cause: "the range reaches past the end of the dma-buf, the fd is no dma-buf, or address and offset differ within a page",
-        remedy: "give the offset in the dma-buf and not in the allocation, and check the length against the exported buffer",
+        cause: "the range ends past the dma-buf, the fd is no dma-buf, or address and offset \
+                differ within a page",
+        remedy: "pass the offset in the dma-buf, not in the allocation, and check the length \
+                 against the exported buffer",
         ..ANY
     },
     RefusalCause {
@@ -317,8 +402,10 @@ pub const CAUSES: &[RefusalCause] = &[
         rank: 280,
         paths: DMA_BUF,
         answers: &[Answer::Errno(&[14]), Answer::Kind(&[ErrorKind::BadAddress])],
-        cause: "the exporter could not give the NIC's driver the pages: they moved away, or the device is suspended",
-        remedy: "keep the device awake and its memory resident (not managed) as long as it is registered",
+        cause: "the exporter could not map the pages for the NIC's driver: they have moved, or the \
+                device is suspended",
+        remedy: "keep the device awake and its memory resident (not managed) while it is \
+                 registered",
         ..ANY
     },
     RefusalCause {
@@ -326,8 +413,9 @@ pub const CAUSES: &[RefusalCause] = &[
         rank: 290,
         paths: HOST,
         answers: &[Answer::Errno(&[14]), Answer::Kind(&[ErrorKind::BadAddress])],
-        cause: "part of the range is not mapped, is protected, is mapped read-only, or lies past the end of its file",
-        remedy: "map the whole range before registering it, writable if the NIC is to write",
+        cause: "a part of the range is unmapped, protected, mapped read-only, or past the end of \
+                its file",
+        remedy: "map the whole range before you register it, writable if the NIC writes to it",
         ..ANY
     },
     RefusalCause {
@@ -340,6 +428,81 @@ pub const CAUSES: &[RefusalCause] = &[
         ..ANY
     },
     RefusalCause {
+        name: "seccomp-filter",
+        rank: 302,
+        paths: EVERY,
+        steps: &[Step::SystemCall],
+        answers: &[
+            Answer::Errno(&[1, 13, 38]),
+            Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::NoSys]),
+        ],
+        needs: Needs::some("a seccomp filter is active", |facts| facts.seccomp == Some(true)),
+        cause: "a seccomp filter is active, as in most containers, and refuses the system call",
+        remedy: "allow the call that the error names in the container's seccomp profile \
+                 (`docker run --security-opt seccomp=profile.json`, seccompProfile in Kubernetes)",
+        ..ANY
+    },
+    RefusalCause {
+        name: "nic-node-missing",
+        rank: 304,
+        paths: EVERY,
+        steps: &[Step::OpenNic],
+        answers: NO_NODE,
+        needs: Needs::some("the kernel announces a NIC whose node /dev lacks", |facts| {
+            nodes(&facts.missing_nodes, Step::OpenNic).is_some()
+        }),
+        cause: "the kernel has the NIC, but its node is missing from /dev",
+        detail: Some(|facts| nodes(&facts.missing_nodes, Step::OpenNic)),
+        remedy: "pass the node into the container (`docker run --device=/dev/infiniband/uverbs0`, \
+                 an RDMA device plug-in in Kubernetes), or `modprobe ib_uverbs` and start udev \
+                 outside of one",
+        ..ANY
+    },
+    RefusalCause {
+        name: "device-node-missing",
+        rank: 306,
+        paths: EVERY,
+        steps: &[Step::OpenDevice],
+        answers: NO_NODE,
+        needs: Needs::some("the kernel announces a device whose node /dev lacks", |facts| {
+            nodes(&facts.missing_nodes, Step::OpenDevice).is_some()
+        }),
+        cause: "the kernel has the device, but its node is missing from /dev",
+        detail: Some(|facts| nodes(&facts.missing_nodes, Step::OpenDevice)),
+        remedy: "pass the nodes into the container (`docker run --gpus all` for NVIDIA, \
+                 `--device=/dev/kfd --device=/dev/dri` for AMD, `--device=/dev/dri` for Intel, the \
+                 vendor's device plug-in in Kubernetes)",
+        ..ANY
+    },
+    RefusalCause {
+        name: "nic-node-forbidden",
+        rank: 307,
+        paths: EVERY,
+        steps: &[Step::OpenNic],
+        answers: NO_ACCESS,
+        cause: "the process may not read and write the NIC's node in /dev",
+        detail: Some(|facts| nodes(&facts.forbidden_nodes, Step::OpenNic)),
+        remedy: "give the user read and write permission (`chmod`, or a udev rule), and pass the \
+                 node into the container with `docker run --device=/dev/infiniband/uverbs0`: a \
+                 bind mount alone is not enough",
+        ..ANY
+    },
+    RefusalCause {
+        name: "device-node-forbidden",
+        rank: 308,
+        paths: EVERY,
+        steps: &[Step::OpenDevice],
+        answers: NO_ACCESS_OR_DEVICE,
+        needs: Needs::some("the process may not use a device node", |facts| {
+            nodes(&facts.forbidden_nodes, Step::OpenDevice).is_some()
+        }),
+        cause: "the process may not read and write the device's node in /dev",
+        detail: Some(|facts| nodes(&facts.forbidden_nodes, Step::OpenDevice)),
+        remedy: "add the user to the node's group (`usermod -aG render USER`; `ls -l` shows the \
+                 group), or pass the node into the container with `docker run --device=NODE`",
+        ..ANY
+    },
+    RefusalCause {
         name: "device-files",
         rank: 310,
         paths: EVERY,
@@ -348,9 +511,9 @@ pub const CAUSES: &[RefusalCause] = &[
             Answer::Errno(&[1, 13]),
             Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied]),
         ],
-        cause: "the process may not use the device's files, or the buffer was opened for reading only",
-        remedy: "give the user (or container) /dev/infiniband/uverbs* and the files of the device's driver in /dev, and export \
-                 for writing",
+        cause: "the process may not use the device's files, or the buffer was opened read-only",
+        remedy: "give the user (or container) access to /dev/infiniband/uverbs* and to the \
+                 device's files in /dev, and export for writing",
         ..ANY
     },
     RefusalCause {
@@ -360,7 +523,7 @@ pub const CAUSES: &[RefusalCause] = &[
         steps: SEGMENTS_OR_EXPORT,
         answers: &[Answer::Errno(&[5, 19]), Answer::Kind(&[ErrorKind::Unavailable])],
         cause: "the device fell off the bus, was reset, or was taken from this process",
-        remedy: "look at the kernel log (dmesg), and start again once the device answers",
+        remedy: "look at the kernel log (`dmesg`), and restart the process when the device answers",
         ..ANY
     },
     RefusalCause {
@@ -368,8 +531,8 @@ pub const CAUSES: &[RefusalCause] = &[
         rank: 330,
         paths: EVERY,
         answers: &[Answer::Errno(&[5, 19]), Answer::Kind(&[ErrorKind::Unavailable])],
-        cause: "the NIC went down or was taken away while it was asked",
-        remedy: "look at the kernel log (dmesg), and open a new domain once the NIC is back",
+        cause: "the NIC went down or was removed during the call",
+        remedy: "look at the kernel log (`dmesg`), and open a new domain when the NIC is back",
         ..ANY
     },
     RefusalCause {
@@ -379,7 +542,8 @@ pub const CAUSES: &[RefusalCause] = &[
         steps: IMPORT_OR_REGISTER,
         answers: &[Answer::UNSUPPORTED],
         cause: "hardware cannot reach memory through copies by itself",
-        remedy: "make a direct way work, or copy through a registered host buffer (hmem_p2p::staging)",
+        remedy: "make a direct path work, or copy through a registered host buffer \
+                 (hmem_p2p::staging)",
         ..ANY
     },
 ];

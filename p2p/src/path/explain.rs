@@ -5,14 +5,14 @@ use std::{fmt, sync::Arc};
 use hmem_core::{
     Access, AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, DomainAttr, Error, ErrorKind,
     Iface, IfaceKind, MrMode, Path, Registry, Result,
-    cause::{Facts, RefusalCause, RefusalContext, Step},
+    cause::{Facts, RefusalContext, Step},
     iface::{AllocRequest, DmaBufMapping},
     path::{Attempt, P2pPolicy, Trace},
     provider::{Nic, Provider},
 };
 use serde::{Serialize, Serializer};
 
-use super::{DefaultPathSelector, cause::CAUSES};
+use super::{DefaultPathSelector, cause::ProbableCause};
 
 /// A decision to explain.
 #[derive(Clone, Debug)]
@@ -181,6 +181,35 @@ impl DefaultPathSelector {
         Ok(explanation)
     }
 
+    /// Returns the probable cause of an error that kept a NIC or a device from being used at all,
+    /// or refused a system call ([`Step::OpenNic`], [`Step::OpenDevice`], [`Step::SystemCall`]).
+    /// Limits of containers are among these causes.
+    ///
+    /// ```
+    /// use hmem_core::{Errno, Error, cause::Step};
+    /// use hmem_p2p::path::DefaultPathSelector;
+    ///
+    /// let error = Error::os(Errno(13), "ibv_open_device");
+    /// let found = DefaultPathSelector::new().explain_unavailable(Step::OpenNic, &error);
+    /// assert_eq!(found.expect("a known cause").name, "nic-node-forbidden");
+    /// ```
+    #[must_use]
+    pub fn explain_unavailable(&self, step: Step, error: &Error) -> Option<ProbableCause> {
+        // A library that cannot be loaded never reached a device.
+        if error.operation() == "load library" {
+            return None;
+        }
+        let nic = Nic { provider: String::new(), name: String::new(), pci_bus_id: None };
+        let context = RefusalContext {
+            path: Path::PlainHost,
+            step,
+            kind: AllocationKind::System,
+            mapping: DmaBufMapping::Default,
+            error,
+        };
+        ProbableCause::find(&[], &context, &self.facts.facts(None, &nic))
+    }
+
     fn facts_of(&self, explanation: &Explanation, nic: &Nic) -> Facts {
         self.facts.facts(explanation.device_pci_bus_id.as_deref(), nic)
     }
@@ -251,12 +280,9 @@ impl Explanation {
             mapping: DmaBufMapping::Default,
             error: &error,
         };
-        let cause = RefusalCause::probable(CAUSES, &context, facts);
+        let cause = ProbableCause::find(&[], &context, facts);
         let attempt = Attempt::refused(Path::PlainHost, "register(host pages)", error);
-        vec![match cause {
-            Some(cause) => attempt.with_cause(cause.name, cause.cause, cause.remedy),
-            None => attempt,
-        }]
+        vec![ProbableCause::add_to(cause.as_ref(), attempt)]
     }
 
     fn advise_by_attempts(&mut self) {

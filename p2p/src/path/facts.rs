@@ -1,7 +1,7 @@
-//! Facts about the machine, which distinguish causes that have the same error number.
+//! Facts about the machine, which distinguish causes with the same error number.
 //!
-//! Facts never choose a path: paths are tried. Facts only make the explanation of a refusal more
-//! exact.
+//! The selector chooses no path by facts: it tries paths. Facts only make the explanation of a
+//! refusal more exact.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,19 +11,36 @@ use std::{
 };
 
 use hmem_core::{cause::Facts, provider::Nic};
+use rustix::{
+    fs::{Access, AtFlags, CWD},
+    io::Errno,
+};
 
 use crate::topology::{KeptOptions, Kernel, Setting, Topology};
 
+/// The bit of `CapEff` that exempts a process from the locked-memory limit.
+const CAP_IPC_LOCK: u64 = 1 << 14;
+
+/// Classes in sysfs and the start of the nodes' names that registrations need: NICs, render nodes,
+/// AMD's compute node, accelerators and Neuron devices.
+const NODE_CLASSES: [(&str, &str); 5] = [
+    ("infiniband_verbs", "infiniband/uverbs"),
+    ("drm", "dri/renderD"),
+    ("kfd", "kfd"),
+    ("accel", "accel/accel"),
+    ("neuron_device", "neuron"),
+];
+
 /// A source of facts about the machine.
 pub trait FactSource: fmt::Debug + Send + Sync {
-    /// Returns the facts about a device (by PCI bus id, if it has one) and a NIC.
+    /// Returns the facts that matter to a device (by PCI bus id, if it has one) and a NIC.
     fn facts(&self, device: Option<&str>, nic: &Nic) -> Facts;
 }
 
-/// The running machine, read from procfs and sysfs.
+/// Facts of the local machine, from procfs, sysfs and `/dev`.
 ///
-/// The kernel's options are read once for a value and its clones, as they do not change. Everything
-/// else is read at each call.
+/// A value and its clones read the kernel's options once, since these do not change. Everything
+/// else is read each time.
 #[derive(Clone, Debug)]
 pub struct LocalMachine {
     root: PathBuf,
@@ -37,7 +54,7 @@ impl Default for LocalMachine {
 }
 
 impl LocalMachine {
-    /// Returns a machine whose `proc`, `sys` and `boot` folders are below `root`.
+    /// Reads `proc`, `sys`, `boot` and `dev` below this folder.
     #[must_use]
     pub fn below(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into(), options: Arc::default() }
@@ -64,9 +81,63 @@ impl LocalMachine {
         Topology::redirects_below(&self.root, id(device)?, id(nic.pci_bus_id.as_deref())?)
     }
 
+    /// Returns the limit that registrations meet. The kernel exempts processes with `CAP_IPC_LOCK`
+    /// in the initial user namespace.
+    fn memlock(&self) -> Option<u64> {
+        let limit = limit(&self.text("proc/self/limits")?, "Max locked memory")?;
+        let status = self.text("proc/self/status").unwrap_or_default();
+        let effective = status_line(&status, "CapEff")
+            .and_then(|mask| u64::from_str_radix(mask, 16).ok())
+            .unwrap_or(0);
+        let ids = self.text("proc/self/uid_map").unwrap_or_default();
+        let initial = ids.split_whitespace().eq(["0", "0", "4294967295"]);
+        Some(if initial && effective & CAP_IPC_LOCK != 0 { u64::MAX } else { limit })
+    }
+
+    /// Returns the device nodes that `/dev` lacks, and those that the process may not read and
+    /// write.
+    fn unusable_nodes(&self) -> (BTreeSet<String>, BTreeSet<String>) {
+        let (mut missing, mut forbidden) = (BTreeSet::new(), BTreeSet::new());
+        for node in self.nodes() {
+            let path = self.root.join("dev").join(&node);
+            let mode = Access::READ_OK | Access::WRITE_OK;
+            match rustix::fs::accessat(CWD, &path, mode, AtFlags::EACCESS) {
+                Ok(()) => {}
+                Err(Errno::NOENT | Errno::NOTDIR) => {
+                    missing.insert(format!("/dev/{node}"));
+                }
+                Err(_) => {
+                    forbidden.insert(format!("/dev/{node}"));
+                }
+            }
+        }
+        (missing, forbidden)
+    }
+
+    /// Returns the nodes below `/dev` that belong to the NICs and devices that the kernel knows.
+    fn nodes(&self) -> Vec<String> {
+        let entries = |folder: &Path| fs::read_dir(self.root.join(folder)).into_iter().flatten();
+        let mut nodes = Vec::new();
+        for (class, prefix) in NODE_CLASSES {
+            for entry in entries(&Path::new("sys/class").join(class)).flatten() {
+                let uevent = fs::read_to_string(entry.path().join("uevent")).unwrap_or_default();
+                let name = uevent.lines().find_map(|line| line.strip_prefix("DEVNAME="));
+                nodes.extend(name.filter(|name| name.starts_with(prefix)).map(str::to_owned));
+            }
+        }
+        // NVIDIA's driver has no class in sysfs.
+        for entry in entries(Path::new("proc/driver/nvidia/gpus")).flatten() {
+            let text = fs::read_to_string(entry.path().join("information")).unwrap_or_default();
+            let minor = text.lines().find_map(|line| line.strip_prefix("Device Minor:"));
+            nodes.extend(minor.map(|minor| format!("nvidia{}", minor.trim())));
+            nodes.extend(["nvidiactl", "nvidia-uvm"].map(str::to_owned));
+        }
+        nodes
+    }
+
     fn bar(&self, bus_id: &str) -> Option<u64> {
         let resources = self.text(format!("sys/bus/pci/devices/{bus_id}/resource"))?;
-        // The first six lines are the BARs: first address, last address, flags.
+        // Six BARs come first, a line each: first address, last address, flags.
         let sizes = resources.lines().take(6).filter_map(|line| {
             let mut words = line
                 .split_whitespace()
@@ -83,14 +154,18 @@ impl FactSource for LocalMachine {
         let bus_ids = [nic.pci_bus_id.as_deref(), device];
         let translates =
             bus_ids.into_iter().flatten().filter_map(|bus_id| self.iommu_translates(bus_id));
+        let (missing_nodes, forbidden_nodes) = self.unusable_nodes();
         let kernel = Topology::kernel_below(&self.root, &self.options).unwrap_or_default();
         Facts {
             kernel: kernel.release.as_deref().and_then(version),
             modules: self.modules(&kernel),
             kernel_options: kernel.options.as_ref().map(built_with),
-            memlock: self
-                .text("proc/self/limits")
-                .and_then(|text| limit(&text, "Max locked memory")),
+            memlock: self.memlock(),
+            seccomp: self
+                .text("proc/self/status")
+                .and_then(|status| status_line(&status, "Seccomp").map(|mode| mode == "2")),
+            missing_nodes,
+            forbidden_nodes,
             iommu_translates: translates.reduce(|one, other| one || other),
             acs_redirects: self.acs_redirects(device, nic),
             bar: device.and_then(|bus_id| self.bar(bus_id)),
@@ -105,13 +180,18 @@ fn built_with(options: &BTreeMap<String, Setting>) -> BTreeSet<String> {
     set.map(|(name, _)| name.trim_start_matches("CONFIG_").to_owned()).collect()
 }
 
-/// Parses a kernel release: `6.12.117-amd64` is `(6, 12)`.
+/// Parses `6.12.117-amd64` as `(6, 12)`.
 fn version(release: &str) -> Option<(u32, u32)> {
     let mut numbers = release.trim().split(|c: char| !c.is_ascii_digit());
     Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }
 
-/// Returns the soft limit from the line `name` of `/proc/self/limits`.
+/// Returns the value of a line of `/proc/self/status`.
+fn status_line<'a>(status: &'a str, name: &str) -> Option<&'a str> {
+    status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
+}
+
+/// Returns the soft limit of a line of `/proc/self/limits`.
 fn limit(text: &str, name: &str) -> Option<u64> {
     let value = text.lines().find_map(|line| line.strip_prefix(name))?.split_whitespace().next()?;
     if value == "unlimited" { Some(u64::MAX) } else { value.parse().ok() }
@@ -130,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn recorded_machine_gives_facts_and_missing_files_give_none() {
+    fn facts_are_read_from_a_recorded_machine_and_absent_ones_are_none() {
         let root = std::env::temp_dir().join(format!("hmem-facts-{}", std::process::id()));
         let write = |path: &str, text: &str| {
             let path = root.join(path);
@@ -163,6 +243,9 @@ mod tests {
             modules: names(&["nvidia_peermem"]),
             kernel_options: names(&["PCI_P2PDMA"]),
             memlock: Some(65536),
+            seccomp: None,
+            missing_nodes: BTreeSet::new(),
+            forbidden_nodes: BTreeSet::new(),
             iommu_translates: Some(true),
             acs_redirects: None,
             bar: Some(64 << 30),
@@ -174,10 +257,10 @@ mod tests {
         assert_eq!((version("7.3.4"), version("7"), version("x")), (Some((7, 3)), None, None));
     }
 
-    /// Distributions without `/boot/config-*` have the options packed in procfs. A module that is
-    /// still loading does not count.
+    /// Distributions without `/boot/config-*` have the options packed in procfs; a module that is
+    /// still loading is none.
     #[test]
-    fn kernel_facts_match_the_topology() {
+    fn facts_of_the_kernel_are_those_of_the_topology() {
         let root = std::env::temp_dir().join(format!("hmem-facts-packed-{}", std::process::id()));
         fs::create_dir_all(root.join("proc")).unwrap();
         let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
@@ -203,13 +286,13 @@ mod tests {
     }
 
     #[test]
-    fn kernel_options_are_read_once_and_modules_each_time() {
+    fn the_options_of_a_kernel_are_read_once_and_its_modules_each_time() {
         let root = std::env::temp_dir().join(format!("hmem-facts-kept-{}", std::process::id()));
         fs::create_dir_all(root.join("proc/sys/kernel")).unwrap();
         fs::create_dir_all(root.join("boot")).unwrap();
         let write = |path: &str, text: &str| fs::write(root.join(path), text).unwrap();
         let machine = LocalMachine::below(&root);
-        let told = |machine: &LocalMachine| {
+        let summary = |machine: &LocalMachine| {
             let facts = machine.facts(None, &nic(None));
             (
                 facts.has_option("PCI_P2PDMA"),
@@ -219,31 +302,84 @@ mod tests {
         };
         write("proc/sys/kernel/osrelease", "6.12.1\n");
         write("proc/modules", "");
-        assert_eq!(told(&machine), (None, None, Some(false)));
+        assert_eq!(summary(&machine), (None, None, Some(false)));
         write("boot/config-6.12.1", "CONFIG_PCI_P2PDMA=y\n");
         let found = (Some(true), Some(false), Some(false));
-        assert_eq!(told(&machine), found, "a failed read is not kept");
+        assert_eq!(summary(&machine), found, "a failed read is repeated");
 
-        write("proc/config.gz", "not a gzip file");
+        write("proc/config.gz", "not compressed data");
         write("proc/modules", "nvidia 16384 0 - Live 0x0\n");
         let later = (Some(true), Some(false), Some(true));
-        assert_eq!((told(&machine), told(&machine.clone())), (later, later));
+        assert_eq!((summary(&machine), summary(&machine.clone())), (later, later));
         assert_eq!(
             LocalMachine::below(&root).facts(None, &nic(None)).kernel,
             None,
-            "the options can be read now"
+            "a new value reads the file"
         );
 
         fs::remove_file(root.join("proc/config.gz")).unwrap();
         write("proc/sys/kernel/osrelease", "6.12.2\n");
         write("boot/config-6.12.2", "CONFIG_UDMABUF=m\n");
         let elsewhere = (Some(false), Some(true), Some(true));
-        assert_eq!(told(&machine), elsewhere, "another kernel has its own options");
+        assert_eq!(summary(&machine), elsewhere, "options of another kernel are not reused");
         fs::remove_dir_all(&root).unwrap();
     }
 
+    /// DIAG-03
     #[test]
-    fn local_machine_has_a_kernel_and_limits() {
+    fn limits_of_a_container_are_facts() {
+        let root = std::env::temp_dir().join(format!("hmem-facts-limits-{}", std::process::id()));
+        let write = |path: &str, text: &str| {
+            let path = root.join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        let status = |seccomp: u32, caps: &str| {
+            let text = format!("Name:\thmem\nCapEff:\t{caps}\nSeccomp:\t{seccomp}\n");
+            write("proc/self/status", &(text + "Seccomp_filters:\t1\n"));
+        };
+        write(
+            "proc/self/limits",
+            "Limit  Soft Limit  Hard Limit  Units\nMax locked memory  65536  65536  bytes\n",
+        );
+        write("proc/self/uid_map", "         0          0 4294967295\n");
+        for (index, present) in [true, false].into_iter().enumerate() {
+            let class = format!("sys/class/infiniband_verbs/uverbs{index}/uevent");
+            write(&class, &format!("MAJOR=231\nDEVNAME=infiniband/uverbs{index}\n"));
+            if present {
+                write(&format!("dev/infiniband/uverbs{index}"), "");
+            }
+        }
+        write("sys/class/drm/card0/uevent", "DEVNAME=dri/card0\n");
+        write("sys/class/drm/renderD128/uevent", "DEVNAME=dri/renderD128\n");
+        write("sys/class/kfd/kfd/uevent", "DEVNAME=kfd\n");
+        write("dev/kfd", "");
+        write("proc/driver/nvidia/gpus/0000:17:00.0/information", "Device Minor: \t 3\n");
+        let facts = || LocalMachine::below(&root).facts(None, &nic(None));
+        status(2, "00000000a80425fb");
+        let limited = facts();
+        status(0, "00000000a80465fb");
+        let exempt = facts();
+        write("proc/self/uid_map", "0 1000 1\n");
+        let in_user_namespace = facts();
+        fs::remove_dir_all(&root).unwrap();
+        assert_eq!((limited.memlock, limited.seccomp), (Some(65536), Some(true)));
+        assert_eq!((exempt.memlock, exempt.seccomp), (Some(u64::MAX), Some(false)));
+        assert_eq!(in_user_namespace.memlock, Some(65536));
+        let missing: Vec<_> = limited.missing_nodes.iter().map(String::as_str).collect();
+        let expected = [
+            "/dev/dri/renderD128",
+            "/dev/infiniband/uverbs1",
+            "/dev/nvidia-uvm",
+            "/dev/nvidia3",
+            "/dev/nvidiactl",
+        ];
+        assert_eq!(missing, expected);
+        assert_eq!(limited.forbidden_nodes, BTreeSet::new());
+    }
+
+    #[test]
+    fn this_machine_has_a_kernel_and_limits() {
         let facts = LocalMachine::default().facts(None, &nic(None));
         assert!(facts.kernel.is_some() && facts.memlock.is_some(), "{facts:?}");
     }

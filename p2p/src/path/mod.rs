@@ -44,16 +44,17 @@ use hmem_core::{
     registry::AddressOwner,
 };
 
+pub use self::{
+    cause::ProbableCause,
+    explain::{ExplainRequest, Explanation},
+    facts::{FactSource, LocalMachine},
+};
 use self::{
     decisions::{Decided, DecisionTable, Key},
     exports::ExportSet,
     probe::{ProbeResult, probe},
     search::{PathSearch, kind_of},
     variant::{DmaBufLayout, PathRefusal, PathVariant},
-};
-pub use self::{
-    explain::{ExplainRequest, Explanation},
-    facts::{FactSource, LocalMachine},
 };
 pub use hmem_core::cause::Facts;
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use hmem_core::{
     AddressRange, AllocationKind, Decision, Error, ErrorKind, Iface, IfaceExt, IfaceKind, Path,
     Result,
-    cause::{Facts, RefusalCause, RefusalContext, Step},
+    cause::{Facts, RefusalContext, Step},
     iface::DmaBufMapping,
     path::{Attempt, P2pPolicy, Target, Trace},
     provider::{Backing, Nic, Piece, ProviderAttr, ProviderDomain, ProviderRegion},
@@ -15,7 +15,7 @@ use hmem_core::{
 
 use super::{
     DefaultPathSelector,
-    cause::{CAUSES, NO_PCIE_MAPPING},
+    cause::{NO_PCIE_MAPPING, ProbableCause},
     exports::{ExportSet, Exported, Grain},
     facts::FactSource,
     variant::{DmaBufLayout, PathRefusal, PathVariant},
@@ -275,7 +275,8 @@ impl<'a> PathSearch<'a> {
             .remedy("use a NIC and driver that support it");
         let cause = self.cause(path, Step::Import, DmaBufMapping::Default, &error);
         tracing::debug!(%path, %error, "the NIC does not have the path");
-        self.attempts.push(explained(Attempt::unsupported_import(path, error), cause));
+        let attempt = Attempt::unsupported_import(path, error);
+        self.attempts.push(ProbableCause::add_to(cause.as_ref(), attempt));
     }
 
     fn cause(
@@ -284,7 +285,7 @@ impl<'a> PathSearch<'a> {
         step: Step,
         mapping: DmaBufMapping,
         error: &Error,
-    ) -> Option<&'static RefusalCause> {
+    ) -> Option<ProbableCause> {
         let facts = match self.facts.take() {
             Some(facts) => facts,
             None => {
@@ -298,7 +299,7 @@ impl<'a> PathSearch<'a> {
         let (facts, kind) = (self.facts.insert(facts), self.kind);
         let of_iface = self.iface.map_or(&[][..], |iface| iface.causes());
         let context = RefusalContext { path, step, kind, mapping, error };
-        RefusalCause::probable(of_iface.iter().chain(CAUSES), &context, facts)
+        ProbableCause::find(of_iface, &context, facts)
     }
 
     /// Returns the PCI bus id of the memory's device.
@@ -330,9 +331,10 @@ impl<'a> PathSearch<'a> {
         let mapping = if self.default_refused { DmaBufMapping::Default } else { variant.mapping() };
         let cause = self.cause(variant.path(), step, mapping, &error);
         if unsupported && variant == PathVariant::DmaBuf(DmaBufMapping::Default) {
-            self.default_is_refused(cause);
+            self.default_is_refused(cause.as_ref());
         }
-        let attempt = explained(Attempt::refused(variant.path(), call, error), cause);
+        let attempt = Attempt::refused(variant.path(), call, error);
+        let attempt = ProbableCause::add_to(cause.as_ref(), attempt);
         tracing::debug!(
             path = %attempt.path,
             step = step.name(),
@@ -348,7 +350,7 @@ impl<'a> PathSearch<'a> {
 
     /// Copies the cause of the default mapping's refusal to earlier refusals of the PCIe mapping:
     /// the driver exports under no mapping.
-    fn default_is_refused(&mut self, cause: Option<&'static RefusalCause>) {
+    fn default_is_refused(&mut self, cause: Option<&ProbableCause>) {
         self.default_refused = true;
         for attempt in &mut self.attempts {
             if attempt.cause_name != Some(NO_PCIE_MAPPING) {
@@ -356,7 +358,7 @@ impl<'a> PathSearch<'a> {
             }
             let remedy = attempt.error.as_ref().and_then(Error::remedy_text).map(str::to_owned);
             attempt.cause_name = cause.map(|cause| cause.name);
-            attempt.cause = cause.map(|cause| cause.cause.to_owned());
+            attempt.cause = cause.map(|cause| cause.cause.clone());
             attempt.remedy = cause.map(|cause| cause.remedy.to_owned()).or(remedy);
         }
     }
@@ -420,13 +422,6 @@ pub(super) fn kind_of(owner: &AddressOwner) -> AllocationKind {
         Some(allocation) => allocation.kind,
         None if owner.iface == IfaceKind::SYSTEM => AllocationKind::System,
         None => AllocationKind::Device,
-    }
-}
-
-fn explained(attempt: Attempt, cause: Option<&'static RefusalCause>) -> Attempt {
-    match cause {
-        Some(cause) => attempt.with_cause(cause.name, cause.cause, cause.remedy),
-        None => attempt,
     }
 }
 

@@ -1,6 +1,6 @@
 //! Discards by the C library's `madvise` that are in progress, for userfaultfd beneath the hooks.
 //!
-//! The kernel reports a discard before it takes the pages, and does not name the calling thread.
+//! The kernel reports a discard before it frees the pages, and does not name the calling thread.
 //! The hooks notify subscribers before and after each call. So an event of a hooked (*announced*)
 //! call can be ignored; an event of a raw system call cannot.
 //!
@@ -13,10 +13,11 @@
 //! between the two events, or the call fails. Both take two threads that discard the same pages at
 //! the same moment, one of them by a raw call.
 //!
-//! The kernel lets the calling thread go on once the event is read, before the reading thread has
-//! compared the event with the announcements. So an announced call waits until as many threads have
-//! compared as had begun to read when it returned ([`Announced::reading`]). Otherwise its event could be taken for
-//! that of a raw call, and the range would stay uncached for as long as another thread runs.
+//! The kernel lets the calling thread continue once the event is read, before the reading thread
+//! has compared the event with the announcements. So an announced call waits until as many threads
+//! have finished comparing as had begun to read when it returned ([`Announced::reading`]).
+//! Otherwise its event could be mistaken for that of a raw call, and the range would stay uncached
+//! for as long as another thread runs.
 
 use std::{
     sync::atomic::{
@@ -30,7 +31,7 @@ use std::{
 /// calls.
 const CALLS: usize = 32;
 
-/// Phases of a call's place, in the lower bits of its word. The upper bits count the uses.
+/// Phases of a call's slot, in the lower bits of its word. The upper bits count the uses.
 const PHASES: u64 = 4;
 const WRITING: u64 = 1;
 const ANNOUNCED: u64 = 2;
@@ -41,12 +42,12 @@ struct Call {
     word: AtomicU64,
     start: AtomicU64,
     end: AtomicU64,
-    /// One past the last address whose event was read.
+    /// End of the addresses whose events were read.
     read: AtomicU64,
 }
 
 /// The length of one pause of a call that waits for reading threads, and the most pauses. A call
-/// that gives up may have its event taken for that of a raw call.
+/// that gives up may have its event mistaken for that of a raw call.
 const PAUSE: Duration = Duration::from_micros(20);
 const PAUSES: u32 = 5_000;
 
@@ -55,12 +56,12 @@ const PAUSES: u32 = 5_000;
 #[derive(Debug)]
 pub(super) struct Announced {
     calls: [Call; CALLS],
-    /// How often a thread began to read events, and how often one has compared them.
+    /// Number of threads that began to read events so far.
     begun: AtomicU64,
     compared: AtomicU64,
 }
 
-/// A guard of a thread that reads events. Dropping it says that the events were compared.
+/// A guard of a thread that reads events. Dropping it means that the events were compared.
 #[derive(Debug)]
 pub(in super::super) struct Reading(&'static AtomicU64);
 
@@ -82,7 +83,7 @@ impl Announced {
         Reading(&self.compared)
     }
 
-    /// Announces a call, if there is a place for it. The caller retracts it.
+    /// Announces a call, if a slot is free. The caller retracts it.
     pub(super) fn announce(&self, start: u64, end: u64) -> Option<Announcement> {
         let claimed = self.calls.iter().position(|call| {
             let word = call.word.load(Relaxed);
@@ -101,14 +102,14 @@ impl Announced {
     /// during the call was compared with it. Changes `errno`.
     pub(super) fn retract(&self, Announcement(at): Announcement) {
         let begun = self.begun.load(SeqCst);
-        // A reading thread waits for nobody, so this ends unless that thread gets no processor. In
-        // a child that was forked during the call, both counts are zero.
+        // A reading thread waits for no other, so this ends unless that thread gets no processor.
+        // In a child that was forked during the call, both counts are zero.
         for _ in 0..PAUSES {
             if self.compared.load(SeqCst) >= begun {
                 break;
             }
             let pause = libc::timespec { tv_sec: 0, tv_nsec: PAUSE.as_nanos() as libc::c_long };
-            // SAFETY: reads the time, and writes nothing without a second pointer.
+            // SAFETY: nanosleep reads the time, and writes nothing without a second pointer.
             unsafe { libc::nanosleep(&raw const pause, std::ptr::null_mut()) };
         }
         let word = &self.calls[at].word;
@@ -120,7 +121,7 @@ impl Announced {
 
     /// Returns whether an event of these addresses is that of an announced call. Counts the event
     /// as read.
-    pub(super) fn tells(&self, start: u64, end: u64) -> bool {
+    pub(super) fn account_event(&self, start: u64, end: u64) -> bool {
         self.calls.iter().any(|call| {
             let word = call.word.load(SeqCst);
             let within = word % PHASES == ANNOUNCED
@@ -129,7 +130,7 @@ impl Announced {
                 && call.read.load(SeqCst) <= start
                 // The word is unchanged, so the values loaded before belong to one call.
                 && call.word.load(SeqCst) == word;
-            // If another call has taken the place by now, its event is treated as a raw call's.
+            // If another call has taken the slot by now, its event is treated as a raw call's.
             within && call.read.fetch_max(end, SeqCst) <= start
         })
     }
@@ -146,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_stays_announced_until_events_that_were_read_before_its_end_are_compared() {
+    fn call_stays_announced_until_its_events_are_compared() {
         let announced: &'static Announced = Box::leak(Box::new(announced()));
         let call = announced.announce(0x1000, 0x2000).unwrap();
         let reading = announced.reading();
@@ -156,27 +157,30 @@ mod tests {
             for _ in 0..100 {
                 std::thread::yield_now();
             }
-            assert!(announced.tells(0x1000, 0x2000));
+            assert!(announced.account_event(0x1000, 0x2000));
             assert!(!returned.is_finished());
             drop(reading);
         });
-        assert!(!announced.tells(0x1000, 0x2000));
+        assert!(!announced.account_event(0x1000, 0x2000));
     }
 
     #[test]
     fn an_announced_call_has_one_event_for_each_address() {
         let announced = announced();
-        assert!(!announced.tells(0x1000, 0x2000));
+        assert!(!announced.account_event(0x1000, 0x2000));
         let call = announced.announce(0x1000, 0x4000).unwrap();
-        assert!(announced.tells(0x1000, 0x2000));
-        assert!(!announced.tells(0x1000, 0x2000), "a second event of the address is another's");
-        assert!(announced.tells(0x3000, 0x4000));
-        assert!(!announced.tells(0x3000, 0x5000), "it reaches further than the call");
+        assert!(announced.account_event(0x1000, 0x2000));
+        assert!(
+            !announced.account_event(0x1000, 0x2000),
+            "a second event of the address is another's"
+        );
+        assert!(announced.account_event(0x3000, 0x4000));
+        assert!(!announced.account_event(0x3000, 0x5000), "it reaches further than the call");
         let same = announced.announce(0x1000, 0x2000).unwrap();
-        assert!(announced.tells(0x1000, 0x2000));
+        assert!(announced.account_event(0x1000, 0x2000));
         announced.retract(same);
         announced.retract(call);
-        assert!(!announced.tells(0x1000, 0x2000));
+        assert!(!announced.account_event(0x1000, 0x2000));
         let calls: Vec<_> = (0..CALLS).map(|_| announced.announce(0, 1).unwrap()).collect();
         assert!(announced.announce(0, 1).is_none(), "there are so many places");
         calls.into_iter().for_each(|call| announced.retract(call));

@@ -1,9 +1,8 @@
-//! Areas that were found to be memory and nothing else, as long as no hook has run since.
+//! A cache of areas that are anonymous memory, valid as long as no hook has run since.
 //!
-//! Asking the kernel costs a microsecond or more, at each registration; a program that registers
-//! much and unmaps little asks once for each area. Whoever finds an area here takes no lock: a
-//! version that is odd while somebody writes, and that is another one afterwards, says whether what
-//! was read was whole.
+//! A query of the kernel costs a microsecond or more at each registration. A program that registers
+//! much and unmaps little queries once for each area. A lookup takes no lock. It reads a version
+//! that is odd during a write and differs after it, and so learns whether the read was consistent.
 
 use std::sync::atomic::{
     AtomicU64,
@@ -17,38 +16,38 @@ use parking_lot::Mutex;
 
 use super::{super::maps::Maps, NAME};
 
-/// Areas that are remembered.
+/// Number of areas in the cache.
 const REMEMBERED: usize = 16;
 
 #[derive(Debug, Default)]
 struct Area {
     start: AtomicU64,
-    /// One past the last byte; 0 for none.
+    /// Address one past the last byte; 0 for an empty slot.
     end: AtomicU64,
 }
 
-/// What is known of the process's memory.
+/// The areas of the process's memory that are known.
 #[derive(Debug, Default)]
 pub(super) struct AreaCache {
     version: AtomicU64,
-    /// Of the table when the areas were found.
+    /// The table's stamp when the areas were found.
     stamp: AtomicU64,
     areas: [Area; REMEMBERED],
-    /// Held by who writes: how many areas were written.
+    /// The writers' lock, with the number of areas written so far.
     writing: Mutex<usize>,
     maps: Maps,
 }
 
 impl AreaCache {
-    /// Whether all of the range is memory that a monitor of this process sees the end of; the table
-    /// is that of the hooks, which tell the caller of changes already.
+    /// Fails unless the whole range is memory whose unmapping a monitor of this process detects.
+    /// `table` belongs to the hooks, which notify the caller of changes already.
     ///
     /// # Errors
-    /// As [`Maps::check`].
+    /// The errors of [`Maps::check`].
     #[inline]
     pub(super) fn check(&self, table: &SubscriberTable, range: AddressRange) -> Result<()> {
-        // Taken before looking, and none while a change is under way: what is found then may be
-        // gone already.
+        // Read before the query, and `None` during a change: areas found meanwhile may be unmapped
+        // already.
         let stamp = table.quiet_stamp();
         if stamp.is_some_and(|stamp| self.holds(stamp, range)) {
             return Ok(());
@@ -68,7 +67,7 @@ impl AreaCache {
         let within =
             |area: &Area| area.start.load(Relaxed) <= first && last < area.end.load(Relaxed);
         let found = self.stamp.load(Relaxed) == stamp && self.areas.iter().any(within);
-        // What was read is older than the version that is read now.
+        // Orders the reads above before the second read of the version.
         fence(Acquire);
         found && version.is_multiple_of(2) && self.version.load(Relaxed) == version
     }
@@ -78,7 +77,7 @@ impl AreaCache {
         let mut written = self.writing.lock();
         let version = self.version.load(Relaxed);
         self.version.store(version + 1, Relaxed);
-        // Whoever reads something of what is written below reads another version than before.
+        // A reader that sees one of the stores below also sees the new version.
         fence(Release);
         if self.stamp.load(Relaxed) != stamp {
             self.areas.iter().for_each(|area| area.end.store(0, Relaxed));

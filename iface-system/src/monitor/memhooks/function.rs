@@ -1,14 +1,14 @@
-//! The functions of the C library that take memory away, and what each takes.
+//! The functions of the C library that unmap or discard memory, and the ranges that each affects.
 
 use hmem_core::{AddressRange, monitor::InvalidationCause};
 use hmem_hook::clamped;
 
 use crate::{monitor::area, sys};
 
-/// Arguments as the registers hold them.
+/// Arguments as in the registers.
 pub(super) type Args = [usize; 6];
 
-/// What one call takes away: up to two ranges.
+/// The memory that one call unmaps or discards: up to two ranges.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct AffectedRanges(pub(super) [Option<(AddressRange, InvalidationCause)>; 2]);
 
@@ -32,7 +32,7 @@ fn some(
 
 macro_rules! functions {
     ($($(#[doc = $doc:literal])+ $variant:ident = ($name:literal, $nr:expr),)+) => {
-        /// One function.
+        /// A hooked function of the C library.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(usize)]
         pub(super) enum Function { $($(#[doc = $doc])+ $variant,)+ }
@@ -41,12 +41,12 @@ macro_rules! functions {
             /// Every function, in the order of their numbers.
             pub(super) const ALL: [Self; [$($nr),+].len()] = [$(Self::$variant),+];
 
-            /// Its name as a C string.
+            /// Returns the name of the function as a C string.
             pub(super) const fn symbol(self) -> &'static std::ffi::CStr {
                 match self { $(Self::$variant => $name,)+ }
             }
 
-            /// The number of its system call.
+            /// Returns the number of the function's system call.
             pub(super) const fn nr(self) -> i64 {
                 match self { $(Self::$variant => $nr as i64,)+ }
             }
@@ -75,11 +75,11 @@ functions! {
     RemapFilePages = (c"remap_file_pages", libc::SYS_remap_file_pages),
 }
 
-/// `linux/mman.h`, since 6.13: the pages are dropped, and access faults.
+/// `MADV_GUARD_INSTALL` of `linux/mman.h`, since 6.13: drops the pages, and access faults.
 const MADV_GUARD_INSTALL: i32 = 102;
-/// `asm-generic/mman-common.h`, since 5.18.
+/// `MADV_DONTNEED_LOCKED` of `asm-generic/mman-common.h`, since 5.18.
 const MADV_DONTNEED_LOCKED: i32 = 24;
-/// `linux/shm.h`
+/// `SHM_REMAP` of `linux/shm.h`
 const SHM_REMAP: usize = 0o40000;
 
 const fn discards(advice: usize) -> bool {
@@ -97,40 +97,40 @@ const fn has(flags: usize, bits: i32) -> bool {
     flags as i32 & bits == bits
 }
 
-/// Sizes of huge pages, the largest first: those of x86-64, and of aarch64 with base pages of any
+/// Sizes of huge pages, largest first: those of x86-64, or those of aarch64 with base pages of any
 /// size.
 const HUGE: &[u64] = if cfg!(target_arch = "aarch64") {
     &[16 << 30, 1 << 30, 512 << 20, 32 << 20, 2 << 20, 64 << 10]
 } else {
     &[1 << 30, 2 << 20]
 };
-/// `linux/magic.h`
+/// `HUGETLBFS_MAGIC` of `linux/magic.h`
 const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 
-/// The largest pages that can begin at an address, if that can be huge ones.
+/// Returns the size of the largest page that can begin at an address, if that is a huge page.
 fn largest(address: usize) -> Option<u64> {
     HUGE.iter().copied().find(|size| (address as u64).is_multiple_of(*size))
 }
 
-/// The largest pages that can begin at an address, if it makes a difference to one of these lengths
-/// that they are huge.
+/// Returns the size of the largest page that can begin at an address, if huge pages would make a
+/// difference for one of these lengths.
 fn matters(address: usize, lens: [usize; 2]) -> Option<u64> {
     largest(address).filter(|huge| lens.iter().any(|len| !(*len as u64).is_multiple_of(*huge)))
 }
 
-/// Bytes of the huge pages that a mapping of `len` put at `address` would have, to which the kernel
-/// rounds its length; where that cannot be known, the largest that fit there.
+/// Returns the size of the huge pages of a new mapping of `len` at `address`, to which the kernel
+/// rounds its length. If it cannot be found out, returns the largest that fits there.
 #[cold]
 fn huge_of_new(address: usize, len: usize, flags: usize, fd: usize) -> Option<u64> {
     let fitting = matters(address, [len; 2])?;
-    // Of a file it is the file's pages, whatever the flags say.
+    // The file decides the page size, whatever the flags say.
     if has(flags, libc::MAP_ANONYMOUS) {
         let bits = flags >> libc::MAP_HUGE_SHIFT & libc::MAP_HUGE_MASK as usize;
         return Some(if bits == 0 { fitting } else { 1 << bits });
     }
     let mut status = std::mem::MaybeUninit::<libc::statfs>::zeroed();
     // SAFETY: fstatfs writes one `statfs`. It is a thin wrapper that allocates nothing, and the
-    // hooks put errno back.
+    // hooks restore errno.
     if unsafe { libc::fstatfs(fd as i32, status.as_mut_ptr()) } != 0 {
         return Some(fitting);
     }
@@ -139,8 +139,8 @@ fn huge_of_new(address: usize, len: usize, flags: usize, fd: usize) -> Option<u6
     (status.f_type == HUGETLBFS_MAGIC).then_some(status.f_bsize as u64)
 }
 
-/// Bytes of the huge pages that are mapped at `address`, if that makes a difference to these
-/// lengths; where it cannot be known, of the largest that fit there.
+/// Returns the size of the huge pages that are mapped at `address`, if they make a difference for
+/// these lengths. If it cannot be found out, returns the largest that fits there.
 #[cold]
 fn huge_of_mapped(address: usize, lens: [usize; 2]) -> Option<u64> {
     let fitting = matters(address, lens)?;
@@ -154,7 +154,7 @@ fn huge_of_mapped(address: usize, lens: [usize; 2]) -> Option<u64> {
 }
 
 impl Function {
-    /// Its name.
+    /// Returns the name of the function.
     pub(super) const fn name(self) -> &'static str {
         match self.symbol().to_str() {
             Ok(name) => name,
@@ -162,17 +162,18 @@ impl Function {
         }
     }
 
-    /// Whether the C library may be without it.
+    /// Returns true if the C library may lack the function.
     pub(super) const fn optional(self) -> bool {
         matches!(self, Self::ProcessMadvise | Self::RemapFilePages)
     }
 
-    /// Whether a call with these arguments can take memory away at all. Cheap: every call asks.
+    /// Returns true if a call with these arguments can unmap or discard memory. Every call runs
+    /// this first, so it is cheap.
     #[inline(always)]
     pub(super) const fn takes(self, args: &Args) -> bool {
         match self {
             Self::Munmap | Self::Shmdt | Self::RemapFilePages => true,
-            // FIXED_NOREPLACE fails where something is mapped.
+            // MAP_FIXED_NOREPLACE fails if something is mapped there.
             Self::Mmap => has(args[3], libc::MAP_FIXED) && !has(args[3], libc::MAP_FIXED_NOREPLACE),
             Self::Mremap => has(args[3], libc::MREMAP_MAYMOVE) || args[2] < args[1],
             Self::Madvise => discards(args[2]),
@@ -182,10 +183,11 @@ impl Function {
         }
     }
 
-    /// What a call with these arguments is about to take away. Allocates nothing and takes no lock.
+    /// Returns the memory that a call with these arguments is about to unmap or discard. Allocates
+    /// nothing and takes no lock.
     #[inline(always)]
     pub(super) fn taken(self, args: &Args) -> AffectedRanges {
-        // A mask, as pages are powers of two: a division would take longer than the rest.
+        // Page sizes are powers of two. A mask is used, since a division would dominate the cost.
         let within = sys::page_size() - 1;
         let to = |bytes: usize, within: u64| {
             (bytes as u64).checked_add(within).map_or(u64::MAX, |end| end & !within)
@@ -203,8 +205,8 @@ impl Function {
             Self::Madvise => {
                 AffectedRanges::one(args[0], pages(args[1]), InvalidationCause::Discard)
             }
-            // The ranges lie in memory that may not be readable: only the kernel can look without
-            // harm.
+            // The list of ranges may lie in memory that is not readable. Only the kernel can read
+            // it safely.
             Self::ProcessMadvise => AffectedRanges::one(0, u64::MAX, InvalidationCause::Discard),
             Self::Mremap => {
                 let [old, old_len, new_len, flags, new, _] = *args;
@@ -226,8 +228,8 @@ impl Function {
                 AffectedRanges([from, onto])
             }
             Self::Brk => {
-                // SAFETY: the kernel answers with the break, and changes nothing for an address
-                // below the heap.
+                // SAFETY: for an address below the heap, the kernel returns the break and changes
+                // nothing.
                 let now = unsafe { libc::syscall(libc::SYS_brk, 0) } as usize;
                 let (to, now) = (pages(args[0]), pages(now));
                 if to < now {
@@ -239,7 +241,7 @@ impl Function {
             Self::Shmat => {
                 let start = args[1] as u64 & !(sys::page_size() - 1);
                 let len = area::segment_len(args[0] as i32).unwrap_or(u64::MAX);
-                // Whether its pages are huge is not to be learned.
+                // The size of its pages cannot be found out here.
                 let within = largest(start as usize).map_or(0, |huge| huge - 1);
                 let len = len.checked_add(within).map_or(u64::MAX, |end| end & !within);
                 AffectedRanges([some(start, len, InvalidationCause::Replace), None])
@@ -251,7 +253,7 @@ impl Function {
                     None,
                 ])
             }
-            // The kernel rounds both down.
+            // The kernel rounds address and length down.
             Self::RemapFilePages => {
                 let [start, size, ..] = args.map(|bytes| bytes as u64 & !within);
                 AffectedRanges([some(start, size, InvalidationCause::Replace), None])
@@ -281,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_takes_what_its_arguments_say_and_no_more() {
+    fn call_affects_exactly_the_ranges_of_its_arguments() {
         use Function::*;
         let (may_move, fixed, keep) = (1_usize, 3_usize, 5_usize);
         assert_eq!(taken(Munmap, &[0x10000, 1]), [(0x10000, 4096, InvalidationCause::Unmap)]);
@@ -292,7 +294,7 @@ mod tests {
             [(0x10000, 8192, InvalidationCause::Replace)]
         );
         assert_eq!(taken(Mmap, &[0x10000, 8192, 3, 0]), []);
-        // Of huge pages whole ones go, of the size that the flags say, or of the largest that fit.
+        // Huge pages are replaced whole: of the size in the flags, or of the largest that fits.
         let anonymous = fixed_map | libc::MAP_ANONYMOUS as usize;
         let (huge, two_mib) = (anonymous | libc::MAP_HUGETLB as usize, 21 << libc::MAP_HUGE_SHIFT);
         for (start, flags, len) in [
@@ -307,7 +309,7 @@ mod tests {
             );
         }
         assert_eq!(taken(Mmap, &[0x10000, 8192, 3, libc::MAP_FIXED_NOREPLACE as usize]), []);
-        // Shrinking takes the tail, whatever else is allowed; growing in place takes nothing.
+        // Shrinking unmaps the tail, whatever the flags allow. Growing in place unmaps nothing.
         assert_eq!(
             taken(Mremap, &[0x10000, 0x4000, 0x1000, 0]),
             [(0x11000, 0x3000, InvalidationCause::Remap)]
@@ -354,7 +356,7 @@ mod tests {
             [(0x10000, 4096, InvalidationCause::Replace)]
         );
         assert_eq!(taken(RemapFilePages, &[0x10000, 4095, 0, 7, 0]), []);
-        // Of a mapping that begins where no huge page can, nothing is asked.
+        // If no huge page can begin at the address, there is no query.
         assert_eq!(
             taken(Mmap, &[0x1000, 1, 3, fixed_map, usize::MAX]),
             [(0x1000, 4096, InvalidationCause::Replace)]
@@ -366,16 +368,16 @@ mod tests {
         );
     }
 
-    /// Neither takes a huge page of the machine's: nothing is touched, and nothing reserved.
+    /// No huge page of the machine is used: the test touches and reserves none.
     #[test]
-    fn of_huge_pages_that_are_mapped_or_about_to_be_whole_ones_go() {
+    fn huge_pages_are_affected_whole() {
         use Function::*;
         const HUGE: usize = 2 << 20;
         let flags = libc::MFD_HUGETLB | libc::MFD_HUGE_2MB | libc::MFD_CLOEXEC;
-        // SAFETY: makes a file.
+        // SAFETY: the call makes a file.
         let fd = unsafe { libc::memfd_create(c"huge".as_ptr(), flags) };
         assert!(fd >= 0, "{}: a kernel with huge pages is needed", std::io::Error::last_os_error());
-        // SAFETY: it was just made, and is nobody else's.
+        // SAFETY: the fd was just made, and nothing else owns it.
         let file = unsafe { OwnedFd::from_raw_fd(fd) };
         let (fixed, number) =
             ((libc::MAP_FIXED | libc::MAP_SHARED) as usize, file.as_raw_fd() as usize);
@@ -386,14 +388,14 @@ mod tests {
 
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         let flags = flags | libc::MAP_HUGETLB | 21 << libc::MAP_HUGE_SHIFT;
-        // SAFETY: a new mapping.
+        // SAFETY: a new mapping replaces none.
         let at =
             unsafe { libc::mmap(std::ptr::null_mut(), 2 * HUGE, libc::PROT_NONE, flags, -1, 0) };
         assert_ne!(at, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
         let (start, whole) = (at.addr() as u64, 2 * HUGE as u64);
         let grown = taken(Mremap, &[at.addr(), HUGE + 1, 3 * HUGE, libc::MREMAP_MAYMOVE as usize]);
         let shrunk = taken(Mremap, &[at.addr(), 2 * HUGE, 1, 0]);
-        // SAFETY: the test's own mapping.
+        // SAFETY: the test made the mapping, and nothing else uses it.
         assert_eq!(unsafe { libc::munmap(at, 2 * HUGE) }, 0);
         assert_eq!(grown, [(start, whole, InvalidationCause::Remap)]);
         assert_eq!(shrunk, [(start + HUGE as u64, HUGE as u64, InvalidationCause::Remap)]);

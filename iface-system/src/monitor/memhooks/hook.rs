@@ -1,8 +1,8 @@
-//! What runs in place of the C library's functions.
+//! The hooks, which run in place of the C library's functions.
 //!
-//! On whatever thread calls them, inside allocators, signal handlers and with any lock held:
-//! nothing here allocates, locks, logs, runs a destructor or touches thread-local storage other
-//! than `errno`, which is put back.
+//! A hook runs on any thread, inside allocators and signal handlers, with any lock held. So nothing
+//! here allocates, locks, logs, runs a destructor or touches thread-local storage other than
+//! `errno`, which is restored.
 
 use std::{
     mem::MaybeUninit,
@@ -25,13 +25,13 @@ pub(super) static REGISTRY: HookRegistry<MemhooksState> = HookRegistry::new();
 #[derive(Debug)]
 pub(super) struct MemhooksState {
     pub(super) table: SubscriberTable,
-    /// Calls of `brk(NULL)` that arrived: the only call of `brk` that a test may make.
+    /// Number of calls of `brk(NULL)` that arrived, the only call of `brk` that a test may make.
     pub(super) brk_probes: AtomicU64,
     /// Hooked discards in progress.
     pub(super) announced: Announced,
 }
 
-// SAFETY: zeroes are an empty table, no arrivals and no calls; all is shared by atomics alone.
+// SAFETY: zeroes are an empty table, no arrivals and no calls; threads share atomics only.
 unsafe impl Wipeable for MemhooksState {}
 
 impl HasTable for MemhooksState {
@@ -41,19 +41,19 @@ impl HasTable for MemhooksState {
     }
 }
 
-/// A function of the C library as the registers see it: whole registers in, whole register out.
+/// A function of the C library as registers see it: whole registers in, one whole register out.
 type Call = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> usize;
 
-/// Where each function goes on behind the replaced instruction, by [`Function`].
+/// The address of the rest of each original function, by [`Function`].
 static ORIGINALS: [AtomicUsize; Function::ALL.len()] =
     [const { AtomicUsize::new(0) }; Function::ALL.len()];
 
-/// Where the hook of `function` finds how to go on: written before its entry is patched.
+/// Returns the address of the original of `function`, which is written before its entry is patched.
 pub(super) fn original_of(function: Function) -> &'static AtomicUsize {
     &ORIGINALS[function as usize]
 }
 
-/// Where the patched entry of `function` leads.
+/// Returns the address of the hook of `function`.
 pub(super) fn address(function: Function) -> usize {
     let hook: Call = match function {
         Function::Munmap => munmap,
@@ -71,8 +71,15 @@ pub(super) fn address(function: Function) -> usize {
 
 macro_rules! hooks {
     ($($name:ident = $function:expr;)+) => {$(
-        unsafe extern "C" fn $name(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> usize {
-            // SAFETY: called in place of the function with its arguments.
+        unsafe extern "C" fn $name(
+            a: usize,
+            b: usize,
+            c: usize,
+            d: usize,
+            e: usize,
+            f: usize,
+        ) -> usize {
+            // SAFETY: a patched entry calls the hook with the function's arguments.
             unsafe { hooked::<{ $function as usize }>([a, b, c, d, e, f]) }
         }
     )+};
@@ -91,7 +98,7 @@ hooks! {
 }
 
 /// # Safety
-/// As for the function with these arguments.
+/// The caller keeps the function's contract for these arguments.
 #[inline(always)]
 unsafe fn hooked<const FUNCTION: usize>(args: Args) -> usize {
     let function = Function::ALL[FUNCTION];
@@ -100,37 +107,38 @@ unsafe fn hooked<const FUNCTION: usize>(args: Args) -> usize {
         if let (Some(subscribers), Function::Brk) = (subscribers, function) {
             subscribers.shared().brk_probes.fetch_add(1, Ordering::Relaxed);
         }
-        // SAFETY: as the caller's.
+        // SAFETY: the caller keeps the function's contract.
         return unsafe { original(function, args) };
     };
     let pass = subscribers.table().pass();
-    // The pass lasts over the system call even with nobody to tell: who subscribes meanwhile waits
-    // for it.
+    // The pass covers the system call even without subscribers: a subscriber that is added
+    // meanwhile waits for it.
     if pass.is_empty() {
-        // SAFETY: as the caller's.
+        // SAFETY: the caller keeps the function's contract.
         unsafe { original(function, args) }
     } else {
-        // SAFETY: as the caller's.
-        unsafe { told::<FUNCTION>(&pass, &subscribers.shared().announced, args) }
+        // SAFETY: the caller keeps the function's contract.
+        unsafe { notify_and_call::<FUNCTION>(&pass, &subscribers.shared().announced, args) }
     }
 }
 
-/// One for each function, so that none asks which it is; out of line, so that calls that nobody is
-/// told of need no room for it.
+/// Notifies the subscribers and calls the original. There is one instance for each function, so
+/// that none needs to test which it is. It is out of line, so that calls without subscribers need
+/// no stack for it.
 ///
 /// # Safety
-/// As for the function with these arguments.
+/// The caller keeps the function's contract for these arguments.
 #[inline(never)]
-unsafe fn told<const FUNCTION: usize>(
+unsafe fn notify_and_call<const FUNCTION: usize>(
     pass: &TableReadGuard<'_>,
     announced: &Announced,
     args: Args,
 ) -> usize {
     let function = Function::ALL[FUNCTION];
-    // SAFETY: libc keeps `errno` of this thread for as long as the thread runs. It is read and
-    // written by the pointer alone: the original function and invalidators write it too.
+    // SAFETY: libc keeps this thread's `errno` as long as the thread runs. It is accessed only
+    // through the pointer, since the original function and invalidators write it too.
     let errno = unsafe { libc::__errno_location() };
-    // SAFETY: `errno` of this thread.
+    // SAFETY: the pointer is this thread's `errno`, which lives as long as the thread.
     let before = unsafe { errno.read() };
     let AffectedRanges(taken) = function.taken(&args);
     let mut changes = [const { [const { MaybeUninit::<InvalidationToken>::uninit() }; SLOTS] }; 2];
@@ -141,7 +149,7 @@ unsafe fn told<const FUNCTION: usize>(
             });
         }
     }
-    // Of `process_madvise` the addresses are not known, nor whether they are this process's.
+    // The addresses of `process_madvise` are not known, nor whether they are this process's.
     let call = match (function, taken) {
         (Function::Madvise, [Some((range, InvalidationCause::Discard)), _]) => {
             let start = range.start().0;
@@ -149,11 +157,11 @@ unsafe fn told<const FUNCTION: usize>(
         }
         _ => None,
     };
-    // SAFETY: `errno` of this thread.
+    // SAFETY: the pointer is this thread's `errno`, which lives as long as the thread.
     unsafe { errno.write(before) };
-    // SAFETY: as the caller's.
+    // SAFETY: the caller keeps the function's contract.
     let result = unsafe { original(function, args) };
-    // SAFETY: `errno` of this thread.
+    // SAFETY: the pointer is this thread's `errno`, which lives as long as the thread.
     let after = unsafe { errno.read() };
     if let Some(call) = call {
         announced.retract(call);
@@ -167,20 +175,20 @@ unsafe fn told<const FUNCTION: usize>(
             });
         }
     }
-    // SAFETY: `errno` of this thread.
+    // SAFETY: the pointer is this thread's `errno`, which lives as long as the thread.
     unsafe { errno.write(after) };
     result
 }
 
 /// # Safety
-/// As for the function with these arguments.
+/// The caller keeps the function's contract for these arguments.
 #[inline(always)]
 unsafe fn original(function: Function, [a, b, c, d, e, f]: Args) -> usize {
     let original = ORIGINALS[function as usize].load(Ordering::Relaxed);
-    // SAFETY: the plan of the patches, by which an entry led here, has written the way past what it
-    // replaced; the store of the patch orders it.
+    // SAFETY: the plan has written the way past the replaced instruction before the patch that led
+    // here was stored; that store orders it.
     let original: Call =
         unsafe { std::mem::transmute(std::ptr::with_exposed_provenance::<()>(original)) };
-    // SAFETY: as the caller's.
+    // SAFETY: the caller keeps the function's contract.
     unsafe { original(a, b, c, d, e, f) }
 }

@@ -1,12 +1,13 @@
-//! Changes noticed at the entry of the C library's functions, before the memory goes.
+//! The memhooks monitor: detects changes at the entry of the C library's functions, before memory
+//! is unmapped.
 //!
-//! `munmap`, `mmap`, `mremap`, `madvise`, `process_madvise`, `brk` (and so `sbrk`), `shmat`,
-//! `shmdt` and `remap_file_pages` of glibc are patched where they begin, so that the library's own
-//! calls (of `free`, of ending threads) are seen too. Raw system calls, the dynamic loader's own
-//! `munmap` (`dlclose`), and changes made by other processes are not seen.
+//! glibc's `munmap`, `mmap`, `mremap`, `madvise`, `process_madvise`, `brk` (and so `sbrk`),
+//! `shmat`, `shmdt` and `remap_file_pages` are patched at their entries. So the library's own calls
+//! (of `free`, of ending threads) are seen too. Three kinds of changes are not seen: raw system
+//! calls, the dynamic loader's own `munmap` (`dlclose`), and changes made by other processes.
 //!
 //! `hmem-hook` does the patching. `hook.rs` has the rules that the hooks obey, `process.rs` the
-//! process-wide state.
+//! plan of the patches.
 
 mod announced;
 mod area_cache;
@@ -33,34 +34,36 @@ const NAME: MonitorName = MonitorName {
 
 /// Returns whether a discard event of these addresses is that of a hooked call in progress.
 /// Allocates nothing and takes no lock.
-pub(super) fn tells_of_discard(start: u64, end: u64) -> bool {
+pub(super) fn is_hooked_discard(start: u64, end: u64) -> bool {
     let subscribers = hook::REGISTRY.subscribers();
-    subscribers.is_some_and(|subscribers| subscribers.shared().announced.tells(start, end))
+    subscribers.is_some_and(|subscribers| subscribers.shared().announced.account_event(start, end))
 }
 
-/// Makes hooked discards that return wait until the guard is dropped. A thread takes it before it
-/// reads events that it compares by [`tells_of_discard`]. Allocates nothing and takes no lock.
+/// Makes hooked discards wait, before they return, until the guard is dropped. A thread takes it
+/// before it reads events that it compares by [`is_hooked_discard`]. Allocates nothing and takes no
+/// lock.
 pub(super) fn reading_discards() -> Option<Reading> {
     hook::REGISTRY.subscribers().map(|subscribers| subscribers.shared().announced.reading())
 }
 
 /// The monitor that patches the C library.
 ///
-/// All values of a process share the patches: the first one puts them in, the last one to be
-/// dropped takes them out.
+/// All values of a process share the patches. The first value makes them, and dropping the last one
+/// undoes them.
 pub struct MemHooks {
     hooks: Hooks<MemhooksState>,
     areas: AreaCache,
 }
 
 impl MemHooks {
-    /// Patches the C library, and sees through each function that changes arrive.
+    /// Patches the C library, and tests that changes through each function arrive.
     ///
     /// # Errors
-    /// Unavailable without a dynamically linked glibc. Unsupported naming the function whose entry
-    /// does not allow it, and whose code it leads to if another library was there first.
-    /// PermissionDenied or AccessDenied where a security policy forbids changing code. Busy if
-    /// a change did not arrive.
+    /// - Unavailable: there is no dynamically linked glibc.
+    /// - Unsupported: an entry cannot be patched. The error names the function, and the library
+    ///   that patched it first, if one did.
+    /// - PermissionDenied or AccessDenied: a security policy forbids changing code.
+    /// - Busy: a change did not arrive.
     pub fn start() -> Result<Arc<Self>> {
         let hooks = Hooks::start(&hook::REGISTRY, NAME, process::plan)?;
         let this = Arc::new(Self { hooks, areas: AreaCache::default() });
@@ -68,22 +71,22 @@ impl MemHooks {
         Ok(this)
     }
 
-    /// Sees again that every patch is in place, and that a change arrives through each function.
+    /// Tests again that every patch is in place, and that a change through each function arrives.
     ///
     /// # Errors
-    /// Busy, naming the function and the library that overwrote its patch or stands before it;
-    /// Unsupported in a forked child.
+    /// - Busy: a library overwrote a patch or intercepts the function. The error names both.
+    /// - Unsupported: this process is a forked child.
     pub fn check(&self) -> Result<()> {
         self.hooks.check_patches("check")?;
         self_test::run(self.hooks.subscribers())
     }
 
-    /// Whether this process made it, and not one that it was forked from.
+    /// Returns true in the process that started the monitor, and false in a forked child.
     pub(super) fn is_own_process(&self) -> bool {
         self.hooks.is_own_process()
     }
 
-    /// The functions that are patched.
+    /// Returns the functions that are patched.
     #[must_use]
     pub fn functions(&self) -> Vec<&'static str> {
         self.hooks.functions().collect()
@@ -105,7 +108,7 @@ impl Monitor for MemHooks {
     }
 
     fn rationale(&self) -> String {
-        "told by the C library's functions before the memory goes".into()
+        "notified by hooks of the C library before memory is unmapped".into()
     }
 
     fn detection(&self) -> DetectionMethod {
@@ -130,7 +133,8 @@ impl Monitor for MemHooks {
         invalidator: Arc<dyn Invalidator>,
     ) -> Result<Subscription> {
         let subscription = self.hooks.subscribe(&invalidator)?;
-        // Only now: a change from here on is told, and what one before has left is seen here.
+        // Checked after the subscription: the subscriber is notified of changes from here on, and
+        // the check sees the result of earlier ones.
         let found = self.areas.check(self.hooks.subscribers().table(), range);
         if let Err(error) = found {
             self.hooks.unsubscribe(subscription);

@@ -7,7 +7,7 @@ use hmem_hook::{PatchTarget, Patches};
 
 use super::{NAME, function::Function, hook};
 
-/// Decodes the C library's functions.
+/// Decodes the C library's functions, and plans their patches.
 pub(super) fn plan() -> Result<Patches> {
     let libc = Libc::find()?;
     let mut targets = Vec::new();
@@ -29,19 +29,19 @@ pub(super) fn plan() -> Result<Patches> {
             }
         }
     }
-    // SAFETY: the entries are the C library's, which is never unloaded; hooks take and pass on
-    // whole registers, and have an `original` each, which nobody goes by yet: nothing is
+    // SAFETY: the entries are the C library's, which is never unloaded. Hooks receive and pass on
+    // whole registers. Each has its own `original`, which no thread uses yet, since nothing is
     // patched before a plan is kept.
     unsafe { Patches::plan(NAME, &targets) }
 }
 
-/// The C library, whatever stands before it in the search order.
+/// The C library itself, even if another library comes first in the search order.
 struct Libc(*mut c_void);
 
 impl Libc {
     fn find() -> Result<Self> {
-        // SAFETY: loads nothing: it finds an object that is loaded already, and whose initialisers
-        // have run.
+        // SAFETY: the call loads nothing: it finds an object that is loaded, with its initialisers
+        // run.
         let handle =
             unsafe { libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
         if handle.is_null() {

@@ -1,5 +1,4 @@
-//! Do changes arrive? Each function is called as the application calls it, on memory of the test's
-//! own.
+//! Tests that changes arrive: calls each function as the application does, on memory of its own.
 
 use std::{
     ptr,
@@ -18,7 +17,7 @@ use hmem_hook::Subscribers;
 use super::hook::MemhooksState;
 use crate::sys;
 
-/// Counts the changes that are begun, and ended, over an expected range and by an expected cause.
+/// Counts the changes that begin and end over an expected range with an expected cause.
 #[derive(Debug, Default)]
 struct Expecting {
     start: AtomicU64,
@@ -36,7 +35,7 @@ impl Invalidator for Expecting {
 
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         let expected = range.start().0 == self.start.load(Ordering::SeqCst)
-            // More is told where the pages may be huge.
+            // The range may be longer where the pages may be huge.
             && range.len() >= self.len.load(Ordering::SeqCst)
             && cause as u64 == self.cause.load(Ordering::SeqCst);
         if expected {
@@ -59,7 +58,7 @@ struct Test<'a> {
 }
 
 impl Test<'_> {
-    /// Does `call`, and fails unless exactly one change over the range is begun and ended by it.
+    /// Makes `call`, and fails unless exactly one change over the range begins and ends by it.
     fn arrives(
         &self,
         function: &'static str,
@@ -84,7 +83,10 @@ impl Test<'_> {
             (begun, ended) => Err(failed(function)
                 .context("changes begun", begun)
                 .context("changes ended", ended)
-                .remedy("another library stands before the C library's function, and does not call it: turn its memory hooks off, or use the userfaultfd monitor")),
+                .remedy(
+                    "another library intercepts the C library's function and does not call it: \
+                     turn its memory hooks off, or use the userfaultfd monitor",
+                )),
         }
     }
 }
@@ -95,12 +97,12 @@ fn failed(function: &'static str) -> Error {
         .context("function", function)
 }
 
-/// Fires an event through each function and sees it arrive.
+/// Makes a change through each function, and tests that it arrives.
 ///
-/// `remap_file_pages` alone is not called: the kernel logs that the program uses a deprecated call.
+/// `remap_file_pages` is not called: the kernel logs that the program uses a deprecated call.
 ///
 /// # Errors
-/// Busy, naming the function whose event did not arrive.
+/// Busy, naming the function whose change did not arrive.
 pub(super) fn run(subscribers: &Subscribers<MemhooksState>) -> Result<()> {
     let expecting = Arc::new(Expecting { start: AtomicU64::new(u64::MAX), ..Expecting::default() });
     let invalidator: Arc<dyn Invalidator> = Arc::<Expecting>::clone(&expecting);
@@ -120,79 +122,80 @@ fn fire(test: &Test<'_>) -> Result<()> {
         mapped => Ok(mapped),
     };
     let memory = map()?;
-    // SAFETY: here and below, each call is on pages that only this function knows, and none after
-    // it gave them away.
+    // SAFETY: here and below, each call affects pages that only this function knows, and that it
+    // has not unmapped before.
     test.arrives("madvise", (memory, page, InvalidationCause::Discard), || unsafe {
         libc::madvise(memory, page, libc::MADV_DONTNEED) == 0
     })?;
-    // SAFETY: as above.
+    // SAFETY: the pages are this function's own and still mapped.
     test.arrives("mmap", (memory, page, InvalidationCause::Replace), || unsafe {
         libc::mmap(memory, page, prot, flags | libc::MAP_FIXED, -1, 0) == memory
     })?;
-    // SAFETY: as above.
+    // SAFETY: the pages are this function's own and still mapped.
     test.arrives("munmap", (memory, 2 * page, InvalidationCause::Unmap), || unsafe {
         libc::munmap(memory, 2 * page) == 0
     })?;
     let memory = map()?;
     let tail = memory.wrapping_byte_add(page);
-    // SAFETY: as above.
+    // SAFETY: the pages are this function's own and still mapped.
     test.arrives("mremap", (tail, page, InvalidationCause::Remap), || unsafe {
         libc::mremap(memory, 2 * page, page, 0) == memory
     })?;
     let mut moved = libc::MAP_FAILED;
-    // SAFETY: as above.
+    // SAFETY: the pages are this function's own and still mapped.
     test.arrives("mremap", (memory, page, InvalidationCause::Remap), || unsafe {
         moved = libc::mremap(memory, page, 2 * page, libc::MREMAP_MAYMOVE);
         moved != libc::MAP_FAILED
     })?;
-    // SAFETY: as above.
+    // SAFETY: the pages are this function's own and still mapped.
     test.arrives("munmap", (moved, 2 * page, InvalidationCause::Unmap), || unsafe {
         libc::munmap(moved, 2 * page) == 0
     })?;
     fire_shm(test, page)
 }
 
-/// System V segments may be forbidden (a namespace's limits, seccomp): then nothing can be attached
-/// by anybody.
+/// Tests `shmat` and `shmdt`. A namespace's limits or seccomp may forbid System V segments; then
+/// no thread can attach one, and there is nothing to test.
 fn fire_shm(test: &Test<'_>, page: usize) -> Result<()> {
-    // SAFETY: makes a new segment.
+    // SAFETY: the call makes a new segment.
     let id = unsafe { libc::shmget(libc::IPC_PRIVATE, page, libc::IPC_CREAT | 0o600) };
     if id < 0 {
-        tracing::debug!(error = %std::io::Error::last_os_error(), "no System V segment to test shmdt with");
+        tracing::debug!(
+            error = %std::io::Error::last_os_error(),
+            "no System V segment to test shmdt with"
+        );
         return Ok(());
     }
-    // SAFETY: attaches it at an address of the kernel's choice.
+    // SAFETY: attaches the segment at an address of the kernel's choice.
     let attached = unsafe { libc::shmat(id, ptr::null(), 0) };
-    // SAFETY: marks it for removal when the last attachment goes.
+    // SAFETY: marks the segment for removal after the last detach.
     unsafe { libc::shmctl(id, libc::IPC_RMID, ptr::null_mut()) };
     if attached.addr() == usize::MAX {
         return Err(failed("shmat").context("os", std::io::Error::last_os_error()));
     }
-    // SAFETY: replaces the attachment by itself.
+    // SAFETY: replaces the attachment by itself; only this function uses it.
     test.arrives("shmat", (attached, page, InvalidationCause::Replace), || unsafe {
         libc::shmat(id, attached, SHM_REMAP) == attached
     })?;
-    // SAFETY: nobody uses the segment.
+    // SAFETY: only this function uses the segment.
     test.arrives("shmdt", (attached, page, InvalidationCause::Detach), || unsafe {
         libc::shmdt(attached) == 0
     })
 }
 
-/// `linux/shm.h`
+/// `SHM_REMAP` of `linux/shm.h`
 const SHM_REMAP: libc::c_int = 0o40000;
 
-/// No test may move the break under other threads' allocations: `brk(NULL)` moves nothing, and the
-/// hook counts it.
+/// Tests `brk`. A test must not move the break under other threads' allocations: `brk(NULL)` moves
+/// nothing, and the hook counts it.
 fn fire_brk(subscribers: &Subscribers<MemhooksState>) -> Result<()> {
     let arrived = || subscribers.shared().brk_probes.load(Ordering::SeqCst);
     let before = arrived();
-    // SAFETY: asks for a break below the heap's start, which the kernel answers with the one that
-    // there is.
+    // SAFETY: the kernel answers a break below the heap's start with the current one, unchanged.
     unsafe { libc::brk(ptr::null_mut()) };
     if arrived() == before {
-        return Err(failed("brk").remedy(
-            "another library stands before the C library's brk: turn its memory hooks off",
-        ));
+        return Err(failed("brk")
+            .remedy("another library intercepts the C library's brk: turn its memory hooks off"));
     }
     Ok(())
 }

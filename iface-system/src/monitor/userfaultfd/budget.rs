@@ -62,7 +62,7 @@ impl Budget {
     /// Starts with no range.
     ///
     /// # Errors
-    /// As [`WipedOnFork::new`].
+    /// The errors of [`WipedOnFork::new`].
     pub(super) fn new() -> Result<Self> {
         let all = match WATCHED.get() {
             Some(all) => all,
@@ -112,7 +112,8 @@ impl Budget {
 
     /// Notes that the monitor watches `own` separate ranges now.
     pub(super) fn detects(&mut self, own: usize) {
-        // A monitor may come to watch more: ranges fall apart when one that joined them goes.
+        // The number may grow on a removal: ranges fall apart when the one that joined them is
+        // removed.
         self.all.fetch_add(own.wrapping_sub(self.own), Ordering::Relaxed);
         self.own = own;
     }

@@ -1,9 +1,9 @@
 //! Discards by `madvise(2)` whose pages may still be there.
 //!
-//! The kernel reports MADV_DONTNEED, MADV_FREE and MADV_REMOVE *before* it takes the pages: the
-//! calling thread goes on as soon as the event is read, and takes them some time later. Pages that
-//! are registered in between are the old ones. So the range of such an event is *pending*, and not
-//! cached, until the call has certainly returned.
+//! The kernel reports MADV_DONTNEED, MADV_FREE and MADV_REMOVE *before* it frees the pages: the
+//! calling thread continues as soon as the event is read, and frees them some time later. Pages
+//! that are registered in between are the old ones. So the range of such an event is *pending*, and
+//! not cached, until the call has certainly returned.
 //!
 //! The event does not name its thread. The call has certainly returned once every thread of the
 //! process was seen outside such calls after the event was read. `/proc/self/task` shows this for
@@ -28,7 +28,7 @@ use super::thread::UffdState;
 /// The most pending ranges. With more, all memory counts as one pending range.
 const PENDING: usize = 4096;
 
-/// The number of times that the threads are looked at before a range is refused.
+/// Number of times that the threads are examined before a range is refused.
 const LOOKS: u32 = 16;
 
 /// The flag of an io_uring worker thread (`linux/sched.h`), which makes no system calls itself.
@@ -86,7 +86,7 @@ impl Discards {
             if !self.pending.iter().any(touches) {
                 return true;
             }
-            // Without /proc nothing is known of other threads.
+            // Without /proc, nothing is known of other threads.
             if self.look().is_err() {
                 return false;
             }
@@ -95,7 +95,7 @@ impl Discards {
         false
     }
 
-    /// Looks once at every thread, and forgets the discards that are over.
+    /// Examines every thread once, and forgets the discards that are over.
     fn look(&mut self) -> io::Result<()> {
         let mut tasks = HashSet::new();
         for task in fs::read_dir(TASKS)? {
@@ -148,7 +148,7 @@ fn is_outside(task: u32) -> bool {
 
 /// Returns the state and flags from a line of `/proc/[pid]/stat`.
 fn state_and_flags(line: &str) -> Option<(char, u64)> {
-    // The thread's name, which comes before, may have any character.
+    // The thread's name comes before, and may contain any character.
     let mut words = line.rsplit_once(") ")?.1.split(' ');
     let state = words.next()?.chars().next()?;
     Some((state, words.nth(5)?.parse().ok()?))
@@ -173,16 +173,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_is_outside_when_it_sleeps_in_another_call_or_asks_itself() {
+    fn thread_in_another_call_is_outside() {
         let own = rustix::thread::gettid().as_raw_nonzero().get() as u32;
         assert!(is_outside(own));
-        let (tell, told) = mpsc::channel();
+        let (send, receive) = mpsc::channel();
         let (end, ended) = mpsc::channel::<()>();
         let thread = std::thread::spawn(move || {
-            tell.send(rustix::thread::gettid().as_raw_nonzero().get() as u32).unwrap();
+            send.send(rustix::thread::gettid().as_raw_nonzero().get() as u32).unwrap();
             ended.recv().unwrap_err();
         });
-        let task = told.recv().unwrap();
+        let task = receive.recv().unwrap();
         while !is_outside(task) {
             std::thread::yield_now();
         }
@@ -202,11 +202,11 @@ mod tests {
     }
 
     #[test]
-    fn a_range_is_pending_until_every_thread_was_seen_outside_after_it() {
+    fn range_is_pending_until_every_thread_was_outside() {
         let mut discards = Discards::default();
         discards.add(0x1000..0x2000);
         assert!(discards.settled(&(0x2000..0x3000)), "next to it");
-        // A thread that runs all the while, so that nothing is known of it.
+        // A thread that runs without a pause, so that its call is not known.
         let (runs, stop) = (AtomicBool::new(false), AtomicBool::new(false));
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -222,7 +222,8 @@ mod tests {
             stop.store(true, SeqCst);
             assert!(!settled);
         });
-        // Other tests of this process run beside it: they sleep at some time.
+        // Other tests of this process run at the same time; each of their threads sleeps at some
+        // time.
         while !discards.settled(&(0x1000..0x1001)) {
             std::thread::yield_now();
         }
@@ -230,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn more_pending_ranges_than_are_kept_are_all_memory() {
+    fn too_many_pending_ranges_become_all_memory() {
         let mut discards = Discards::default();
         for page in 0..PENDING as u64 {
             discards.add(2 * page..2 * page + 1);

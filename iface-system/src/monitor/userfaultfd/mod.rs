@@ -1,21 +1,22 @@
-//! Changes noticed by the kernel, for every system call whoever makes it.
+//! The userfaultfd monitor: the kernel reports changes, for every system call of every caller.
 //!
-//! Ranges are registered with a userfaultfd in write-protect mode and never write-protected, so
-//! that events of `munmap`, `mremap` and `madvise` arrive and no page fault of the application ever
+//! Ranges are registered with a userfaultfd in write-protect mode and never write-protected. So
+//! events of `munmap`, `mremap` and `madvise` arrive, and no page fault of the application ever
 //! waits for this library. No privilege is needed since Linux 5.11.
 //!
 //! # The window
 //!
 //! The thread that unmaps waits until the event is *read*. Between reading and invalidating, the
-//! gate of [`Invalidator`] is closed, so that this thread cannot hit what it has just unmapped.
-//! *Another* thread can: the kernel gives the addresses free before it queues the event, so that
-//! another thread may map them anew, look them up and hit before the monitor knows of anything. A
-//! program in which one thread unmaps what another maps anew at once needs memhooks.
+//! gate of [`Invalidator`] is closed, so that this thread cannot hit a registration of the memory
+//! that it just unmapped. *Another* thread can: the kernel frees the addresses before it queues the
+//! event, so that another thread may map them again, look them up and hit before the monitor learns
+//! of the change. A program in which one thread unmaps addresses that another maps again at once
+//! needs memhooks.
 //!
 //! # Discards
 //!
-//! `madvise` takes the pages after its event was read. The monitor keeps such a range out of caches
-//! until the call is over (`discards.rs`).
+//! `madvise` discards the pages after its event was read. The monitor keeps such a range out of
+//! caches until the call is over (`discards.rs`).
 //!
 //! # Mappings
 //!
@@ -66,7 +67,7 @@ const NAME: MonitorName = MonitorName {
     fallback_hint: "use the memhooks monitor",
 };
 
-/// The monitor that asks the kernel.
+/// The monitor that gets events from the kernel.
 ///
 /// # Examples
 /// ```
@@ -74,7 +75,7 @@ const NAME: MonitorName = MonitorName {
 ///
 /// match UserFaultFd::start() {
 ///     Ok(monitor) => println!("{monitor:?}"),
-///     // The kernel, a sysctl or a seccomp filter: the error says which, and what to do.
+///     // The error names the kernel option, sysctl or seccomp filter, and the remedy.
 ///     Err(error) => println!("{error}"),
 /// }
 /// ```
@@ -102,10 +103,9 @@ struct UffdSubscriptions {
 
 impl UserFaultFd {
     /// Opens a userfaultfd and starts the thread that reads its events.
-    ///
     /// # Errors
-    /// Unsupported, PermissionDenied or OutOfResources, naming the kernel option, version, sysctl,
-    /// seccomp filter or limit that is in the way.
+    /// Unsupported, PermissionDenied or OutOfResources. The error names the kernel option, version,
+    /// sysctl, seccomp filter or limit that prevents it.
     pub fn start() -> Result<Arc<Self>> {
         let events = sys::open()?;
         let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)
@@ -131,15 +131,15 @@ impl UserFaultFd {
         }))
     }
 
-    /// The most separate ranges that the monitors of this process watch together: a share of
-    /// `vm.max_map_count`, so that the application keeps the other mappings. Ranges of one monitor
-    /// that touch count as one.
+    /// Returns the most separate ranges that the monitors of this process watch together: a share
+    /// of `vm.max_map_count`, so that the application keeps the other mappings. Adjacent ranges of
+    /// one monitor count as one.
     #[must_use]
     pub fn most_ranges(&self) -> usize {
         self.most
     }
 
-    /// The number of subscriptions that the monitor refused because the share of mappings was used
+    /// Returns the number of subscriptions that were refused because the share of mappings was used
     /// up, or because the process had few left.
     #[must_use]
     pub fn beyond_budget(&self) -> u64 {
@@ -155,12 +155,12 @@ impl UserFaultFd {
         )
     }
 
-    /// Relies on memhooks to notify every subscriber of this monitor as well.
+    /// Makes the monitor rely on memhooks, which notify every subscriber of this monitor as well.
     pub(super) fn beneath_hooks(&self) {
         self.watched.beneath_hooks.store(true, Ordering::Relaxed);
     }
 
-    /// The subscriptions now.
+    /// Returns the current number of subscriptions.
     #[must_use]
     pub fn subscriptions(&self) -> usize {
         if self.is_own_process() { self.book.lock().subscriptions.len() } else { 0 }
@@ -170,7 +170,7 @@ impl UserFaultFd {
         self.watched.subscribers.shared().is_own_process()
     }
 
-    /// As [`Monitor::subscribe`] of a range that was found to be memory and nothing else.
+    /// Subscribes a range that was found to be anonymous memory, like [`Monitor::subscribe`].
     pub(super) fn watch(
         &self,
         range: AddressRange,
@@ -189,22 +189,22 @@ impl UserFaultFd {
         let page = area.map_or_else(page_size, |area| area.page_size);
         let whole = range.page_aligned(page);
         let pages = whole.start().0..whole.start().0.saturating_add(whole.len());
-        // Before the kernel watches: an event that is being read now is told to those who are
+        // Precedes the registration: an event that is being read now reaches those who are
         // subscribed now.
         let slot = self.watched.subscribers.add(&invalidator)?;
-        // The lock is not held: a fault may wait for a handler of the application, which may
-        // register memory itself.
+        // No lock is held: a fault may wait for a handler of the application, which may register
+        // memory itself.
         sys::touch(pages.start);
         if pages.end - pages.start > page {
             sys::touch(pages.end - page);
         }
         let mut book = self.book.lock();
-        // Each time, whatever the counts say: the memory may be new since. Watching twice is
-        // watching.
+        // Registered each time, whatever the counts say: the memory may have been mapped since. A
+        // second registration changes nothing.
         if let Err(unwatched) = self.register(&mut book, &pages) {
             drop(book);
             self.watched.subscribers.remove(slot);
-            // Huge pages are watched whole, and the caller may not have looked whether it is those.
+            // Huge pages are watched whole, and the caller may not know that the pages are huge.
             if unwatched == Unwatched::Refused(Errno::INVAL)
                 && area.is_none()
                 && let Ok(area) = self.maps.check(range, NAME.name)
@@ -270,10 +270,11 @@ impl UserFaultFd {
         Err(refused(range, ErrorKind::Busy)
             .context(
                 "why",
-                "a thread has discarded pages of the range by madvise, and may not be done yet",
+                "a thread discards pages of the range by madvise, and may not have returned yet",
             )
             .remedy(
-                "it is cached again once the process's other threads were seen asleep, or use the memhooks monitor and the C library's madvise",
+                "the range is cached again once the other threads of the process were seen asleep; \
+                 to avoid this, use the memhooks monitor and the C library's madvise",
             ))
     }
 
@@ -284,25 +285,27 @@ impl UserFaultFd {
             Unwatched::Beyond(Beyond::Share) => refused(range, ErrorKind::OutOfResources)
                 .context(
                     "why",
-                    "each separately watched range takes mappings of the process, and the share of this process's monitors is used up",
+                    "each separately watched range takes mappings of the process, and the share of \
+                     the monitors is used up",
                 )
                 .context("separate ranges", self.most)
                 .context("vm.max_map_count", self.limit)
                 .remedy(
-                    "raise vm.max_map_count, watch fewer or larger ranges, or use the memhooks monitor",
+                    "raise vm.max_map_count, watch fewer or larger ranges, or use the memhooks \
+                     monitor",
                 ),
             Unwatched::Beyond(Beyond::Process) => refused(range, ErrorKind::Busy)
-                .context("why", "the process has few mappings left, and the monitor takes none of those")
+                .context("why", "the process has few mappings left, which stay for the application")
                 .context("vm.max_map_count", self.limit)
                 .remedy("raise vm.max_map_count, or use the memhooks monitor"),
         }
     }
 
-    /// The book's lock is held.
+    /// Stops watching ranges. The caller holds the lock.
     fn unregister(&self, unwatched: &[Range<u64>]) {
         for range in unwatched {
             match sys::unregister(&self.watched.events, range.start, range.end - range.start) {
-                // EINVAL: the memory is gone, or something that cannot be watched is there.
+                // EINVAL: the memory is unmapped, or memory that cannot be watched is there.
                 Ok(()) | Err(Errno::INVAL | Errno::NOMEM) => {}
                 Err(errno) => {
                     tracing::debug!(%errno, ?range, "still watched; its events cost time")
@@ -311,22 +314,23 @@ impl UserFaultFd {
         }
     }
 
-    /// What mremap moved is watched by the kernel where it went, and by nobody here.
+    /// Stops watching the addresses to which mremap moved watched memory: the kernel still watches
+    /// them, and no subscription needs it.
     fn forget_moved(&self, counted: &Counted) {
         while let Some((start, len)) = self.watched.subscribers.shared().moved.take() {
             self.unregister(&counted.gaps(start..start.saturating_add(len)));
         }
     }
 
-    /// Stops watching everything, and waits until the thread has read every event that somebody
-    /// waits for.
+    /// Stops watching everything, and waits until the thread has read every event that another
+    /// thread waits for.
     ///
-    /// Closing the file would do, if a forked child could not have it open too: then a thread that
-    /// unmaps would wait for a reader that is gone.
+    /// Closing the file is not enough: a forked child may have it open too, and a thread that
+    /// unmaps would then wait for a reader that no longer exists.
     fn quiesce(&self) {
         let mut book = self.book.lock();
         self.forget_moved(&book.counted);
-        // Not mapping by mapping: before Linux 6.15 that would end the watch of other userfaultfds
+        // Not for each mapping: before Linux 6.15 that would end the watch of other userfaultfds
         // too.
         self.unregister(&book.counted.all());
         book.budget.detects(0);
@@ -339,7 +343,7 @@ impl UserFaultFd {
     }
 }
 
-/// The reason why a range is not watched: beyond the budget, or refused by the kernel.
+/// The reason why a range is not watched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Unwatched {
     Beyond(Beyond),
@@ -353,22 +357,24 @@ fn refused(range: AddressRange, kind: ErrorKind) -> Error {
         .context("range", range)
 }
 
-/// Returns the error that says why the kernel does not watch a range.
+/// Returns the error for a range that the kernel does not watch.
 fn explained(range: AddressRange, errno: Errno) -> Error {
     let (kind, why, remedy) = match errno {
         Errno::NOMEM => (
             ErrorKind::OutOfResources,
-            "each separately watched range is a mapping of its own, and the process has too many mappings",
+            "each separately watched range is a mapping of its own, and the process has too many \
+             mappings",
             "raise vm.max_map_count, watch fewer or larger ranges, or use the memhooks monitor",
         ),
         Errno::BUSY => (
             ErrorKind::Busy,
             "another userfaultfd of this process watches the range",
-            "use the memhooks monitor for memory that something else handles faults of",
+            "use the memhooks monitor for memory whose faults something else handles",
         ),
         Errno::INVAL => (
             ErrorKind::Unsupported,
-            "userfaultfd does not watch this kind of mapping (files, System V segments, devices; shared memory before Linux 5.19)",
+            "userfaultfd does not watch this kind of mapping (files, System V segments, devices; \
+             shared memory before Linux 5.19)",
             "use the memhooks monitor, or anonymous memory",
         ),
         _ => (errno_kind(errno), "the kernel does not watch the range", "use the memhooks monitor"),
@@ -399,15 +405,15 @@ impl Monitor for UserFaultFd {
             0 => String::new(),
             beyond => format!("; {beyond} refused so far"),
         };
-        format!("told by the kernel's events, after the memory went, of {} {beyond}", self.budget())
+        format!("notified by the kernel after memory was unmapped, of {}{beyond}", self.budget())
     }
 
     fn detection(&self) -> DetectionMethod {
         DetectionMethod::Callback
     }
 
-    /// MAP_FIXED over a range and a lower break are told as [`InvalidationCause::Unmap`], which is
-    /// what the kernel says.
+    /// MAP_FIXED over a range and a lower break arrive as [`InvalidationCause::Unmap`], which is
+    /// the event of the kernel.
     fn detects(&self, cause: InvalidationCause) -> bool {
         matches!(
             cause,
@@ -462,7 +468,7 @@ impl Drop for UserFaultFd {
     fn drop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
         if !self.is_own_process() {
-            // The thread is the parent's.
+            // The thread belongs to the parent.
             std::mem::forget(thread);
             return;
         }

@@ -1,19 +1,18 @@
-//! How often each address is watched: runs of addresses with a count, cut where subscriptions begin
-//! and end.
+//! The number of subscriptions of each address: runs of addresses with a count.
 
 use std::{collections::BTreeMap, ops::Range};
 
 /// Disjoint runs of addresses that are watched at least once.
 #[derive(Debug, Default)]
 pub(super) struct Counted {
-    /// End and count, by start.
+    /// End and count of each run, by start.
     runs: BTreeMap<u64, (u64, u32)>,
-    /// Runs that touch none before them.
+    /// Number of runs that do not touch the run before them.
     apart: usize,
 }
 
 impl Counted {
-    /// Counts one more for every address of `range`.
+    /// Adds one to the count of every address of `range`.
     pub(super) fn add(&mut self, range: Range<u64>) {
         self.cut(range.start);
         self.cut(range.end);
@@ -35,7 +34,8 @@ impl Counted {
         }
     }
 
-    /// Counts one less for every address of `range`, and returns what nobody watches any more.
+    /// Subtracts one from the count of every address of `range`, and returns the ranges that reach
+    /// 0.
     pub(super) fn remove(&mut self, range: Range<u64>) -> Vec<Range<u64>> {
         self.cut(range.start);
         self.cut(range.end);
@@ -72,12 +72,12 @@ impl Counted {
             + usize::from(self.runs.contains_key(&range.end))
     }
 
-    /// Everything that is watched.
+    /// Returns all watched ranges.
     pub(super) fn all(&self) -> Vec<Range<u64>> {
         self.runs.iter().map(|(start, (end, _))| *start..*end).collect()
     }
 
-    /// The parts of `range` that nobody watches.
+    /// Returns the parts of `range` that no subscription watches.
     pub(super) fn gaps(&self, range: Range<u64>) -> Vec<Range<u64>> {
         let before =
             self.runs.range(..range.start).next_back().filter(|(_, (end, _))| *end > range.start);
@@ -124,7 +124,10 @@ mod tests {
     proptest! {
         #[test]
         fn counts_are_those_of_a_page_by_page_book(
-            changes in prop::collection::vec((any::<bool>(), 0..PAGES, 1..16_u64, any::<prop::sample::Index>()), 1..60)
+            changes in prop::collection::vec(
+                (any::<bool>(), 0..PAGES, 1..16_u64, any::<prop::sample::Index>()),
+                1..60,
+            )
         ) {
             let mut counted = Counted::default();
             let mut book = vec![0_u32; PAGES as usize];
@@ -144,14 +147,15 @@ mod tests {
                             unwatched.push(page);
                         }
                     }
-                    let told: Vec<u64> = counted.remove(range).into_iter().flatten().collect();
-                    prop_assert_eq!(told, unwatched);
+                    let removed: Vec<u64> = counted.remove(range).into_iter().flatten().collect();
+                    prop_assert_eq!(removed, unwatched);
                 }
                 prop_assert_eq!(watched(&counted), book.clone());
                 let begins = |page: &usize| book[*page] > 0 && (*page == 0 || book[*page - 1] == 0);
                 prop_assert_eq!(counted.apart(), (0..PAGES as usize).filter(begins).count());
                 let gaps: Vec<u64> = counted.gaps(3..PAGES - 2).into_iter().flatten().collect();
-                let free: Vec<u64> = (3..PAGES - 2).filter(|page| book[*page as usize] == 0).collect();
+                let free: Vec<u64> =
+                    (3..PAGES - 2).filter(|page| book[*page as usize] == 0).collect();
                 prop_assert_eq!(gaps, free);
             }
             for range in live {

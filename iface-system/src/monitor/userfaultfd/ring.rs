@@ -1,10 +1,10 @@
-//! A queue of ranges from the monitor's thread, which takes no lock, to threads that may.
+//! A queue of ranges from the monitor's thread, which may not lock, to threads that may.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 /// A queue of `N` ranges (start and length) with one writer, which never waits.
 ///
-/// All zeroes mean an empty queue. Readers take turns by a lock of their own.
+/// All zeroes mean an empty queue. Readers exclude each other by a lock of their own.
 #[repr(C)]
 pub(super) struct Ring<const N: usize> {
     ranges: [[AtomicU64; 2]; N],

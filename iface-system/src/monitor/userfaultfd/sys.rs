@@ -1,4 +1,4 @@
-//! `linux/userfaultfd.h`: the calls, and why they are refused.
+//! The calls of `linux/userfaultfd.h`, and the reasons for their refusals.
 
 use std::{
     fs,
@@ -23,7 +23,7 @@ pub(super) const EVENT_REMAP: u8 = 0x14;
 pub(super) const EVENT_REMOVE: u8 = 0x15;
 pub(super) const EVENT_UNMAP: u8 = 0x16;
 
-/// A feature bit with the header's name for it.
+/// A feature bit with its name in the header.
 type Feature = (u64, &'static str);
 
 const NEEDED: [Feature; 4] = [
@@ -33,7 +33,7 @@ const NEEDED: [Feature; 4] = [
     (1 << 6, "UFFD_FEATURE_EVENT_UNMAP"),
 ];
 
-/// Shared and huge pages too, since Linux 5.19.
+/// Watches shared and huge pages too, since Linux 5.19.
 const WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 
 #[repr(C)]
@@ -68,10 +68,10 @@ const UFFDIO_REGISTER: Opcode = opcode::read_write::<Register>(0xaa, 0);
 const UFFDIO_UNREGISTER: Opcode = opcode::read::<Range>(0xaa, 1);
 const UFFDIO_WRITEPROTECT: Opcode = opcode::read_write::<WriteProtect>(0xaa, 6);
 
-/// `USERFAULTFD_IOC_NEW` of `/dev/userfaultfd`, which takes the flags as its argument.
+/// `USERFAULTFD_IOC_NEW` of `/dev/userfaultfd`, with the flags as its argument.
 struct New(u32);
 
-// SAFETY: the ioctl takes a number and returns a new fd.
+// SAFETY: the ioctl reads a number and returns a new fd.
 unsafe impl Ioctl for New {
     type Output = OwnedFd;
     const IS_MUTATING: bool = false;
@@ -88,12 +88,12 @@ unsafe impl Ioctl for New {
         out: IoctlOutput,
         _: *mut std::ffi::c_void,
     ) -> rustix::io::Result<OwnedFd> {
-        // SAFETY: the ioctl succeeded, so `out` is a new fd that nobody else owns.
+        // SAFETY: the ioctl succeeded, so `out` is a new fd that nothing else owns.
         Ok(unsafe { OwnedFd::from_raw_fd(out) })
     }
 }
 
-/// One message, as `struct uffd_msg`: the event in its first byte, and up to three words.
+/// One message, as `struct uffd_msg`: the event in the first byte, and up to three words.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub(super) struct Message {
@@ -107,9 +107,10 @@ impl Message {
     }
 }
 
-/// Reads messages that are there; `Errno::AGAIN` without any.
+/// Reads the messages that have arrived. Fails with `Errno::AGAIN` if there are none.
 pub(super) fn read<'a>(fd: &OwnedFd, into: &'a mut [Message; 16]) -> Result<&'a [Message], Errno> {
-    // SAFETY: messages are plain words, and their whole array is lent out as the bytes that it is.
+    // SAFETY: messages are plain words without padding, and any bytes are valid for them; the slice
+    // covers exactly their array.
     let bytes = unsafe {
         std::slice::from_raw_parts_mut(into.as_mut_ptr().cast::<u8>(), size_of::<[Message; 16]>())
     };
@@ -117,21 +118,24 @@ pub(super) fn read<'a>(fd: &OwnedFd, into: &'a mut [Message; 16]) -> Result<&'a 
     Ok(&into[..read / size_of::<Message>()])
 }
 
-/// The file, for user-mode faults only, with the events that the monitor needs.
+/// Opens a userfaultfd for user-mode faults only, with the events that the monitor needs.
 ///
 /// # Errors
-/// PermissionDenied, Unsupported or OutOfResources, naming what refuses it: the kernel, a sysctl, a
-/// security policy.
+/// PermissionDenied, Unsupported or OutOfResources. The error names the kernel, sysctl or security
+/// policy that refuses the call.
 pub(super) fn open() -> Result<OwnedFd> {
     let offered = Api { api: UFFD_API, features: 0, ioctls: 0 };
-    // The handshake can be made once for each file: one to ask, one to use.
+    // Each file allows one handshake: the first file queries the features, the second uses them.
     let offered = handshake(&new()?, offered)?.features;
     let missing: Vec<_> =
         NEEDED.iter().filter(|(bit, _)| offered & bit == 0).map(|(_, name)| *name).collect();
     if !missing.is_empty() {
         return Err(refused(ErrorKind::Unsupported, "ioctl(UFFDIO_API)")
             .context("missing", missing.join(","))
-            .remedy("Linux 5.7 has them on x86-64, 6.10 on aarch64, with CONFIG_HAVE_ARCH_USERFAULTFD_WP"));
+            .remedy(
+                "use Linux 5.7 or newer (x86-64), or 6.10 or newer (aarch64), with \
+                 CONFIG_HAVE_ARCH_USERFAULTFD_WP",
+            ));
     }
     let features = NEEDED.iter().fold(offered & WP_HUGETLBFS_SHMEM, |all, (bit, _)| all | bit);
     let fd = new()?;
@@ -142,12 +146,12 @@ pub(super) fn open() -> Result<OwnedFd> {
 /// The number of times that a call is made while the kernel answers EAGAIN or EINTR.
 const TRIES: u32 = 10;
 
-/// Makes a call again while the kernel answers EAGAIN or EINTR, for some 50 ms at most.
+/// Repeats a call while the kernel answers EAGAIN or EINTR, for some 50 ms at most.
 pub(super) fn persistent<T>(mut call: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
     for tried in 0..TRIES {
         match call() {
             Err(Errno::AGAIN | Errno::INTR) => {
-                // Twice as long each time: from 50 us.
+                // Doubles each time, from 50 us.
                 thread::sleep(Duration::from_micros(50 << tried));
             }
             answer => return answer,
@@ -166,7 +170,7 @@ fn handshake(fd: &OwnedFd, mut api: Api) -> Result<Api> {
 fn new() -> Result<OwnedFd> {
     let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
     let user_mode = flags | UserfaultfdFlags::from_bits_retain(UFFD_USER_MODE_ONLY);
-    // SAFETY: a new file, on which this module does nothing but what its functions say.
+    // SAFETY: the call makes a new file, which only the functions of this module use.
     let made = |flags| persistent(|| unsafe { rustix::mm::userfaultfd(flags) });
     let mut call = made(user_mode);
     let before_user_mode = call.as_ref().is_err_and(|errno| *errno == Errno::INVAL);
@@ -176,7 +180,7 @@ fn new() -> Result<OwnedFd> {
     call.or_else(|errno| {
         let device =
             rustix::fs::open("/dev/userfaultfd", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
-                // SAFETY: the file is `/dev/userfaultfd`, which knows this ioctl.
+                // SAFETY: the file is `/dev/userfaultfd`, which implements this ioctl.
                 .and_then(|device| unsafe { ioctl::ioctl(device.as_fd(), New(user_mode.bits())) });
         device.map_err(|device| {
             let (kind, why, remedy) = cause(errno, before_user_mode, filtered());
@@ -193,7 +197,7 @@ fn refused(kind: ErrorKind, operation: &'static str) -> Error {
     Error::new(kind, operation).iface(IfaceKind::SYSTEM).context("monitor", "userfaultfd")
 }
 
-/// Whether a seccomp filter is in force.
+/// Returns true if a seccomp filter is active.
 fn filtered() -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     status.lines().any(|line| {
@@ -201,19 +205,18 @@ fn filtered() -> bool {
     })
 }
 
-/// What refused the call, and what to do about it.
+/// Returns the kind, reason and remedy of a refusal.
 fn cause(
     errno: Errno,
     before_user_mode: bool,
     filtered: bool,
 ) -> (ErrorKind, &'static str, &'static str) {
-    const ALLOW: &str = "allow the system call in the container's seccomp profile, or give the process /dev/userfaultfd";
+    const ALLOW: &str = "allow `userfaultfd` in the container's seccomp profile (`docker run \
+                         --security-opt seccomp=profile.json`), or pass --device=/dev/userfaultfd";
     match errno {
-        Errno::PERM | Errno::ACCESS | Errno::NOSYS if filtered => (
-            ErrorKind::PermissionDenied,
-            "a seccomp filter is in force and refuses the call",
-            ALLOW,
-        ),
+        Errno::PERM | Errno::ACCESS | Errno::NOSYS if filtered => {
+            (ErrorKind::PermissionDenied, "a seccomp filter is active and refuses the call", ALLOW)
+        }
         Errno::NOSYS => (
             ErrorKind::Unsupported,
             "the kernel was built without CONFIG_USERFAULTFD",
@@ -221,8 +224,9 @@ fn cause(
         ),
         Errno::PERM | Errno::ACCESS if before_user_mode => (
             ErrorKind::PermissionDenied,
-            "the kernel is older than 5.11, where only the sysctl vm.unprivileged_userfaultfd or CAP_SYS_PTRACE allows the call",
-            "set vm.unprivileged_userfaultfd=1, or use a newer kernel",
+            "the kernel is older than 5.11, where only the sysctl vm.unprivileged_userfaultfd or \
+             CAP_SYS_PTRACE allows the call",
+            "run `sysctl vm.unprivileged_userfaultfd=1`, or use a newer kernel",
         ),
         Errno::PERM | Errno::ACCESS => (
             ErrorKind::PermissionDenied,
@@ -232,18 +236,17 @@ fn cause(
         Errno::MFILE | Errno::NFILE | Errno::NOMEM => (
             ErrorKind::OutOfResources,
             "no file descriptor or memory is left",
-            "raise RLIMIT_NOFILE",
+            "raise the limit of open files (`ulimit -n`)",
         ),
         _ => (ErrorKind::Driver, "the kernel refuses the call", "use the memhooks monitor"),
     }
 }
 
-/// Watches whole pages: events only, no fault of anybody is intercepted, since nothing is ever
-/// write-protected.
+/// Watches whole pages. Only events arrive: no page is write-protected, so no fault is intercepted.
 pub(super) fn register(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno> {
     let mut register =
         Register { range: Range { start, len }, mode: UFFDIO_REGISTER_MODE_WP, ioctls: 0 };
-    // SAFETY: the ioctl reads and writes one `Register`, and changes no memory's content.
+    // SAFETY: the ioctl reads and writes one `Register`, and changes no content of memory.
     persistent(|| unsafe {
         ioctl::ioctl(fd.as_fd(), Updater::<UFFDIO_REGISTER, _>::new(&mut register))
     })
@@ -251,10 +254,9 @@ pub(super) fn register(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno> 
 
 /// Asks the kernel to populate a page as a first write does, without changing its bytes.
 ///
-/// A private mapping may be cut before its first touch. Both sides of the cut then have different
-/// origins, so that the kernel never joins them again. Linux 5.14 has the call
-/// (`MADV_POPULATE_WRITE`). If the kernel refuses it, the mappings that stay cut are still part of
-/// the count of the process's mappings.
+/// Watching a part of a private mapping splits it. If that happens before the first write, the
+/// kernel never merges the parts again. Linux 5.14 has the call (`MADV_POPULATE_WRITE`). If the
+/// kernel refuses it, mappings that stay split count towards the process's mappings.
 pub(super) fn touch(page: u64) {
     let at = std::ptr::with_exposed_provenance_mut(page as usize);
     // SAFETY: the kernel checks the address, and leaves the content as it is.
@@ -272,10 +274,10 @@ pub(super) fn unregister(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno
     })
 }
 
-/// Whether some thread has unmapped watched memory whose event was not read yet.
+/// Returns true if a thread has unmapped watched memory and its event was not read yet.
 ///
-/// The kernel refuses to write-protect while that is so, before it looks at the range: an empty one
-/// changes nothing.
+/// The kernel then refuses to write-protect, before it looks at the range. An empty range changes
+/// nothing.
 pub(super) fn changes_under_way(fd: &OwnedFd) -> bool {
     let mut nothing = WriteProtect { range: Range { start: 0, len: 0 }, mode: 0 };
     // SAFETY: the ioctl reads one `WriteProtect`, whose empty range it refuses.

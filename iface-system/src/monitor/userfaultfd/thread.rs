@@ -1,8 +1,8 @@
-//! The thread that reads events. It is process-wide state because the kernel's file is: whoever
+//! The thread that reads events. It is process-wide because the kernel's file is: a thread that
 //! unmaps watched memory waits until this thread has read the event.
 //!
-//! For the same reason it must never wait for such a thread: while it runs it allocates nothing,
-//! frees nothing, takes no lock and handles no signal. It says what went wrong when it has ended.
+//! So this thread must never wait for such a thread. While it runs, it allocates nothing, frees
+//! nothing, takes no lock and handles no signal. It logs a failure only when it has ended.
 
 use std::{
     mem::MaybeUninit,
@@ -30,7 +30,7 @@ use super::{
 /// The most moved mappings that are remembered until a subscriber's thread stops watching them.
 const MOVED: usize = 64;
 
-/// The most discards that are remembered until a caller asks if they are over.
+/// The most discards that are remembered until a caller checks if they are over.
 const DISCARDED: usize = 256;
 
 /// The state that the thread shares with the rest of the process.
@@ -41,14 +41,14 @@ pub(super) struct UffdState {
     failed: AtomicU32,
     /// Set if more discards were reported than `discarded` has room for.
     lost_discards: AtomicBool,
-    /// The ranges to which mremap moved watched memory. The kernel goes on watching them.
+    /// The ranges to which mremap moved watched memory. The kernel still watches them.
     pub(super) moved: Ring<MOVED>,
     /// The ranges that `madvise` discards or is about to discard.
     pub(super) discarded: Ring<DISCARDED>,
 }
 
-// SAFETY: zeroes are an empty table, no failure, nothing moved and nothing discarded; all is shared
-// by atomics alone.
+// SAFETY: zeroes are an empty table, no failure, no moves and no discards; threads share atomics
+// only.
 unsafe impl Wipeable for UffdState {}
 
 impl HasTable for UffdState {
@@ -83,7 +83,7 @@ impl UffdState {
     }
 }
 
-/// What the thread needs.
+/// The inputs of the thread.
 #[derive(Debug)]
 pub(super) struct Watched {
     pub(super) events: OwnedFd,
@@ -93,8 +93,8 @@ pub(super) struct Watched {
     pub(super) beneath_hooks: AtomicBool,
 }
 
-/// Starts the thread, with every signal blocked: a handler of the application that unmapped watched
-/// memory here would wait for itself.
+/// Starts the thread with every signal blocked: a handler of the application that unmaps watched
+/// memory on this thread would wait for the thread itself.
 pub(super) fn start(watched: &Arc<Watched>) -> Result<JoinHandle<()>> {
     let mut all = MaybeUninit::<libc::sigset_t>::uninit();
     let mut before = MaybeUninit::<libc::sigset_t>::uninit();
@@ -108,13 +108,17 @@ pub(super) fn start(watched: &Arc<Watched>) -> Result<JoinHandle<()>> {
         let thread = std::thread::Builder::new().name("hmem-userfaultfd".into());
         let thread = thread.spawn(move || {
             if let Err(errno) = run(&watched) {
-                tracing::error!(%errno, "the userfaultfd monitor cannot go on: nothing it watches is found in a cache any more");
+                tracing::error!(
+                    %errno,
+                    "the userfaultfd monitor has failed: no memory that it watches is found in a \
+                     cache any more"
+                );
             }
         });
         thread.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::AGAIN))
     };
     let thread = sys::persistent(spawn);
-    // SAFETY: the mask was filled by the call above.
+    // SAFETY: the first call of pthread_sigmask filled the mask.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut()) };
     thread.map_err(|errno| {
         Error::os(errno, "start thread").iface(IfaceKind::SYSTEM).context("monitor", "userfaultfd")
@@ -142,19 +146,19 @@ fn run(watched: &Watched) -> Result<(), Errno> {
         // A hooked discard whose event is read here returns after the gates are open again.
         let beneath_hooks = watched.beneath_hooks.load(Ordering::Relaxed);
         let _reading = beneath_hooks.then(memhooks::reading_discards);
-        // From here until everybody is told, no lookup hits: who unmapped goes on as soon as the
-        // event is read.
+        // From here until every subscriber is notified, no lookup hits: the thread that unmapped
+        // continues as soon as the event is read.
         let pass = shared.table.pass();
         pass.each(|_, invalidator| invalidator.close_gate());
-        let told = polled.and_then(|()| {
+        let notified = polled.and_then(|()| {
             if events.intersects(PollFlags::IN) {
-                tell(watched, beneath_hooks, &pass, &mut messages)
+                notify(watched, beneath_hooks, &pass, &mut messages)
             } else {
                 Err(Errno::BADF)
             }
         });
-        if let Err(errno) = told {
-            // The gates stay closed: what is cached can no longer be trusted.
+        if let Err(errno) = notified {
+            // The gates stay closed, because cached registrations can no longer be trusted.
             shared.failed.store(errno.raw_os_error() as u32, Ordering::Release);
             return Err(errno);
         }
@@ -162,7 +166,7 @@ fn run(watched: &Watched) -> Result<(), Errno> {
     }
 }
 
-fn tell(
+fn notify(
     watched: &Watched,
     beneath_hooks: bool,
     pass: &hmem_hook::TableReadGuard<'_>,
@@ -180,18 +184,18 @@ fn tell(
             EVENT_REMOVE => {
                 let range = clamped(first, second.saturating_sub(first));
                 // Recorded before subscribers are notified, so that later registrations find it.
-                let hooked = beneath_hooks && memhooks::tells_of_discard(first, second);
+                let hooked = beneath_hooks && memhooks::is_hooked_discard(first, second);
                 if !hooked {
                     watched.subscribers.shared().discarded(range);
                 }
                 (range, InvalidationCause::Discard)
             }
             EVENT_REMAP => {
-                // One too many is forgotten, and its events cost time and no more.
+                // If the queue is full, the range stays watched, and its events only cost time.
                 watched.subscribers.shared().moved.push(second, third);
                 (clamped(first, third), InvalidationCause::Remap)
             }
-            // No other event was asked for.
+            // The monitor asked for no other event.
             _ => continue,
         };
         pass.each(|_, invalidator| invalidator.invalidate(range, cause));
