@@ -5,9 +5,8 @@
 //! `docs/causes.md` is all of them as a page; a test compares the two.
 
 use hmem_core::{
-    AllocationKind, ErrorKind, Path,
+    ErrorKind, Path,
     cause::{Answer, Facts, Needs, RefusalCause, Step},
-    iface::DmaBufMapping,
 };
 
 use crate::topology::PEER_MEMORY;
@@ -31,7 +30,7 @@ const NOT_REACHABLE: &[Answer] =
     &[Answer::Errno(&[524, 121]), Answer::Kind(&[ErrorKind::Unreachable])];
 
 /// The cause that holds only while the default mapping is not refused as well.
-pub(super) const NO_PCIE_MAPPING: &str = "no-pcie-mapping";
+pub(super) const NO_PCIE_MAPPING: &str = RefusalCause::NO_PCIE_MAPPING.name;
 
 /// The fields that most entries share: no further condition.
 const ANY: RefusalCause = RefusalCause::ANY;
@@ -77,47 +76,9 @@ pub const CAUSES: &[RefusalCause] = &[
         remedy: "use a NIC whose driver does (mlx5, efa, irdma, bnxt_re) with rdma-core 34 or newer, or load a peer-memory client",
         ..ANY
     },
-    RefusalCause {
-        name: NO_PCIE_MAPPING,
-        rank: 50,
-        paths: DMA_BUF,
-        steps: EXPORT,
-        mapping: Some(DmaBufMapping::Pcie),
-        answers: &[Answer::UNSUPPORTED, Answer::Kind(&[ErrorKind::InvalidArgument])],
-        cause: "the driver or the device has no PCIe mapping for exports",
-        remedy: "nothing where the default mapping works, which is tried next; update the driver where it does not",
-        ..ANY
-    },
-    RefusalCause {
-        name: "vmm-range",
-        rank: 60,
-        paths: DIRECT,
-        steps: &[Step::Segments, Step::Export],
-        kind: Some(AllocationKind::Virtual),
-        answers: &[Answer::Kind(&[
-            ErrorKind::Unsupported,
-            ErrorKind::InvalidArgument,
-            ErrorKind::OutOfBounds,
-        ])],
-        cause: "the range was mapped by hand from physical memory that was not created for RDMA, or spans a hole between two \
-                mappings",
-        remedy: "create the physical memory as RDMA capable, and register inside mapped ranges",
-        ..ANY
-    },
-    RefusalCause {
-        name: "stream-ordered-pool",
-        rank: 70,
-        paths: DIRECT,
-        steps: &[Step::Segments, Step::Export, Step::Register],
-        kind: Some(AllocationKind::StreamOrdered),
-        answers: &[
-            Answer::Errno(&[14, 22]),
-            Answer::Kind(&[ErrorKind::Unsupported, ErrorKind::InvalidArgument]),
-        ],
-        cause: "the driver exports no memory of this stream-ordered pool, as it was not made for RDMA or pools cannot be",
-        remedy: "allocate what is registered with the plain allocator, or from a pool made for RDMA where the driver has such pools",
-        ..ANY
-    },
+    RefusalCause::NO_PCIE_MAPPING,
+    RefusalCause::VMM_RANGE,
+    RefusalCause::STREAM_ORDERED_POOL,
     RefusalCause {
         name: "segment-not-exportable",
         rank: 80,
@@ -173,16 +134,7 @@ pub const CAUSES: &[RefusalCause] = &[
                  of its physical memory with the same properties",
         ..ANY
     },
-    RefusalCause {
-        name: "device-without-dma-buf",
-        rank: 160,
-        paths: DMA_BUF,
-        steps: EXPORT,
-        answers: &[Answer::Errno(&[38, 95]), Answer::UNSUPPORTED],
-        cause: "the device, its driver or this kind of memory has no dma-buf export",
-        remedy: "use a driver that exports, and device memory; or load a peer-memory client",
-        ..ANY
-    },
+    RefusalCause::DEVICE_WITHOUT_DMA_BUF,
     RefusalCause {
         name: "acs",
         rank: 170,
@@ -339,30 +291,8 @@ pub const CAUSES: &[RefusalCause] = &[
         remedy: "keep the dma-buf open until the registration returns",
         ..ANY
     },
-    RefusalCause {
-        name: "device-files",
-        rank: 310,
-        paths: EVERY,
-        steps: NOT_IMPORT,
-        answers: &[
-            Answer::Errno(&[1, 13]),
-            Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied]),
-        ],
-        cause: "the process may not use the device's files, or the buffer was opened for reading only",
-        remedy: "give the user (or container) /dev/infiniband/uverbs* and the files of the device's driver in /dev, and export \
-                 for writing",
-        ..ANY
-    },
-    RefusalCause {
-        name: "device-lost",
-        rank: 320,
-        paths: DIRECT,
-        steps: SEGMENTS_OR_EXPORT,
-        answers: &[Answer::Errno(&[5, 19]), Answer::Kind(&[ErrorKind::Unavailable])],
-        cause: "the device fell off the bus, was reset, or was taken from this process",
-        remedy: "look at the kernel log (dmesg), and start again once the device answers",
-        ..ANY
-    },
+    RefusalCause::DEVICE_FILES,
+    RefusalCause::DEVICE_LOST,
     RefusalCause {
         name: "nic-lost",
         rank: 330,
