@@ -162,7 +162,8 @@ fn stable(text: &str, names: &Names) -> String {
             Some((name, range)) => {
                 write!(out, "{name}[{}]", address - range.start().0).expect("a String");
             }
-            None if address < 1 << 20 => write!(out, "{address:#x}").expect("a String"),
+            // A length, an offset or a driver's code.
+            None if address < 1 << 32 => write!(out, "{address:#x}").expect("a String"),
             None => out.push_str("elsewhere"),
         }
     }

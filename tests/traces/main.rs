@@ -5,22 +5,30 @@
 //! Each situation is registered through every door: `regattr`, `regattr` with tracing on, an event
 //! queue, `regattr_on`, a miss of the cache, and `explain`. A door that decides like `regattr` has
 //! no lines of its own.
-#![cfg(feature = "cuda")]
+#![cfg(all(
+    feature = "cuda",
+    feature = "neuron",
+    feature = "rocr",
+    feature = "synapseai",
+    feature = "ze"
+))]
 #![allow(unsafe_code)]
 
 mod case;
+mod fake;
 mod listing;
 #[allow(dead_code, reason = "the CUDA tests use the rest")]
 #[path = "../cuda/segments.rs"]
 mod segments;
 mod situations;
+mod vendors;
 
 use std::{env, fs, path::Path};
 
 /// P2P-01, P2P-02, P2P-03, P2P-04, DIAG-03
 #[test]
 fn registrations_decide_as_the_golden_traces_say() {
-    let now = listing::of(&situations::all());
+    let now = listing::of(&[situations::all(), vendors::all()].concat());
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/traces/traces.txt");
     if env::var_os("HMEM_BLESS").is_some() {
         fs::write(&file, &now).expect("the list can be written");
