@@ -712,6 +712,41 @@ fn an_ipc_handle_opens_in_another_process() {
     end(&runtime, iface);
 }
 
+/// HM-10
+///
+/// The header asks for the full length of the allocation at both ends. A runtime that answers with
+/// whole pages may count the rounded length as the full one.
+#[test]
+fn ipc_keeps_the_requested_length_whatever_the_runtime_rounds_to() {
+    const ODD: u64 = 5000;
+    for rounds_lengths in [false, true] {
+        let (runtime, iface) = world_of(Profile { rounds_lengths, ..Profile::default() });
+        let request = AllocRequest { len: ODD, device: DeviceId(0), kind: AllocationKind::Device };
+        let allocation = iface.allocate(&request).expect("allocate");
+        // SAFETY: the memory is this test's own.
+        unsafe { iface.write(allocation.base(), &[0x21; ODD as usize]) }.expect("write");
+        let handle = iface.ipc_export(&allocation).expect("export");
+        let other = open(&runtime).expect("open");
+        let opened = other.ipc_open(&handle).expect("open the handle");
+        assert_eq!((opened.range.len(), opened.kind), (ODD, AllocationKind::Imported));
+        let (base, found) = (opened.base().0, query(&other, opened.base().0 + ODD - 1));
+        assert_eq!(found.map(|found| found.range), Some(opened.range));
+        assert_eq!(query(&other, base + ODD), None, "the rest of the page is no memory");
+        let mut bytes = vec![0; ODD as usize + 1];
+        // SAFETY: the memory is open, and nothing refers to `bytes`.
+        unsafe {
+            other.read(opened.base(), &mut bytes[1..]).expect("read");
+            let error = other.read(opened.base(), &mut bytes).expect_err("one byte too many");
+            assert_eq!(error.kind(), ErrorKind::OutOfBounds);
+            other.ipc_close(&opened).expect("close");
+        }
+        assert!(bytes[1..].iter().all(|byte| *byte == 0x21));
+        free(&iface, &allocation).expect("free");
+        other.close().map_err(Error::from).expect("close");
+        end(&runtime, iface);
+    }
+}
+
 /// REL-01
 ///
 /// Each call of the runtime fails in turn. An error comes back or nothing is lost by it, the next

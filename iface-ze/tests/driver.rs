@@ -313,6 +313,93 @@ fn exports_of_one_allocation_take_turns() {
     assert_eq!(driver.live().exports, 0, "the driver has every fd back");
 }
 
+/// A driver's function that lets another thread win a race: when an export is asked for the second
+/// time, the memory is freed, a file gets the number of its fd, and other memory gets its address.
+mod replaced {
+    use std::{
+        ffi::c_void,
+        fs::File,
+        os::fd::{AsRawFd, OwnedFd},
+        ptr,
+        sync::Mutex,
+    };
+
+    use hmem_iface_ze::sys::{
+        ContextHandle, DeviceHandle, DeviceMemoryDescription, ExportFd, MemoryAllocationProperties,
+        ZeResult,
+    };
+
+    /// The file that has the number of the first export's fd.
+    pub(super) static FILE: Mutex<Option<OwnedFd>> = Mutex::new(None);
+    static FIRST: Mutex<Option<i32>> = Mutex::new(None);
+
+    pub(super) unsafe extern "C" fn properties(
+        context: ContextHandle,
+        address: *const c_void,
+        into: *mut MemoryAllocationProperties,
+        device: *mut DeviceHandle,
+    ) -> ZeResult {
+        // SAFETY: the iface passes properties that can be read and written, and chains nothing to
+        // them but an `ExportFd`.
+        let export = unsafe { (*into).next }.cast::<ExportFd>();
+        let first = FIRST.lock().unwrap().take().filter(|_| !export.is_null());
+        if let Some(fd) = first {
+            replace(context, address.cast_mut(), fd);
+        }
+        // SAFETY: the arguments are the caller's, unchanged.
+        let code = unsafe { hmem_fake_ze::zeMemGetAllocProperties(context, address, into, device) };
+        if !export.is_null() && first.is_none() {
+            // SAFETY: the driver wrote the fd.
+            *FIRST.lock().unwrap() = Some(unsafe { (*export).fd });
+        }
+        code
+    }
+
+    fn replace(context: ContextHandle, address: *mut c_void, fd: i32) {
+        let description = DeviceMemoryDescription::default();
+        let (mut found, mut again) = (MemoryAllocationProperties::default(), ptr::null_mut());
+        let (mut on, len) = (DeviceHandle::NULL, super::LEN as usize);
+        // SAFETY: the driver is started, and the structures say their types. The allocation at the
+        // address is live, and nothing uses its bytes.
+        unsafe {
+            hmem_fake_ze::zeMemGetAllocProperties(context, address, &mut found, &mut on);
+            hmem_fake_ze::zeMemFree(context, address);
+            let file = File::open("/dev/null").expect("a file");
+            let file = rustix::io::fcntl_dupfd_cloexec(&file, fd).expect("a number");
+            assert_eq!(file.as_raw_fd(), fd, "the driver closed the fd of freed memory");
+            *FILE.lock().unwrap() = Some(file);
+            hmem_fake_ze::zeMemAllocDevice(context, &description, len, 0, on, &mut again);
+        }
+        assert_eq!(again, address, "the address comes back");
+    }
+}
+
+/// HM-06
+///
+/// Without a call that takes fds back, a second export shows whether the first fd is the caller's.
+/// If other memory is at the address by then, the numbers differ and neither fd may be closed.
+#[test]
+fn fds_stay_open_if_the_memory_is_replaced_during_its_export() {
+    let absent = vec!["zeMemGetIpcHandleFromFileDescriptorExp", "zeMemPutIpcHandle"];
+    let profile = Profile { absent, pools: false, ..Profile::default() };
+    let driver = FakeDriver::start(profile);
+    let lookup = |name: &str| match name {
+        "zeMemGetAllocProperties" => Some(replaced::properties as *const ()),
+        _ => driver.symbol(name),
+    };
+    // SAFETY: as in `open`; one function stands before the driver's own.
+    let functions = unsafe { Functions::from_lookup(lookup) }.expect("the table");
+    let iface = LevelZero::builder().functions(functions).open().expect("open");
+    let allocation = iface.allocate(&request(AllocationKind::Device)).expect("allocate");
+    let before = open_fds(&driver);
+    let export = iface.export_dma_buf(allocation.range, &nic(), DmaBufMapping::Default);
+    assert_eq!(export.expect_err("freed meanwhile").kind(), ErrorKind::OutOfBounds);
+    let file = replaced::FILE.lock().unwrap().take().expect("the memory was replaced");
+    rustix::fs::fstat(&file).expect("the other file is still open");
+    assert_eq!(open_fds(&driver), before + 1, "the driver has its fd, and the test its file");
+    driver.free_elsewhere(allocation.base().0);
+}
+
 /// HM-06
 ///
 /// A device without the ability, whose driver reports success and the fd of another file: it is
