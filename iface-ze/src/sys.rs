@@ -149,20 +149,24 @@ pub struct Layout {
     pub fields: &'static [(&'static str, usize)],
 }
 
-/// Structures as `ze_api.h` has them. Those with a type begin with it and the next structure of
-/// their chain; the default has the type, no next one, and zeros.
+/// Structures as `ze_api.h` has them. Each begins with its type and the next structure of its chain.
+/// The default has the type, no next structure, and zeros.
 macro_rules! structures {
     ($(
-        $(#[doc = $doc:literal])+
-        $name:ident = $c:literal $(($stype:ident))? {
+        $name:ident = $c:literal: $(#[doc = $doc:literal])* $stype:ident {
             $($field:ident = $c_field:literal: $type:ty,)+
         }
     )+) => {
         $(
-            $(#[doc = $doc])+
+            #[doc = concat!("`", $c, "`")]
+            $(#[doc = ""] #[doc = $doc])*
             #[repr(C)]
             #[derive(Clone, Copy, Debug)]
             pub struct $name {
+                #[doc = concat!("`stype`: [`", stringify!($stype), "`]")]
+                pub stype: u32,
+                /// `pNext`
+                pub next: *const c_void,
                 $(
                     #[doc = concat!("`", $c_field, "`")]
                     pub $field: $type,
@@ -171,12 +175,10 @@ macro_rules! structures {
 
             impl Default for $name {
                 fn default() -> Self {
-                    // SAFETY: every field is an integer, an array of them or a pointer that may be
-                    // null.
-                    #[allow(unused_mut)]
-                    let mut zeroed: Self = unsafe { mem::zeroed() };
-                    $(zeroed.stype = $stype;)?
-                    zeroed
+                    // SAFETY: every field is an integer, an array of integers or a pointer that
+                    // may be null.
+                    let zeroed: Self = unsafe { mem::zeroed() };
+                    Self { stype: $stype, ..zeroed }
                 }
             }
         )+
@@ -185,16 +187,17 @@ macro_rules! structures {
         pub const LAYOUTS: &[Layout] = &[$(Layout {
             name: $c,
             size: size_of::<$name>(),
-            fields: &[$(($c_field, mem::offset_of!($name, $field))),+],
+            fields: &[
+                ("stype", mem::offset_of!($name, stype)),
+                ("pNext", mem::offset_of!($name, next)),
+                $(($c_field, mem::offset_of!($name, $field))),+
+            ],
         }),+];
     };
 }
 
 structures! {
-    /// `ze_device_properties_t`
-    DeviceProperties = "ze_device_properties_t" (ZE_STRUCTURE_TYPE_DEVICE_PROPERTIES) {
-        stype = "stype": u32,
-        next = "pNext": *mut c_void,
+    DeviceProperties = "ze_device_properties_t": ZE_STRUCTURE_TYPE_DEVICE_PROPERTIES {
         kind = "type": u32,
         vendor_id = "vendorId": u32,
         device_id = "deviceId": u32,
@@ -216,11 +219,8 @@ structures! {
         name = "name": [c_char; ZE_MAX_DEVICE_NAME],
     }
 
-    /// `ze_device_memory_properties_t`
-    DeviceMemoryProperties = "ze_device_memory_properties_t"
-        (ZE_STRUCTURE_TYPE_DEVICE_MEMORY_PROPERTIES) {
-        stype = "stype": u32,
-        next = "pNext": *mut c_void,
+    DeviceMemoryProperties = "ze_device_memory_properties_t":
+        ZE_STRUCTURE_TYPE_DEVICE_MEMORY_PROPERTIES {
         flags = "flags": u32,
         max_clock_rate = "maxClockRate": u32,
         max_bus_width = "maxBusWidth": u32,
@@ -228,31 +228,24 @@ structures! {
         name = "name": [c_char; ZE_MAX_DEVICE_NAME],
     }
 
-    /// `ze_device_external_memory_properties_t`
-    DeviceExternalMemoryProperties = "ze_device_external_memory_properties_t"
-        (ZE_STRUCTURE_TYPE_DEVICE_EXTERNAL_MEMORY_PROPERTIES) {
-        stype = "stype": u32,
-        next = "pNext": *mut c_void,
+    DeviceExternalMemoryProperties = "ze_device_external_memory_properties_t":
+        ZE_STRUCTURE_TYPE_DEVICE_EXTERNAL_MEMORY_PROPERTIES {
         memory_import_types = "memoryAllocationImportTypes": u32,
         memory_export_types = "memoryAllocationExportTypes": u32,
         image_import_types = "imageImportTypes": u32,
         image_export_types = "imageExportTypes": u32,
     }
 
-    /// `ze_command_queue_group_properties_t`
-    QueueGroupProperties = "ze_command_queue_group_properties_t"
-        (ZE_STRUCTURE_TYPE_COMMAND_QUEUE_GROUP_PROPERTIES) {
-        stype = "stype": u32,
-        next = "pNext": *mut c_void,
+    QueueGroupProperties = "ze_command_queue_group_properties_t":
+        ZE_STRUCTURE_TYPE_COMMAND_QUEUE_GROUP_PROPERTIES {
         flags = "flags": u32,
         max_memory_fill_pattern_size = "maxMemoryFillPatternSize": usize,
         num_queues = "numQueues": u32,
     }
 
-    /// `ze_pci_ext_properties_t` with its address and speed
-    PciProperties = "ze_pci_ext_properties_t" (ZE_STRUCTURE_TYPE_PCI_EXT_PROPERTIES) {
-        stype = "stype": u32,
-        next = "pNext": *mut c_void,
+    PciProperties = "ze_pci_ext_properties_t":
+        /// With its address and speed.
+        ZE_STRUCTURE_TYPE_PCI_EXT_PROPERTIES {
         domain = "address.domain": u32,
         bus = "address.bus": u32,
         device = "address.device": u32,
@@ -262,67 +255,48 @@ structures! {
         speed_bandwidth = "maxSpeed.maxBandwidth": i64,
     }
 
-    /// `ze_context_desc_t`
-    ContextDescription = "ze_context_desc_t" (ZE_STRUCTURE_TYPE_CONTEXT_DESC) {
-        stype = "stype": u32,
-        next = "pNext": *const c_void,
+    ContextDescription = "ze_context_desc_t": ZE_STRUCTURE_TYPE_CONTEXT_DESC {
         flags = "flags": u32,
     }
 
-    /// `ze_device_mem_alloc_desc_t`
-    DeviceMemoryDescription = "ze_device_mem_alloc_desc_t"
-        (ZE_STRUCTURE_TYPE_DEVICE_MEM_ALLOC_DESC) {
-        stype = "stype": u32,
-        next = "pNext": *const c_void,
+    DeviceMemoryDescription = "ze_device_mem_alloc_desc_t":
+        ZE_STRUCTURE_TYPE_DEVICE_MEM_ALLOC_DESC {
         flags = "flags": u32,
         ordinal = "ordinal": u32,
     }
 
-    /// `ze_host_mem_alloc_desc_t`
-    HostMemoryDescription = "ze_host_mem_alloc_desc_t" (ZE_STRUCTURE_TYPE_HOST_MEM_ALLOC_DESC) {
-        stype = "stype": u32,
-        next = "pNext": *const c_void,
+    HostMemoryDescription = "ze_host_mem_alloc_desc_t": ZE_STRUCTURE_TYPE_HOST_MEM_ALLOC_DESC {
         flags = "flags": u32,
     }
 
-    /// `ze_external_memory_export_desc_t`: says at allocation how the memory will be exported.
-    ExportDescription = "ze_external_memory_export_desc_t"
-        (ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_EXPORT_DESC) {
-        stype = "stype": u32,
-        next = "pNext": *const c_void,
+    ExportDescription = "ze_external_memory_export_desc_t":
+        /// Says at allocation how the memory will be exported.
+        ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_EXPORT_DESC {
         flags = "flags": u32,
     }
 
-    /// `ze_external_memory_export_fd_t`: asks for an fd of an allocation.
-    ExportFd = "ze_external_memory_export_fd_t" (ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_EXPORT_FD) {
-        stype = "stype": u32,
-        next = "pNext": *const c_void,
+    ExportFd = "ze_external_memory_export_fd_t":
+        /// Asks for an fd of an allocation.
+        ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_EXPORT_FD {
         flags = "flags": u32,
         fd = "fd": c_int,
     }
 
-    /// `ze_external_memory_import_fd_t`: allocates the memory of an fd.
-    ImportFd = "ze_external_memory_import_fd_t" (ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_IMPORT_FD) {
-        stype = "stype": u32,
-        next = "pNext": *const c_void,
+    ImportFd = "ze_external_memory_import_fd_t":
+        /// Allocates the memory of an fd.
+        ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_IMPORT_FD {
         flags = "flags": u32,
         fd = "fd": c_int,
     }
 
-    /// `ze_memory_allocation_properties_t`
-    MemoryAllocationProperties = "ze_memory_allocation_properties_t"
-        (ZE_STRUCTURE_TYPE_MEMORY_ALLOCATION_PROPERTIES) {
-        stype = "stype": u32,
-        next = "pNext": *mut c_void,
+    MemoryAllocationProperties = "ze_memory_allocation_properties_t":
+        ZE_STRUCTURE_TYPE_MEMORY_ALLOCATION_PROPERTIES {
         kind = "type": u32,
         id = "id": u64,
         page_size = "pageSize": u64,
     }
 
-    /// `ze_command_queue_desc_t`
-    QueueDescription = "ze_command_queue_desc_t" (ZE_STRUCTURE_TYPE_COMMAND_QUEUE_DESC) {
-        stype = "stype": u32,
-        next = "pNext": *const c_void,
+    QueueDescription = "ze_command_queue_desc_t": ZE_STRUCTURE_TYPE_COMMAND_QUEUE_DESC {
         ordinal = "ordinal": u32,
         index = "index": u32,
         flags = "flags": u32,
@@ -330,26 +304,29 @@ structures! {
         priority = "priority": u32,
     }
 
-    /// `ze_event_pool_desc_t`
-    EventPoolDescription = "ze_event_pool_desc_t" (ZE_STRUCTURE_TYPE_EVENT_POOL_DESC) {
-        stype = "stype": u32,
-        next = "pNext": *const c_void,
+    EventPoolDescription = "ze_event_pool_desc_t": ZE_STRUCTURE_TYPE_EVENT_POOL_DESC {
         flags = "flags": u32,
         count = "count": u32,
     }
 
-    /// `ze_event_desc_t`
-    EventDescription = "ze_event_desc_t" (ZE_STRUCTURE_TYPE_EVENT_DESC) {
-        stype = "stype": u32,
-        next = "pNext": *const c_void,
+    EventDescription = "ze_event_desc_t": ZE_STRUCTURE_TYPE_EVENT_DESC {
         index = "index": u32,
         signal = "signal": u32,
         wait = "wait": u32,
     }
+}
 
-    /// `ze_ipc_mem_handle_t`
-    IpcMemoryHandle = "ze_ipc_mem_handle_t" {
-        data = "data": [c_char; ZE_MAX_IPC_HANDLE_SIZE],
+/// `ze_ipc_mem_handle_t`
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct IpcMemoryHandle {
+    /// `data`
+    pub data: [c_char; ZE_MAX_IPC_HANDLE_SIZE],
+}
+
+impl Default for IpcMemoryHandle {
+    fn default() -> Self {
+        Self { data: [0; ZE_MAX_IPC_HANDLE_SIZE] }
     }
 }
 
@@ -414,18 +391,17 @@ macro_rules! required {
 
 macro_rules! functions {
     (
-        $($(#[doc = $doc:literal])+ $field:ident: $symbol:ident = fn($($argument:ty),*);)+
-        optional:
-        $($(#[doc = $optional_doc:literal])+ $optional:ident: $optional_symbol:ident = fn($($optional_argument:ty),*);)+
+        required { $($field:ident: $symbol:ident($($argument:ty),*);)+ }
+        optional { $($optional:ident: $optional_symbol:ident($($optional_argument:ty),*);)+ }
     ) => {
         /// The functions of libze_loader.so.1 that this crate calls.
         #[derive(Clone, Debug)]
         pub struct Functions {
             library: Arc<str>,
-            $($(#[doc = $doc])+ pub(crate) $field: unsafe extern "C" fn($($argument),*) -> ZeResult,)+
+            $(pub(crate) $field: unsafe extern "C" fn($($argument),*) -> ZeResult,)+
             $(
-                $(#[doc = $optional_doc])+
-                pub(crate) $optional: Option<unsafe extern "C" fn($($optional_argument),*) -> ZeResult>,
+                pub(crate) $optional:
+                    Option<unsafe extern "C" fn($($optional_argument),*) -> ZeResult>,
             )+
         }
 
@@ -470,85 +446,67 @@ macro_rules! functions {
 }
 
 functions! {
-    /// `zeInit(flags)`
-    init: zeInit = fn(u32);
-    /// `zeDriverGet(count, drivers)`
-    driver_get: zeDriverGet = fn(*mut u32, *mut DriverHandle);
-    /// `zeDeviceGet(driver, count, devices)`
-    device_get: zeDeviceGet = fn(DriverHandle, *mut u32, *mut DeviceHandle);
-    /// `zeDeviceGetSubDevices(device, count, sub-devices)`
-    device_get_sub_devices: zeDeviceGetSubDevices = fn(DeviceHandle, *mut u32, *mut DeviceHandle);
-    /// `zeDeviceGetProperties(device, properties)`
-    device_get_properties: zeDeviceGetProperties = fn(DeviceHandle, *mut DeviceProperties);
-    /// `zeDeviceGetMemoryProperties(device, count, properties)`
-    device_get_memory_properties: zeDeviceGetMemoryProperties =
-        fn(DeviceHandle, *mut u32, *mut DeviceMemoryProperties);
-    /// `zeDeviceGetExternalMemoryProperties(device, properties)`
-    device_get_external_memory_properties: zeDeviceGetExternalMemoryProperties =
-        fn(DeviceHandle, *mut DeviceExternalMemoryProperties);
-    /// `zeDeviceGetCommandQueueGroupProperties(device, count, properties)`
-    device_get_queue_groups: zeDeviceGetCommandQueueGroupProperties =
-        fn(DeviceHandle, *mut u32, *mut QueueGroupProperties);
-    /// `zeDevicePciGetPropertiesExt(device, properties)`
-    device_pci_get_properties: zeDevicePciGetPropertiesExt = fn(DeviceHandle, *mut PciProperties);
-    /// `zeContextCreate(driver, description, context)`
-    context_create: zeContextCreate = fn(DriverHandle, *const ContextDescription, *mut ContextHandle);
-    /// `zeContextDestroy(context)`
-    context_destroy: zeContextDestroy = fn(ContextHandle);
-    /// `zeMemAllocDevice(context, description, size, alignment, device, pointer)`
-    mem_alloc_device: zeMemAllocDevice =
-        fn(ContextHandle, *const DeviceMemoryDescription, usize, usize, DeviceHandle, *mut *mut c_void);
-    /// `zeMemAllocHost(context, description, size, alignment, pointer)`
-    mem_alloc_host: zeMemAllocHost =
-        fn(ContextHandle, *const HostMemoryDescription, usize, usize, *mut *mut c_void);
-    /// `zeMemAllocShared(context, device's description, host's, size, alignment, device, pointer)`
-    mem_alloc_shared: zeMemAllocShared = fn(
-        ContextHandle,
-        *const DeviceMemoryDescription,
-        *const HostMemoryDescription,
-        usize,
-        usize,
-        DeviceHandle,
-        *mut *mut c_void
-    );
-    /// `zeMemFree(context, pointer)`
-    mem_free: zeMemFree = fn(ContextHandle, *mut c_void);
-    /// `zeMemGetAllocProperties(context, pointer, properties, device)`
-    mem_get_alloc_properties: zeMemGetAllocProperties =
-        fn(ContextHandle, *const c_void, *mut MemoryAllocationProperties, *mut DeviceHandle);
-    /// `zeMemGetAddressRange(context, pointer, base, size)`
-    mem_get_address_range: zeMemGetAddressRange =
-        fn(ContextHandle, *const c_void, *mut *mut c_void, *mut usize);
-    /// `zeCommandListCreateImmediate(context, device, description, list)`
-    command_list_create_immediate: zeCommandListCreateImmediate =
-        fn(ContextHandle, DeviceHandle, *const QueueDescription, *mut CommandListHandle);
-    /// `zeCommandListDestroy(list)`
-    command_list_destroy: zeCommandListDestroy = fn(CommandListHandle);
-    /// `zeCommandListAppendMemoryCopy(list, to, from, size, signal, count, wait for)`
-    append_memory_copy: zeCommandListAppendMemoryCopy =
-        fn(CommandListHandle, *mut c_void, *const c_void, usize, EventHandle, u32, *mut EventHandle);
-    /// `zeEventPoolCreate(context, description, count, devices, pool)`
-    event_pool_create: zeEventPoolCreate =
-        fn(ContextHandle, *const EventPoolDescription, u32, *mut DeviceHandle, *mut EventPoolHandle);
-    /// `zeEventPoolDestroy(pool)`
-    event_pool_destroy: zeEventPoolDestroy = fn(EventPoolHandle);
-    /// `zeEventCreate(pool, description, event)`
-    event_create: zeEventCreate = fn(EventPoolHandle, *const EventDescription, *mut EventHandle);
-    /// `zeEventDestroy(event)`
-    event_destroy: zeEventDestroy = fn(EventHandle);
-    /// `zeEventHostSynchronize(event, nanoseconds)`
-    event_host_synchronize: zeEventHostSynchronize = fn(EventHandle, u64);
-    /// `zeEventQueryStatus(event)`
-    event_query_status: zeEventQueryStatus = fn(EventHandle);
-    /// `zeEventHostReset(event)`
-    event_host_reset: zeEventHostReset = fn(EventHandle);
-
-    optional:
-    /// `zeMemGetIpcHandleFromFileDescriptorExp(context, fd, handle)`
-    ipc_handle_from_fd: zeMemGetIpcHandleFromFileDescriptorExp =
-        fn(ContextHandle, u64, *mut IpcMemoryHandle);
-    /// `zeMemPutIpcHandle(context, handle)`
-    put_ipc_handle: zeMemPutIpcHandle = fn(ContextHandle, IpcMemoryHandle);
+    required {
+        init: zeInit(u32);
+        driver_get: zeDriverGet(*mut u32, *mut DriverHandle);
+        device_get: zeDeviceGet(DriverHandle, *mut u32, *mut DeviceHandle);
+        device_get_sub_devices: zeDeviceGetSubDevices(DeviceHandle, *mut u32, *mut DeviceHandle);
+        device_get_properties: zeDeviceGetProperties(DeviceHandle, *mut DeviceProperties);
+        device_get_memory_properties: zeDeviceGetMemoryProperties(
+            DeviceHandle, *mut u32, *mut DeviceMemoryProperties
+        );
+        device_get_external_memory_properties: zeDeviceGetExternalMemoryProperties(
+            DeviceHandle, *mut DeviceExternalMemoryProperties
+        );
+        device_get_queue_groups: zeDeviceGetCommandQueueGroupProperties(
+            DeviceHandle, *mut u32, *mut QueueGroupProperties
+        );
+        device_pci_get_properties: zeDevicePciGetPropertiesExt(DeviceHandle, *mut PciProperties);
+        context_create: zeContextCreate(
+            DriverHandle, *const ContextDescription, *mut ContextHandle
+        );
+        context_destroy: zeContextDestroy(ContextHandle);
+        mem_alloc_device: zeMemAllocDevice(
+            ContextHandle, *const DeviceMemoryDescription, usize, usize, DeviceHandle,
+            *mut *mut c_void
+        );
+        mem_alloc_host: zeMemAllocHost(
+            ContextHandle, *const HostMemoryDescription, usize, usize, *mut *mut c_void
+        );
+        mem_alloc_shared: zeMemAllocShared(
+            ContextHandle, *const DeviceMemoryDescription, *const HostMemoryDescription, usize,
+            usize, DeviceHandle, *mut *mut c_void
+        );
+        mem_free: zeMemFree(ContextHandle, *mut c_void);
+        mem_get_alloc_properties: zeMemGetAllocProperties(
+            ContextHandle, *const c_void, *mut MemoryAllocationProperties, *mut DeviceHandle
+        );
+        mem_get_address_range: zeMemGetAddressRange(
+            ContextHandle, *const c_void, *mut *mut c_void, *mut usize
+        );
+        command_list_create_immediate: zeCommandListCreateImmediate(
+            ContextHandle, DeviceHandle, *const QueueDescription, *mut CommandListHandle
+        );
+        command_list_destroy: zeCommandListDestroy(CommandListHandle);
+        append_memory_copy: zeCommandListAppendMemoryCopy(
+            CommandListHandle, *mut c_void, *const c_void, usize, EventHandle, u32, *mut EventHandle
+        );
+        event_pool_create: zeEventPoolCreate(
+            ContextHandle, *const EventPoolDescription, u32, *mut DeviceHandle, *mut EventPoolHandle
+        );
+        event_pool_destroy: zeEventPoolDestroy(EventPoolHandle);
+        event_create: zeEventCreate(EventPoolHandle, *const EventDescription, *mut EventHandle);
+        event_destroy: zeEventDestroy(EventHandle);
+        event_host_synchronize: zeEventHostSynchronize(EventHandle, u64);
+        event_query_status: zeEventQueryStatus(EventHandle);
+        event_host_reset: zeEventHostReset(EventHandle);
+    }
+    optional {
+        ipc_handle_from_fd: zeMemGetIpcHandleFromFileDescriptorExp(
+            ContextHandle, u64, *mut IpcMemoryHandle
+        );
+        put_ipc_handle: zeMemPutIpcHandle(ContextHandle, IpcMemoryHandle);
+    }
 }
 
 impl Functions {

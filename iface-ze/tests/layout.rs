@@ -6,7 +6,8 @@ mod support;
 use std::{collections::BTreeMap, fmt::Write as _, path::Path, process::Command};
 
 use hmem_iface_ze::sys::{
-    CONSTANTS, Functions, LAYOUTS, ZE_MAX_DEVICE_NAME, ZE_MAX_IPC_HANDLE_SIZE, ZeResult,
+    CONSTANTS, Functions, IpcMemoryHandle, LAYOUTS, ZE_MAX_DEVICE_NAME, ZE_MAX_IPC_HANDLE_SIZE,
+    ZeResult,
 };
 
 /// Names that Level Zero 1.4 does not have yet.
@@ -92,6 +93,7 @@ fn questions(header: &str, release: &str) -> BTreeMap<String, i128> {
             ours.insert(format!("offsetof({}, {field})", layout.name), *offset as i128);
         }
     }
+    ours.insert("sizeof(ze_ipc_mem_handle_t)".into(), size_of::<IpcMemoryHandle>() as i128);
     ours.insert("sizeof(ze_result_t)".into(), size_of::<ZeResult>() as i128);
     ours.insert("ZE_MAX_DEVICE_NAME".into(), ZE_MAX_DEVICE_NAME as i128);
     ours.insert("ZE_MAX_IPC_HANDLE_SIZE".into(), ZE_MAX_IPC_HANDLE_SIZE as i128);
