@@ -1,23 +1,22 @@
-//! The causes of refusals that only this driver gives, and general causes with this driver's
-//! remedies.
+//! Causes of refusals by this driver, and general causes with remedies for this driver.
 
 use hmem_core::{
     Path,
     cause::{Answer, Facts, Needs, RefusalCause, Step},
 };
 
-/// The kernel module's statement about itself, if it is loaded.
+/// File in which a loaded kernel module states its version.
 const KERNEL_MODULE: &str = "proc/driver/nvidia/version";
 
-/// The first line is `NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.161.08 ..`; that
-/// of the closed variant lacks the word.
+/// Returns true if the loaded kernel module is the closed variant. The first line of the open one
+/// is `NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.161.08 ..`.
 fn has_closed_modules(facts: &Facts) -> bool {
     let text = facts.text(KERNEL_MODULE).unwrap_or_default();
     let line = text.lines().next().unwrap_or_default();
     line.contains("Kernel Module") && !line.contains("Open Kernel Module")
 }
 
-/// The causes of refusals that CUDA's driver gives.
+/// Causes of refusals by CUDA's driver.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "nvidia-closed-modules",
@@ -71,6 +70,6 @@ pub const CAUSES: &[RefusalCause] = &[
                  export for writing",
         ..RefusalCause::DEVICE_FILES
     },
-    // `CUDA_ERROR_INVALID_DEVICE`: the general row knows a lost device by the kind `Unavailable`.
+    // `CUDA_ERROR_INVALID_DEVICE`. The general row covers the kind `Unavailable` only.
     RefusalCause { answers: &[Answer::Driver(&[101])], ..RefusalCause::DEVICE_LOST },
 ];

@@ -134,7 +134,10 @@ impl Copier {
                 return Err(Error::new(ErrorKind::OutOfBounds, "copy")
                     .iface(IfaceKind::ROCR)
                     .context("why", "neither side is memory that the runtime knows")
-                    .remedy("copy memory of this iface before it is freed, and host memory with the system iface"));
+                    .remedy(
+                        "copy memory of this iface before it is freed, and host memory with \
+                             the system iface",
+                    ));
             }
             _ => {
                 // SAFETY: both sides are host memory, which the caller promises to be valid.

@@ -57,12 +57,13 @@ pub(crate) fn lacks_symbol(operation: &'static str, symbol: &'static str) -> Err
 /// Returns the code of an export as an error, with the remedy for a refusal.
 pub(crate) fn refused(code: HsaStatus, call: &'static str) -> Result<()> {
     check(code, call).map_err(|error| match code {
-        HsaStatus::HSA_STATUS_ERROR_INVALID_AGENT => {
-            error.remedy("the memory is of a device that exports none: allocate it from a GPU's pool")
-        }
+        HsaStatus::HSA_STATUS_ERROR_INVALID_AGENT => error.remedy(
+            "the memory is of a device that exports none: allocate it from a GPU's \
+                          pool",
+        ),
         HsaStatus::HSA_STATUS_ERROR_INVALID_ALLOCATION => error.remedy(
-            "the runtime exports memory of its pools, whole in one allocation: not of reserved addresses, and not what was \
-             freed meanwhile",
+            "the runtime exports memory of its pools, whole in one allocation: not of reserved \
+             addresses, and not what was freed meanwhile",
         ),
         HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES => {
             error.remedy("the process may be out of file descriptors (`ulimit -n`)")

@@ -194,12 +194,14 @@ fn no_dma_buf() -> Error {
     lacks(Facet::DmaBuf.operation(), "the driver exports no dma-bufs")
         .context("attribute", "HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED")
         .remedy(
-            "dma-bufs need amdgpu of Linux 6.2 or newer, or of ROCm 5.6 or newer; else load its peer-memory client",
+            "dma-bufs need amdgpu of Linux 6.2 or newer, or of ROCm 5.6 or newer; else load its \
+             peer-memory client",
         )
 }
 
 fn no_pcie_mapping(call: &'static str) -> Error {
-    lacks(call, "refused under the PCIe mapping")
-        .context("mapping", "pcie")
-        .remedy("export with the default mapping: where that is refused too, it is not the mapping that is refused")
+    lacks(call, "refused under the PCIe mapping").context("mapping", "pcie").remedy(
+        "export with the default mapping: where that is refused too, it is not the mapping \
+                 that is refused",
+    )
 }

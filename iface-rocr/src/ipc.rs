@@ -183,7 +183,8 @@ fn opened(code: HsaStatus) -> Result<()> {
             .iface(IfaceKind::ROCR)
             .driver_code(code.name().unwrap_or_default(), code.0.into())
             .remedy(
-                "the memory was freed, the process that owned it has ended, or it is this process's own: use it as it is",
+                "the memory was freed, the process that owned it has ended, or it is this \
+                 process's own: use it as it is",
             ),
         _ => error,
     })

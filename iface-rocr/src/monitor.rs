@@ -39,8 +39,9 @@ impl Monitor for CallbackMonitor {
     }
 
     fn rationale(&self) -> String {
-        "the runtime calls back when an allocation of a pool is freed, so that a hit asks nothing; reserved addresses, graphics \
-         memory and memory that others opened have no callback and are registered uncached"
+        "the runtime calls back when an allocation of a pool is freed, so that a hit asks nothing; \
+         reserved addresses, graphics memory and memory that others opened have no callback and \
+         are registered uncached"
             .to_owned()
     }
 

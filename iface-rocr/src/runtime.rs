@@ -202,12 +202,12 @@ impl Drop for Runtime {
 fn no_driver(opened: Option<io::ErrorKind>) -> &'static str {
     match opened {
         Some(io::ErrorKind::PermissionDenied) => {
-            "this user may not open /dev/kfd: add the user to the group `render` (or `video`), or pass the device to the \
-             container with --device=/dev/kfd --device=/dev/dri"
+            "this user may not open /dev/kfd: add the user to the group `render` (or `video`), or \
+             pass the device to the container with --device=/dev/kfd --device=/dev/dri"
         }
         Some(io::ErrorKind::NotFound) => {
-            "there is no /dev/kfd: load the kernel module amdgpu, or pass the device to the container with --device=/dev/kfd \
-             --device=/dev/dri"
+            "there is no /dev/kfd: load the kernel module amdgpu, or pass the device to the \
+             container with --device=/dev/kfd --device=/dev/dri"
         }
         _ => "see `rocminfo` for the state of the driver",
     }

@@ -333,20 +333,18 @@ macro_rules! functions {
                     $($field: {
                         let address = lookup(stringify!($symbol))
                             .ok_or_else(|| lacks_symbol(library, stringify!($symbol)))?;
+                        type Function = unsafe extern "C" fn($($argument),*) -> $returns;
                         // SAFETY: the caller promises that what it returns under this name is a
                         // function with the signature that the header declares for it, which is the
                         // one in this table.
-                        unsafe {
-                            mem::transmute::<*const (), unsafe extern "C" fn($($argument),*) -> $returns>(address)
-                        }
+                        unsafe { mem::transmute::<*const (), Function>(address) }
                     },)+
                     $($ofield: lookup(stringify!($osymbol)).map(|address| {
+                        type Function = unsafe extern "C" fn($($oargument),*) -> $oreturns;
                         // SAFETY: the caller promises that what it returns under this name is a
                         // function with the signature that the header declares for it, which is the
                         // one in this table.
-                        unsafe {
-                            mem::transmute::<*const (), unsafe extern "C" fn($($oargument),*) -> $oreturns>(address)
-                        }
+                        unsafe { mem::transmute::<*const (), Function>(address) }
                     }),)+
                 })
             }
@@ -361,35 +359,61 @@ functions! {
         system_get_info: hsa_system_get_info(u32, *mut c_void) -> HsaStatus;
         iterate_agents: hsa_iterate_agents(AgentCallback, *mut c_void) -> HsaStatus;
         agent_get_info: hsa_agent_get_info(Agent, u32, *mut c_void) -> HsaStatus;
-        agent_iterate_memory_pools: hsa_amd_agent_iterate_memory_pools(Agent, PoolCallback, *mut c_void) -> HsaStatus;
-        memory_pool_get_info: hsa_amd_memory_pool_get_info(MemoryPool, u32, *mut c_void) -> HsaStatus;
-        memory_pool_allocate: hsa_amd_memory_pool_allocate(MemoryPool, usize, u32, *mut *mut c_void) -> HsaStatus;
+        agent_iterate_memory_pools: hsa_amd_agent_iterate_memory_pools(
+            Agent, PoolCallback, *mut c_void
+        ) -> HsaStatus;
+        memory_pool_get_info: hsa_amd_memory_pool_get_info(
+            MemoryPool, u32, *mut c_void
+        ) -> HsaStatus;
+        memory_pool_allocate: hsa_amd_memory_pool_allocate(
+            MemoryPool, usize, u32, *mut *mut c_void
+        ) -> HsaStatus;
         memory_pool_free: hsa_amd_memory_pool_free(*mut c_void) -> HsaStatus;
-        agents_allow_access: hsa_amd_agents_allow_access(u32, *const Agent, *const u32, *const c_void) -> HsaStatus;
-        pointer_info: hsa_amd_pointer_info(*const c_void, *mut PointerInfo, ListAllocator, *mut u32, *mut *mut Agent) -> HsaStatus;
+        agents_allow_access: hsa_amd_agents_allow_access(
+            u32, *const Agent, *const u32, *const c_void
+        ) -> HsaStatus;
+        pointer_info: hsa_amd_pointer_info(
+            *const c_void, *mut PointerInfo, ListAllocator, *mut u32, *mut *mut Agent
+        ) -> HsaStatus;
         signal_create: hsa_signal_create(i64, u32, *const Agent, *mut Signal) -> HsaStatus;
         signal_destroy: hsa_signal_destroy(Signal) -> HsaStatus;
         signal_load: hsa_signal_load_scacquire(Signal) -> i64;
         signal_wait: hsa_signal_wait_scacquire(Signal, u32, i64, u64, u32) -> i64;
     }
     optional {
-        async_copy: hsa_amd_memory_async_copy(*mut c_void, Agent, *const c_void, Agent, usize, u32, *const Signal, Signal) -> HsaStatus;
-        register_deallocation: hsa_amd_register_deallocation_callback(*mut c_void, DeallocationCallback, *mut c_void) -> HsaStatus;
-        memory_lock: hsa_amd_memory_lock(*mut c_void, usize, *mut Agent, i32, *mut *mut c_void) -> HsaStatus;
+        async_copy: hsa_amd_memory_async_copy(
+            *mut c_void, Agent, *const c_void, Agent, usize, u32, *const Signal, Signal
+        ) -> HsaStatus;
+        register_deallocation: hsa_amd_register_deallocation_callback(
+            *mut c_void, DeallocationCallback, *mut c_void
+        ) -> HsaStatus;
+        memory_lock: hsa_amd_memory_lock(
+            *mut c_void, usize, *mut Agent, i32, *mut *mut c_void
+        ) -> HsaStatus;
         memory_unlock: hsa_amd_memory_unlock(*mut c_void) -> HsaStatus;
-        export_dmabuf: hsa_amd_portable_export_dmabuf(*const c_void, usize, *mut i32, *mut u64) -> HsaStatus;
-        export_dmabuf_v2: hsa_amd_portable_export_dmabuf_v2(*const c_void, usize, *mut i32, *mut u64, u64) -> HsaStatus;
+        export_dmabuf: hsa_amd_portable_export_dmabuf(
+            *const c_void, usize, *mut i32, *mut u64
+        ) -> HsaStatus;
+        export_dmabuf_v2: hsa_amd_portable_export_dmabuf_v2(
+            *const c_void, usize, *mut i32, *mut u64, u64
+        ) -> HsaStatus;
         close_dmabuf: hsa_amd_portable_close_dmabuf(i32) -> HsaStatus;
         ipc_create: hsa_amd_ipc_memory_create(*mut c_void, usize, *mut IpcMemory) -> HsaStatus;
-        ipc_attach: hsa_amd_ipc_memory_attach(*const IpcMemory, usize, u32, *const Agent, *mut *mut c_void) -> HsaStatus;
+        ipc_attach: hsa_amd_ipc_memory_attach(
+            *const IpcMemory, usize, u32, *const Agent, *mut *mut c_void
+        ) -> HsaStatus;
         ipc_detach: hsa_amd_ipc_memory_detach(*mut c_void) -> HsaStatus;
         vmem_reserve: hsa_amd_vmem_address_reserve(*mut *mut c_void, usize, u64, u64) -> HsaStatus;
         vmem_unreserve: hsa_amd_vmem_address_free(*mut c_void, usize) -> HsaStatus;
-        vmem_create: hsa_amd_vmem_handle_create(MemoryPool, usize, u32, u64, *mut VmemHandle) -> HsaStatus;
+        vmem_create: hsa_amd_vmem_handle_create(
+            MemoryPool, usize, u32, u64, *mut VmemHandle
+        ) -> HsaStatus;
         vmem_release: hsa_amd_vmem_handle_release(VmemHandle) -> HsaStatus;
         vmem_map: hsa_amd_vmem_map(*mut c_void, usize, usize, VmemHandle, u64) -> HsaStatus;
         vmem_unmap: hsa_amd_vmem_unmap(*mut c_void, usize) -> HsaStatus;
-        vmem_set_access: hsa_amd_vmem_set_access(*mut c_void, usize, *const AccessDesc, usize) -> HsaStatus;
+        vmem_set_access: hsa_amd_vmem_set_access(
+            *mut c_void, usize, *const AccessDesc, usize
+        ) -> HsaStatus;
         vmem_export: hsa_amd_vmem_export_shareable_handle(*mut i32, VmemHandle, u64) -> HsaStatus;
     }
 }
@@ -456,7 +480,8 @@ fn not_loaded(library: &str, reason: libloading::Error) -> Error {
         .iface(IfaceKind::ROCR)
         .context("library", library)
         .remedy(
-            "install AMD's HSA runtime, or name its library with Rocr::builder().library(path) or HMEM_ROCR_LIBRARY",
+            "install AMD's HSA runtime, or name its library with Rocr::builder().library(path) or \
+             HMEM_ROCR_LIBRARY",
         );
     match reason {
         libloading::Error::DlOpen { source } => error.caused_by(source),
@@ -469,5 +494,8 @@ fn lacks_symbol(library: &str, symbol: &'static str) -> Error {
         .iface(IfaceKind::ROCR)
         .context("library", library)
         .context("symbol", symbol)
-        .remedy("the library has no such symbol: it is not AMD's HSA runtime library, or older than ROCm 5")
+        .remedy(
+            "the library has no such symbol: it is not AMD's HSA runtime library, or older \
+                 than ROCm 5",
+        )
 }

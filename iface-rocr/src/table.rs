@@ -332,6 +332,7 @@ pub(crate) fn not_live(operation: &'static str, allocation: &Allocation) -> Erro
         .context("allocation", allocation.range)
         .context("identity", allocation.id.0)
         .remedy(
-            "not a live allocation of this iface: freed already, or allocated by somebody else, who frees it",
+            "not a live allocation of this iface: freed already, or allocated by somebody else, \
+             who frees it",
         )
 }

@@ -63,13 +63,15 @@ impl Driver {
         // SAFETY: the flag is one of the header's; any thread may call it any number of times.
         let code = unsafe { (functions.init)(sys::ZE_INIT_FLAG_GPU_ONLY) };
         if code != ZeResult::ZE_RESULT_SUCCESS {
-            return Err(coded(unavailable("zeInit", functions.library()), code).remedy(match code {
-                ZeResult::ZE_RESULT_ERROR_UNINITIALIZED => {
-                    "no Level Zero driver starts: see whether a GPU driver for Level Zero is installed and this user \
-                     may open /dev/dri/renderD*"
-                }
-                _ => "see ZE_ENABLE_LOADER_DEBUG_TRACE=1 for what the loader tried",
-            }));
+            return Err(coded(unavailable("zeInit", functions.library()), code).remedy(
+                match code {
+                    ZeResult::ZE_RESULT_ERROR_UNINITIALIZED => {
+                        "no Level Zero driver starts: see whether a GPU driver for Level Zero is \
+                     installed and this user may open /dev/dri/renderD*"
+                    }
+                    _ => "see ZE_ENABLE_LOADER_DEBUG_TRACE=1 for what the loader tried",
+                },
+            ));
         }
         // From here on, dropping it gives the contexts back.
         let mut driver = Self { functions, devices: Vec::new(), contexts: RwLock::default() };
@@ -79,7 +81,10 @@ impl Driver {
         if driver.devices.is_empty() {
             return Err(unavailable("zeDeviceGet", driver.functions.library())
                 .context("devices", 0)
-                .remedy("no GPU is visible: see ZE_AFFINITY_MASK, and whether this user may open /dev/dri/renderD*"));
+                .remedy(
+                    "no GPU is visible: see ZE_AFFINITY_MASK, and whether this user may open \
+                         /dev/dri/renderD*",
+                ));
         }
         Ok(driver)
     }

@@ -54,7 +54,8 @@ pub(crate) fn check(code: ZeResult, operation: &'static str) -> Result<()> {
 fn remedy(code: ZeResult) -> Option<&'static str> {
     Some(match code {
         ZeResult::ZE_RESULT_ERROR_DEVICE_LOST | ZeResult::ZE_RESULT_ERROR_DEVICE_REQUIRES_RESET => {
-            "the device was reset or removed: see the kernel log (dmesg), and start the process again"
+            "the device was reset or removed: see the kernel log (dmesg), and start the process \
+             again"
         }
         ZeResult::ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY => "free device memory, or ask for less",
         ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_SIZE => {
@@ -64,7 +65,8 @@ fn remedy(code: ZeResult) -> Option<&'static str> {
             "this user may not open /dev/dri/renderD*: join the group of that file (`render`)"
         }
         ZeResult::ZE_RESULT_ERROR_DEPENDENCY_UNAVAILABLE => {
-            "a library or kernel driver that Level Zero needs is missing: see ZE_ENABLE_LOADER_DEBUG_TRACE=1"
+            "a library or kernel driver that Level Zero needs is missing: see \
+             ZE_ENABLE_LOADER_DEBUG_TRACE=1"
         }
         _ => return None,
     })

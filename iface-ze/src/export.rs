@@ -105,7 +105,8 @@ impl Exporter {
                 .device(id)
                 .context("memoryAllocationExportTypes", entry.exports)
                 .remedy(
-                    "dma-bufs need the kernel driver (i915 or xe), and a user who may open /dev/dri/renderD*",
+                    "dma-bufs need the kernel driver (i915 or xe), and a user who may open \
+                     /dev/dri/renderD*",
                 ));
         }
         if found.pooled {
@@ -235,7 +236,8 @@ impl Exported {
         });
         // A new loader has the calls, and an old driver behind it refuses them.
         if !given && let Err(error) = self.close_if_own(driver, context, base) {
-            tracing::warn!(%error, "the driver keeps the fd of an export until the memory is freed");
+            tracing::warn!(%error, "the driver keeps the fd of an export until the memory is \
+                                    freed");
         }
     }
 

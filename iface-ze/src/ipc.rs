@@ -90,19 +90,16 @@ impl Body {
                 .context("pid", self.pid)
                 .remedy("the owner must keep the allocation until it is open everywhere")
         };
-        let refused = |errno: rustix::io::Errno, call: &'static str| {
-            match errno {
+        let refused = |errno: rustix::io::Errno, call: &'static str| match errno {
             rustix::io::Errno::SRCH => gone("the owner has ended"),
             rustix::io::Errno::BADF => gone("the memory was freed"),
-            rustix::io::Errno::PERM | rustix::io::Errno::ACCESS => Error::os(errno, call)
-                .iface(IfaceKind::ZE)
-                .context("pid", self.pid)
-                .remedy(
-                    "taking a dma-buf over needs the right to trace its owner: run both as one user, and see prctl \
-                     PR_SET_PTRACER and /proc/sys/kernel/yama/ptrace_scope",
-                ),
+            rustix::io::Errno::PERM | rustix::io::Errno::ACCESS => {
+                Error::os(errno, call).iface(IfaceKind::ZE).context("pid", self.pid).remedy(
+                    "taking a dma-buf over needs the right to trace its owner: run both as one \
+                     user, and see prctl PR_SET_PTRACER and /proc/sys/kernel/yama/ptrace_scope",
+                )
+            }
             _ => Error::os(errno, call).iface(IfaceKind::ZE).context("pid", self.pid),
-        }
         };
         let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
         let pid = pid.ok_or_else(|| gone("no such process"))?;

@@ -76,8 +76,8 @@ impl Monitor for IdentityMonitor {
         match memory.find(range.start())? {
             None => refuse("only live allocations of Level Zero can be watched"),
             Some(found) if found.pooled && !found.owned => refuse(
-                "allocations of a pool have one identity: the memory is registered uncached, unless it is allocated \
-                 with ze_external_memory_export_desc_t",
+                "allocations of a pool have one identity: the memory is registered uncached, \
+                 unless it is allocated with ze_external_memory_export_desc_t",
             ),
             Some(_) => Ok(Subscription(range.start().0)),
         }

@@ -429,16 +429,16 @@ macro_rules! functions {
                     $($field: required!(
                         library, lookup, $symbol, unsafe extern "C" fn($($argument),*) -> ZeResult
                     ),)+
-                    $($optional: lookup(stringify!($optional_symbol))
-                        .filter(|address| !address.is_null())
+                    $($optional: {
+                        type Function = unsafe extern "C" fn($($optional_argument),*) -> ZeResult;
+                        let address = lookup(stringify!($optional_symbol));
                         // SAFETY: the caller promises that the address is a function with the
                         // signature that the header declares for this name, which is the one in
                         // this table.
-                        .map(|address| unsafe {
-                            mem::transmute::<*const (), unsafe extern "C" fn($($optional_argument),*) -> ZeResult>(
-                                address,
-                            )
-                        }),)+
+                        address.filter(|address| !address.is_null()).map(|address| unsafe {
+                            mem::transmute::<*const (), Function>(address)
+                        })
+                    },)+
                 })
             }
         }
@@ -576,7 +576,10 @@ fn not_loaded(library: &str, reason: libloading::Error) -> Error {
     let error = Error::new(ErrorKind::Unavailable, "load library")
         .iface(IfaceKind::ZE)
         .context("library", library)
-        .remedy("install the Level Zero loader, or name its library with LevelZero::builder().library(path)");
+        .remedy(
+            "install the Level Zero loader, or name its library with \
+                 LevelZero::builder().library(path)",
+        );
     match reason {
         libloading::Error::DlOpen { source } => error.caused_by(source),
         other => error.caused_by(other),
@@ -589,6 +592,7 @@ fn lacks_symbol(library: &str, symbol: &'static str) -> Error {
         .context("library", library)
         .context("symbol", symbol)
         .remedy(
-            "the library has no such symbol: it is not the Level Zero loader, or older than Level Zero 1.3",
+            "the library has no such symbol: it is not the Level Zero loader, or older than Level \
+             Zero 1.3",
         )
 }

@@ -58,7 +58,8 @@ macro_rules! counted {
                     unsafe extern "C" fn call($($oname: $otype),*) -> CuResult {
                         CALLS.fetch_add(1, Ordering::Relaxed);
                         // SAFETY: as the caller's.
-                        unsafe { (DRIVER.get().expect("a driver").$ofield.expect("it is there"))($($oname),*) }
+                        unsafe { (DRIVER.get().expect("a driver").$ofield.expect("it is \
+                                                                                  there"))($($oname),*) }
                     }
                     counted.$ofield = Some(call);
                 }
@@ -85,7 +86,9 @@ counted! {
         ctx_get_device(a: *mut CuDevice);
         ctx_push_current(a: CuContext);
         ctx_pop_current(a: *mut CuContext);
-        pointer_get_attributes(a: c_uint, b: *mut CuPointerAttribute, c: *mut *mut c_void, d: CuDevicePtr);
+        pointer_get_attributes(
+            a: c_uint, b: *mut CuPointerAttribute, c: *mut *mut c_void, d: CuDevicePtr
+        );
         pointer_set_attribute(a: *const c_void, b: CuPointerAttribute, c: CuDevicePtr);
         mem_get_address_range(a: *mut CuDevicePtr, b: *mut usize, c: CuDevicePtr);
         mem_alloc(a: *mut CuDevicePtr, b: usize);
@@ -110,7 +113,9 @@ counted! {
         ipc_close_mem_handle(a: CuDevicePtr);
     }
     optional {
-        mem_get_handle_for_address_range(a: *mut c_void, b: CuDevicePtr, c: usize, d: c_uint, e: u64);
+        mem_get_handle_for_address_range(
+            a: *mut c_void, b: CuDevicePtr, c: usize, d: c_uint, e: u64
+        );
         flush_gpu_direct_rdma_writes(a: c_uint, b: c_uint);
         ctx_get_flags(a: *mut c_uint);
         ctx_set_flags(a: c_uint);

@@ -47,8 +47,8 @@ fn rows() {
     report.row(&["d"], || Err(crate::report::Failure::lacking("not to be had")));
     report.row(&["e"], || Ok(Row::new(["1".to_owned(), "2".to_owned()])));
     assert_eq!(report.failures(), 3);
-    let rows = "| a | FAILED: no\\|thing here |\n| b | FAILED: panicked: it failed |\n| c | 0.94 |\n\
-                | d | not to be had |\n| e | 1 | 2 |\n";
+    let rows = "| a | FAILED: no\\|thing here |\n| b | FAILED: panicked: it failed |\n| c | 0.94 \
+                |\n| d | not to be had |\n| e | 1 | 2 |\n";
     assert_eq!(String::from_utf8(out).expect("text"), rows);
 
     let driver = Driver::fake();
