@@ -92,8 +92,8 @@ fn slice(values: &[u32]) -> (Arc<CudaStream>, CudaSlice<u32>) {
 }
 
 #[test]
-fn a_slice_is_owned_by_its_region_and_comes_back() {
-    with_the_fake_driver("a_slice_is_owned_by_its_region_and_comes_back", || {
+fn slice_is_owned_by_its_region_until_close_returns_it() {
+    with_the_fake_driver("slice_is_owned_by_its_region_until_close_returns_it", || {
         let link = Link::open();
         let (stream, slice) = slice(&[7; 1000]);
         let buffer = CudarcBuffer::new(&link.iface, slice).expect("a buffer");
@@ -113,8 +113,8 @@ fn a_slice_is_owned_by_its_region_and_comes_back() {
 }
 
 #[test]
-fn a_slice_is_lent_for_a_closure() {
-    with_the_fake_driver("a_slice_is_lent_for_a_closure", || {
+fn slice_is_borrowed_for_a_closure() {
+    with_the_fake_driver("slice_is_borrowed_for_a_closure", || {
         let link = Link::open();
         let (stream, mut slice) = slice(&[7; 16]);
         let lent = hmem_iface_cuda::cudarc::scope(
@@ -140,8 +140,8 @@ fn a_slice_is_lent_for_a_closure() {
 }
 
 #[test]
-fn another_iface_is_refused_and_the_slice_comes_back() {
-    with_the_fake_driver("another_iface_is_refused_and_the_slice_comes_back", || {
+fn other_iface_is_refused_and_the_slice_is_returned() {
+    with_the_fake_driver("other_iface_is_refused_and_the_slice_is_returned", || {
         let system: Arc<dyn Iface> = Arc::new(hmem_iface_system::System::new());
         let (_stream, slice) = slice(&[1]);
         let refused = CudarcBuffer::new(&system, slice).expect_err("not CUDA's");

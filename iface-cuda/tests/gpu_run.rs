@@ -71,14 +71,14 @@ const WHOLE: [&str; 7] = [
 ];
 
 #[test]
-fn what_passes_is_reported_whole() {
+fn passing_run_is_reported_completely() {
     let (status, report) = Folder::new("passes", GPU, SUITE, HMEM).run();
     holds(&report, &WHOLE);
     assert_eq!(status, Some(0), "{report}");
 }
 
 #[test]
-fn a_failing_test_is_reported_with_what_it_said_and_hides_nothing() {
+fn failing_test_is_reported_with_its_output_beside_all_others() {
     let suite = format!("if [[ $2 == a_1 ]]; then echo why it failed; kill -SEGV $$; fi\n{SUITE}");
     let (status, report) = Folder::new("suite", GPU, &suite, HMEM).run();
     holds(&report, &["| a_1 | FAILED: exit status 139 |", "    why it failed"]);
@@ -87,7 +87,7 @@ fn a_failing_test_is_reported_with_what_it_said_and_hides_nothing() {
 }
 
 #[test]
-fn a_failing_part_or_check_hides_nothing() {
+fn failing_part_or_check_is_reported_beside_all_others() {
     let gpu = format!("{GPU}\n[[ $1 != machine ]] || exit 1");
     let (status, report) = Folder::new("part", &gpu, SUITE, HMEM).run();
     holds(&report, &WHOLE);
@@ -100,14 +100,14 @@ fn a_failing_part_or_check_hides_nothing() {
 }
 
 #[test]
-fn a_suite_that_does_not_start_is_a_failure() {
+fn suite_that_does_not_start_is_a_failure() {
     let (status, report) = Folder::new("list", GPU, "exit 127", HMEM).run();
     holds(&report, &["part copies", "| the suite lists no test | FAILED |", WHOLE[4]]);
     assert_eq!(status, Some(1), "{report}");
 }
 
 #[test]
-fn a_part_that_hangs_is_ended() {
+fn hanging_part_is_killed_and_reported() {
     let gpu = format!("[[ $1 != machine ]] || exec tail -f /dev/null\n{GPU}");
     let folder = Folder::new("hangs", &gpu, SUITE, HMEM);
     let output =
@@ -119,7 +119,7 @@ fn a_part_that_hangs_is_ended() {
 }
 
 #[test]
-fn a_test_that_hangs_is_ended() {
+fn hanging_test_is_killed_and_reported() {
     let suite = format!("[[ $2 != a_1 ]] || exec tail -f /dev/null\n{SUITE}");
     let folder = Folder::new("test-hangs", GPU, &suite, HMEM);
     let output =
@@ -132,7 +132,7 @@ fn a_test_that_hangs_is_ended() {
 
 /// What kills is not said to be the limit.
 #[test]
-fn what_is_killed_is_said_to_be_and_hides_nothing() {
+fn killed_process_is_reported_beside_all_others() {
     let killed = "was killed, as the system does where memory runs out";
     let gpu = format!("{GPU}\n[[ $1 != copies ]] || kill -KILL $$");
     let suite = format!("[[ $2 != a_1 ]] || kill -KILL $$\n{SUITE}");
@@ -148,7 +148,7 @@ fn what_is_killed_is_said_to_be_and_hides_nothing() {
 }
 
 #[test]
-fn a_gpu_that_is_gone_after_the_first_part_is_a_failure_and_hides_nothing() {
+fn gpu_lost_after_the_first_part_is_a_failure_beside_all_others() {
     let gpu = format!("{GPU}\n[[ $1 != copies ]] || exit 3");
     let (status, report) = Folder::new("gone", &gpu, SUITE, HMEM).run();
     holds(&report, &WHOLE);
@@ -157,7 +157,7 @@ fn a_gpu_that_is_gone_after_the_first_part_is_a_failure_and_hides_nothing() {
 }
 
 #[test]
-fn without_a_gpu_the_status_is_3_and_no_test_is_run() {
+fn without_a_gpu_the_status_is_3_and_no_test_runs() {
     let gpu = format!("[[ $1 != machine ]] || exit 3\n{GPU}");
     let (status, report) = Folder::new("none", &gpu, SUITE, HMEM).run();
     assert_eq!((status, report.as_str()), (Some(3), ""));

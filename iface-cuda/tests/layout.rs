@@ -213,11 +213,11 @@ fn compare(release: &str) {
 }
 
 #[test]
-fn constants_layouts_and_signatures_are_those_of_cuda_12_9() {
+fn constants_layouts_and_signatures_equal_cuda_12_9() {
     compare("12.9");
 }
 
 #[test]
-fn constants_layouts_and_signatures_are_those_of_cuda_13_5() {
+fn constants_layouts_and_signatures_equal_cuda_13_5() {
     compare("13.5");
 }

@@ -51,8 +51,8 @@ fn machine_has_a_gpu() -> bool {
 
 /// HM-04
 #[test]
-fn the_real_driver_without_a_device_is_unavailable_and_says_so() {
-    alone("the_real_driver_without_a_device_is_unavailable_and_says_so", |release, path| {
+fn real_driver_without_a_device_is_unavailable() {
+    alone("real_driver_without_a_device_is_unavailable", |release, path| {
         if machine_has_a_gpu() {
             return eprintln!("skipped: this machine has a driver of its own");
         }
@@ -74,8 +74,8 @@ fn the_real_driver_without_a_device_is_unavailable_and_says_so() {
 /// Every symbol of the table is there, optional ones included, and the answers before a
 /// successful `cuInit` are those that the fake driver gives as recorded.
 #[test]
-fn the_real_driver_answers_as_recorded_before_it_started() {
-    alone("the_real_driver_answers_as_recorded_before_it_started", |release, path| {
+fn real_driver_before_start_answers_as_recorded() {
+    alone("real_driver_before_start_answers_as_recorded", |release, path| {
         if machine_has_a_gpu() {
             return eprintln!("skipped: this machine has a driver of its own");
         }
@@ -150,8 +150,8 @@ impl Invalidator for Told {
 /// it was afterwards.
 #[cfg(target_arch = "x86_64")]
 #[test]
-fn the_real_drivers_frees_are_hooked_whoever_looked_them_up() {
-    alone("the_real_drivers_frees_are_hooked_whoever_looked_them_up", |release, path| {
+fn real_driver_frees_are_hooked_for_every_lookup() {
+    alone("real_driver_frees_are_hooked_for_every_lookup", |release, path| {
         if machine_has_a_gpu() {
             return eprintln!("skipped: this machine has a driver of its own");
         }

@@ -72,7 +72,7 @@ fn end(runtime: &FakeRuntime, iface: Rocr) {
 
 /// HM-04
 #[test]
-fn a_missing_symbol_is_named_whichever_it_is() {
+fn every_missing_symbol_is_named() {
     let runtime = FakeRuntime::start(Profile::default());
     for missing in Functions::SYMBOLS {
         // SAFETY: as in `open`; one symbol fewer.
@@ -87,7 +87,7 @@ fn a_missing_symbol_is_named_whichever_it_is() {
 
 /// HM-04
 #[test]
-fn a_facet_without_its_symbol_is_unsupported_and_names_it() {
+fn facet_without_its_symbol_is_unsupported_and_names_it() {
     for (symbol, facet) in [
         ("hsa_amd_memory_async_copy", Facet::CopyEngine),
         ("hsa_amd_memory_lock", Facet::HostRegistrar),
@@ -116,7 +116,7 @@ fn a_facet_without_its_symbol_is_unsupported_and_names_it() {
 
 /// HM-04
 #[test]
-fn a_runtime_that_does_not_start_is_unavailable_with_its_own_code() {
+fn runtime_that_does_not_start_is_unavailable_with_its_own_code() {
     let runtime = FakeRuntime::start(Profile::default());
     runtime.fail_always("hsa_init", HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES);
     let error = open(&runtime).expect_err("no device");
@@ -133,7 +133,7 @@ fn a_runtime_that_does_not_start_is_unavailable_with_its_own_code() {
 
 /// HM-04
 #[test]
-fn nothing_is_held_after_an_opening_that_failed_half_way() {
+fn failed_opening_leaves_no_count_of_the_runtime() {
     let runtime = FakeRuntime::start(Profile { devices: 0, ..Profile::default() });
     let error = open(&runtime).expect_err("no device");
     assert_eq!(error.kind(), ErrorKind::Unavailable);
@@ -157,7 +157,7 @@ fn nothing_is_held_after_an_opening_that_failed_half_way() {
 
 /// HM-04
 #[test]
-fn a_refused_close_hands_the_iface_back() {
+fn refused_close_returns_the_iface() {
     let (runtime, iface) = world();
     let allocation = allocate(&iface, AllocationKind::Device);
     let busy = iface.close().expect_err("memory is not freed");
@@ -189,7 +189,7 @@ fn devices_are_listed_with_name_memory_and_pci_bus_id() {
 
 /// HM-05
 #[test]
-fn a_device_out_of_range_is_an_invalid_argument() {
+fn device_out_of_range_is_an_invalid_argument() {
     let (_runtime, iface) = world();
     for device in [DeviceId(2), DeviceId(u32::MAX)] {
         let request = AllocRequest { len: 1, device, kind: AllocationKind::Device };
@@ -205,7 +205,7 @@ fn a_device_out_of_range_is_an_invalid_argument() {
 ///
 /// Memory that the application allocates (through HIP, say) is as good as the iface's own.
 #[test]
-fn an_applications_allocation_is_found_at_both_ends_and_not_past_them() {
+fn allocation_of_the_application_is_found_at_both_ends() {
     let (runtime, iface) = world();
     let base = runtime.allocate(1, 100_000);
     for offset in [0, 1, 4097, 99_999] {
@@ -229,7 +229,7 @@ fn an_applications_allocation_is_found_at_both_ends_and_not_past_them() {
 ///
 /// Such a runtime must not make the iface forget what it has to free.
 #[test]
-fn memory_whose_length_the_runtime_rounds_up_ends_where_it_was_asked_to() {
+fn memory_keeps_its_requested_length_if_the_runtime_rounds() {
     let (runtime, iface) = world_of(Profile { rounds_lengths: true, ..Profile::default() });
     let request = AllocRequest { len: 5000, device: DeviceId(0), kind: AllocationKind::Device };
     let allocation = iface.allocate(&request).expect("allocate");
@@ -251,7 +251,7 @@ fn memory_whose_length_the_runtime_rounds_up_ends_where_it_was_asked_to() {
 
 /// HM-14
 #[test]
-fn flushing_inbound_writes_writes_the_devices_register() {
+fn inbound_flush_writes_the_register_of_the_device() {
     let (runtime, iface) = world();
     iface.flush_inbound(DeviceId(1)).expect("flush");
     assert_eq!([0, 1].map(|device| runtime.flush_register(device)), [0, 1]);
@@ -260,7 +260,7 @@ fn flushing_inbound_writes_writes_the_devices_register() {
 
 /// HM-01
 #[test]
-fn a_foreign_address_is_nobodys() {
+fn foreign_address_is_unknown() {
     let (_runtime, iface) = world();
     let on_the_stack = 0u8;
     for address in [Address(0), Address::of_ptr(&on_the_stack), Address(u64::MAX)] {
@@ -270,7 +270,7 @@ fn a_foreign_address_is_nobodys() {
 
 /// HM-01
 #[test]
-fn a_failed_query_is_an_error_with_the_runtimes_code_and_the_address() {
+fn failed_query_is_an_error_with_the_runtimes_code_and_the_address() {
     let (runtime, iface) = world();
     let fails = |code| {
         runtime.fail_nth("hsa_amd_pointer_info", 1, code);
@@ -288,7 +288,7 @@ fn a_failed_query_is_an_error_with_the_runtimes_code_and_the_address() {
 
 /// HM-01
 #[test]
-fn each_kind_of_memory_is_told_apart() {
+fn query_tells_the_kind_of_memory() {
     let (runtime, iface) = world();
     let mut live = Vec::new();
     for kind in [AllocationKind::Device, AllocationKind::Host, AllocationKind::Virtual] {
@@ -320,7 +320,7 @@ fn each_kind_of_memory_is_told_apart() {
 /// The runtime gives no base for it, so it must neither be registered from a made-up one nor as
 /// host memory.
 #[test]
-fn memory_that_others_mapped_into_a_reserved_range_is_refused_by_name() {
+fn foreign_vmm_memory_is_refused_by_name() {
     let (runtime, iface) = world();
     let other = open(&runtime).expect("open");
     let allocation = allocate(&other, AllocationKind::Virtual);
@@ -334,7 +334,7 @@ fn memory_that_others_mapped_into_a_reserved_range_is_refused_by_name() {
 ///
 /// By callback: one for each allocation, however often and by how many threads it is looked up.
 #[test]
-fn a_reused_address_has_a_new_identity_and_an_allocation_one_callback() {
+fn reused_address_has_a_new_identity_and_one_callback() {
     const REGISTER: &str = "hsa_amd_register_deallocation_callback";
     let (runtime, iface) = world();
     let mut seen = HashSet::new();
@@ -388,7 +388,7 @@ impl Invalidator for Listener {
 ///
 /// Two ifaces watch one allocation. One stops, and the other is told of the free all the same.
 #[test]
-fn monitors_are_told_of_a_free_apart_from_each_other() {
+fn free_notifies_each_monitor_on_its_own() {
     let (runtime, iface) = world();
     let other = open(&runtime).expect("open");
     let (first, second) = (iface.start_monitor().unwrap(), other.start_monitor().unwrap());
@@ -539,7 +539,7 @@ fn copies_reach_every_pair_of_memories() {
 
 /// HM-03
 #[test]
-fn a_started_copy_ends_when_its_signal_says_so() {
+fn started_copy_ends_with_its_signal() {
     let (runtime, iface) = world_of(Profile { slow_copies: true, ..Profile::default() });
     let device = allocate(&iface, AllocationKind::Device);
     let (bytes, mut back) = (vec![0xA5u8; LEN as usize], vec![0u8; LEN as usize]);
@@ -591,7 +591,7 @@ fn page_locked_memory_is_copied_directly() {
 
 /// HM-06
 #[test]
-fn an_export_has_its_offset_and_is_released_by_the_runtimes_call() {
+fn export_has_its_offset_and_is_released_by_the_runtimes_call() {
     for name in ["6.4", "7.2"] {
         let (runtime, iface) = world_of(Profile::named(name).expect("a profile"));
         let device = allocate(&iface, AllocationKind::Device);
@@ -609,7 +609,7 @@ fn an_export_has_its_offset_and_is_released_by_the_runtimes_call() {
 
 /// HM-09
 #[test]
-fn the_pcie_mapping_is_refused_by_an_older_runtime_and_by_a_small_bar() {
+fn pcie_mapping_is_refused_by_older_runtimes_and_small_bars() {
     let small = Profile { large_bar: false, ..Profile::default() };
     for (profile, code) in [
         (Profile::named("6.4").expect("a profile"), None),
@@ -634,7 +634,7 @@ fn the_pcie_mapping_is_refused_by_an_older_runtime_and_by_a_small_bar() {
 
 /// HM-06 DIAG-03
 #[test]
-fn what_cannot_be_exported_is_refused_with_its_reason() {
+fn unexportable_memory_is_refused_with_its_reason() {
     let (runtime, iface) = world();
     let export = |range| iface.export_dma_buf(range, &nic(), DmaBufMapping::Default);
     let device = allocate(&iface, AllocationKind::Device);
@@ -667,9 +667,9 @@ fn what_cannot_be_exported_is_refused_with_its_reason() {
 
 /// HM-10
 #[test]
-fn an_ipc_handle_opens_in_another_process() {
+fn ipc_handle_opens_in_another_process() {
     const HANDLE: &str = "HMEM_TEST_ROCR_HANDLE";
-    const NAME: &str = "an_ipc_handle_opens_in_another_process";
+    const NAME: &str = "ipc_handle_opens_in_another_process";
     let (runtime, iface) = world();
     if let Ok(text) = std::env::var(HANDLE) {
         let byte = |at: usize| u8::from_str_radix(&text[at..at + 2], 16).expect("hexadecimal");
@@ -752,7 +752,7 @@ fn ipc_keeps_the_requested_length_whatever_the_runtime_rounds_to() {
 /// Each call of the runtime fails in turn. An error comes back or nothing is lost by it, the next
 /// round works, and nothing is left.
 #[test]
-fn a_fault_at_any_call_leaks_nothing() {
+fn fault_at_any_call_leaks_nothing() {
     let round = |iface: &Rocr| -> Result<()> {
         let nic = nic();
         let host = vec![1u8; LEN as usize];

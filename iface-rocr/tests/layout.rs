@@ -211,7 +211,7 @@ fn read(include: &Path) -> String {
     ["hsa/hsa.h", "hsa/hsa_ext_amd.h"].map(read).concat()
 }
 
-fn headers_of_two_releases_say_the_same() -> Outcome {
+fn headers_of_two_releases_match() -> Outcome {
     for release in ["5.2", "7.2"] {
         let include = include(release)?;
         let code = program(&read(&include), release);
@@ -220,7 +220,7 @@ fn headers_of_two_releases_say_the_same() -> Outcome {
     Ok(())
 }
 
-fn a_wrong_constant_layout_or_signature_is_noticed() -> Outcome {
+fn wrong_constant_layout_or_signature_is_detected() -> Outcome {
     let include = include("7.2")?;
     let code = program(&read(&include), "7.2");
     for (right, wrong) in [
@@ -239,7 +239,7 @@ fn a_wrong_constant_layout_or_signature_is_noticed() -> Outcome {
 
 trials::trials! {
     /// HM-04
-    headers_of_two_releases_say_the_same,
+    headers_of_two_releases_match,
     /// HM-04
-    a_wrong_constant_layout_or_signature_is_noticed,
+    wrong_constant_layout_or_signature_is_detected,
 }

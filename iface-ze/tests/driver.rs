@@ -60,7 +60,7 @@ fn close(iface: Arc<LevelZero>) {
 
 /// HM-04
 #[test]
-fn missing_symbol_is_named_whichever_it_is() {
+fn every_missing_symbol_is_named() {
     let driver = FakeDriver::start(Profile::default());
     for missing in Functions::SYMBOLS {
         let lookup = |name: &'static str| driver.symbol(name).filter(|_| name != *missing);
@@ -106,7 +106,7 @@ fn driver_without_devices_is_unavailable_and_keeps_no_context() {
 
 /// HM-01
 #[test]
-fn devices_are_numbered_as_libfabric_numbers_them() {
+fn device_numbers_follow_libfabric() {
     let (driver, iface) = start(Profile { drivers: 2, ..Profile::default() });
     let devices = iface.devices().expect("devices");
     let ids: Vec<_> = devices.iter().map(|device| device.id.0).collect();
@@ -131,7 +131,7 @@ fn devices_are_numbered_as_libfabric_numbers_them() {
 
 /// HM-01
 #[test]
-fn device_that_is_no_gpu_is_left_out_and_the_others_keep_their_numbers() {
+fn device_other_than_a_gpu_is_omitted_and_numbers_stay() {
     let (_driver, iface) = start(Profile { first: 5, ..Profile::default() });
     let devices = iface.devices().expect("devices");
     assert_eq!(devices.iter().map(|device| device.id.0).collect::<Vec<_>>(), [1]);
@@ -181,7 +181,7 @@ fn failed_query_is_an_error_with_the_drivers_code_and_the_address() {
 /// Memory of a pool: each allocation has its own range, free parts of the pool are nobody's, and
 /// nothing of it is exported or watched. The application's larger memory is both.
 #[test]
-fn pooled_memory_of_the_application_is_told_apart() {
+fn pooled_memory_of_the_application_is_recognised() {
     let (driver, iface) = start(Profile::default());
     let monitor = iface.start_monitor().expect("a monitor");
     let small: Vec<_> = (0..3).map(|_| driver.allocate_elsewhere(1000)).collect();
@@ -232,7 +232,7 @@ impl hmem_core::monitor::Invalidator for Nobody {
 ///
 /// Small host memory of the iface comes from a pool too. The table of the iface tells its frees.
 #[test]
-fn pooled_memory_of_the_iface_has_identities_of_its_own() {
+fn pooled_memory_of_the_iface_has_its_own_identities() {
     let (_driver, iface) = start(Profile::default());
     let monitor = iface.start_monitor().expect("a monitor");
     let mut last: Option<Allocation> = None;
@@ -257,7 +257,7 @@ fn pooled_memory_of_the_iface_has_identities_of_its_own() {
 /// An allocation is exported whole: the offset in the dma-buf is that in the allocation, and every
 /// fd is given back, whichever way the release has for it.
 #[test]
-fn exports_are_owned_fds_and_every_fd_is_given_back() {
+fn exports_are_owned_fds_and_every_fd_is_released() {
     // The last one is an old driver behind a new loader.
     let behind_new_loader = Profile { absent: Vec::new(), ..Profile::old() };
     for profile in [Profile::default(), Profile::old(), behind_new_loader] {
@@ -294,7 +294,7 @@ fn exports_are_owned_fds_and_every_fd_is_given_back() {
 ///
 /// A driver may close the one fd of an allocation when it gets it back.
 #[test]
-fn exports_of_one_allocation_take_turns() {
+fn concurrent_exports_of_one_allocation_are_serialised() {
     let (driver, iface) = start(Profile { first_put_closes: true, ..Profile::default() });
     let buffer = buffer(&iface, AllocationKind::Device);
     let range = buffer.allocation().range;
@@ -405,7 +405,7 @@ fn fds_stay_open_if_the_memory_is_replaced_during_its_export() {
 /// A device without the ability, whose driver reports success and the fd of another file: it is
 /// neither used nor closed.
 #[test]
-fn export_that_succeeds_with_a_foreign_fd_is_refused_and_the_fd_stays_open() {
+fn export_with_a_foreign_fd_is_refused_and_the_fd_stays_open() {
     let (driver, iface) = start(Profile::without_exports());
     assert!(!iface.capability().dma_buf);
     let error_of = |range| {
@@ -440,7 +440,7 @@ fn export_that_succeeds_with_a_foreign_fd_is_refused_and_the_fd_stays_open() {
 
 /// HM-06
 #[test]
-fn dma_buf_of_one_tile_is_refused_and_given_back() {
+fn dma_buf_of_one_tile_is_refused_and_released() {
     let (driver, iface) = start(Profile { tiles: true, ..Profile::default() });
     let buffer = buffer(&iface, AllocationKind::Device);
     let range = buffer.allocation().range;
@@ -480,7 +480,7 @@ fn pcie_mapping_is_unsupported_and_not_listed() {
 
 /// HM-01
 #[test]
-fn memory_freed_behind_the_ifaces_back_is_not_claimed_and_not_exported() {
+fn memory_freed_without_the_iface_is_unknown_and_not_exported() {
     let (driver, iface) = start(Profile::default());
     let allocation = iface.allocate(&request(AllocationKind::Device)).expect("allocate");
     driver.free_elsewhere(allocation.base().0);
@@ -504,7 +504,7 @@ fn memory_freed_behind_the_ifaces_back_is_not_claimed_and_not_exported() {
 /// The fake counts copies that Level Zero leaves undefined: of memory that the device cannot
 /// access, of sides that overlap.
 #[test]
-fn copies_never_hand_the_device_what_it_cannot_access() {
+fn copies_pass_the_device_accessible_memory_only() {
     let (driver, iface) = start(Profile { drivers: 2, ..Profile::default() });
     let on = |device| AllocRequest { device: DeviceId(device), ..request(AllocationKind::Device) };
     let shared = iface.allocate(&request(AllocationKind::Managed)).expect("allocate");
@@ -552,7 +552,7 @@ fn copies_never_hand_the_device_what_it_cannot_access() {
 ///
 /// Of the two lanes of a copy between devices only the one with a copy under way is waited for.
 #[test]
-fn failed_wait_of_a_copy_between_devices_leaves_nothing_that_waits() {
+fn failed_wait_between_devices_is_repeated_once() {
     let (driver, iface) = start(Profile::default());
     let on = |device| AllocRequest { device: DeviceId(device), ..request(AllocationKind::Device) };
     let [from, to] = [0, 1].map(|device| iface.allocate(&on(device)).expect("allocate"));
@@ -573,7 +573,7 @@ fn failed_wait_of_a_copy_between_devices_leaves_nothing_that_waits() {
 
 /// HM-03
 #[test]
-fn started_copy_is_done_only_when_its_bytes_are_there() {
+fn started_copy_is_done_only_when_its_bytes_have_arrived() {
     let (driver, iface) = start(Profile::default());
     let allocation = iface.allocate(&request(AllocationKind::Device)).expect("allocate");
     let bytes = vec![0xA5u8; LEN as usize];
@@ -682,7 +682,7 @@ fn ipc_handle_opens_in_another_process() {
 
 /// HM-04
 #[test]
-fn iface_with_live_memory_is_busy_and_close_hands_it_back() {
+fn close_with_live_memory_is_busy_and_returns_the_iface() {
     let (driver, iface) = start(Profile::default());
     let allocation = iface.allocate(&request(AllocationKind::Device)).expect("allocate");
     let rejected = Arc::into_inner(iface).expect("one user").close().expect_err("live memory");

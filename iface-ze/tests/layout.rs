@@ -161,11 +161,11 @@ fn compare(release: &str) {
 }
 
 #[test]
-fn constants_layouts_and_signatures_are_those_of_level_zero_1_4() {
+fn constants_layouts_and_signatures_equal_level_zero_1_4() {
     compare("1.4");
 }
 
 #[test]
-fn constants_layouts_and_signatures_are_those_of_level_zero_1_32() {
+fn constants_layouts_and_signatures_equal_level_zero_1_32() {
     compare("1.32");
 }

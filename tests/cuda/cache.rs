@@ -198,7 +198,7 @@ fn worlds(rounds_each: u32, show: impl Fn(&Link, CudaMonitorKind, u32)) {
 ///
 /// Over every profile, monitor and way to free, 4,800 rounds in all.
 #[test]
-fn cached_cuda_memory_that_comes_back_at_its_address_is_never_a_stale_hit() {
+fn reallocated_cuda_memory_is_never_a_stale_hit() {
     worlds(200, |link, monitor, count| {
         for freed in [Freed::ThroughTheIface, Freed::ByTheApplication] {
             let shown = rounds(link, AllocationKind::Device, freed, count);
@@ -231,7 +231,7 @@ fn cached_cuda_memory_that_comes_back_at_its_address_is_never_a_stale_hit() {
 ///
 /// Ten thousand times over at one address, freed by the application.
 #[test]
-fn cuda_memory_that_comes_back_ten_thousand_times_is_never_a_stale_hit() {
+fn ten_thousand_reallocations_are_never_a_stale_hit() {
     let link = Link::cached(
         Profile::default(),
         IMPORTS,
@@ -282,7 +282,7 @@ fn each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
 /// Other memory mapped into a reservation, whose identity stays, is never a hit, whatever
 /// context the driver names for it.
 #[test]
-fn other_memory_at_the_same_place_of_a_reservation_is_never_a_hit() {
+fn other_memory_mapped_into_a_reservation_is_never_a_hit() {
     for vmm_names_context in [false, true] {
         for monitor in MONITORS {
             let profile = Profile { vmm_names_context, ..Profile::default() };
@@ -320,7 +320,7 @@ fn other_memory_at_the_same_place_of_a_reservation_is_never_a_hit() {
 ///
 /// Two devices have two entries, and what one frees does not touch the other.
 #[test]
-fn memory_of_two_devices_is_two_entries_and_each_dies_by_its_own_free() {
+fn free_on_one_device_keeps_the_entry_of_the_other() {
     worlds(1, |link, monitor, _| {
         if link.cuda.devices().expect("devices").len() < 2 {
             assert!(not_over_a_gpu("the machine has one device"));
@@ -358,7 +358,7 @@ fn memory_of_two_devices_is_two_entries_and_each_dies_by_its_own_free() {
 /// With hooks a registration is closed when its memory goes, and not when somebody next asks.
 #[cfg(target_arch = "x86_64")]
 #[test]
-fn with_hooks_nothing_stays_registered_when_the_application_frees() {
+fn hooked_free_closes_the_registration_at_once() {
     for profile in profiles() {
         let link = Link::cached(
             profile,
@@ -407,7 +407,7 @@ fn with_hooks_nothing_stays_registered_when_the_application_frees() {
 ///
 /// Several threads, among which the driver hands the same addresses around.
 #[test]
-fn threads_that_free_what_others_get_at_once_never_hit_what_was_there_before() {
+fn concurrent_reuse_of_addresses_is_never_a_stale_hit() {
     for monitor in MONITORS {
         let link =
             Link::cached(Profile::default(), IMPORTS, P2pPolicy::Enabled, Memory::Pinned, *monitor);

@@ -259,7 +259,7 @@ fn scenes() -> Vec<(&'static str, Scene)> {
 /// A NIC that asks for the PCIe mapping first, over a driver that has it: what is refused under it
 /// is refused for what it is.
 #[test]
-fn a_driver_that_has_the_pcie_mapping_is_not_said_to_lack_it() {
+fn refusal_under_an_existing_pcie_mapping_has_its_own_cause() {
     if not_over_a_gpu("the driver is to have the mapping, and to refuse") {
         return;
     }
@@ -294,7 +294,7 @@ fn a_driver_that_has_the_pcie_mapping_is_not_said_to_lack_it() {
 
 /// DIAG-03
 #[test]
-fn each_cause_on_cudas_side_is_named_by_a_registration_that_meets_it() {
+fn each_cuda_cause_is_named_by_a_registration() {
     if not_over_a_gpu("every answer of the driver is one that the fake is told to give") {
         return;
     }

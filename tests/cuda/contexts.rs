@@ -9,7 +9,7 @@ use crate::link::{Link, check, not_over_a_gpu};
 ///
 /// Though the driver refuses each direct way, so that there is something to find out.
 #[test]
-fn registering_memory_of_the_applications_context_makes_no_other() {
+fn registration_in_the_applications_context_creates_no_other() {
     if not_over_a_gpu("the driver is to refuse each direct way") {
         return;
     }

@@ -7,7 +7,7 @@ use crate::link::{Link, check, not_over_a_gpu, pattern};
 
 /// HM-14
 #[test]
-fn a_completion_is_read_after_a_flush_in_the_context_of_the_memory() {
+fn completion_follows_a_flush_in_the_memorys_context() {
     if not_over_a_gpu("which contexts are flushed the fake driver says") {
         return;
     }

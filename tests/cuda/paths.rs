@@ -44,7 +44,7 @@ const KINDS: [AllocationKind; 5] = [
 
 /// P2P-01
 #[test]
-fn each_kind_of_memory_goes_its_own_way_and_its_bytes_arrive() {
+fn each_kind_of_memory_moves_its_bytes_by_its_own_path() {
     for profile in profiles() {
         let open = profile.dma_buf;
         let link = Link::open(profile);
@@ -73,7 +73,7 @@ fn each_kind_of_memory_goes_its_own_way_and_its_bytes_arrive() {
 ///
 /// The result says what was done.
 #[test]
-fn managed_memory_is_registered_as_host_pages_and_says_so() {
+fn managed_memory_is_registered_as_host_pages() {
     let link = Link::open(Profile::default());
     if link.lacks(AllocationKind::Managed) {
         return;
@@ -88,7 +88,7 @@ fn managed_memory_is_registered_as_host_pages_and_says_so() {
 /// The software NIC reaches a device address by the iface's copies, as a peer-memory client
 /// resolves one.
 #[test]
-fn a_nic_with_peer_memory_alone_gets_device_addresses() {
+fn nic_with_peer_memory_alone_gets_device_addresses() {
     let imports = Imports { dma_buf: false, peer_memory: true, ..IMPORTS };
     let link = Link::with(
         Profile::named("550-closed").expect("a profile"),
@@ -118,7 +118,7 @@ fn a_nic_with_peer_memory_alone_gets_device_addresses() {
 
 /// P2P-01
 #[test]
-fn one_refused_buffer_demotes_no_other() {
+fn refused_export_does_not_change_the_path_of_other_buffers() {
     if not_over_a_gpu("the driver is to refuse one export alone") {
         return;
     }
@@ -132,7 +132,7 @@ fn one_refused_buffer_demotes_no_other() {
 
 /// P2P-03
 #[test]
-fn the_decision_names_each_call_its_error_its_cause_and_its_remedy() {
+fn decision_names_call_error_cause_and_remedy() {
     if not_over_a_gpu("the driver is to have no dma-bufs") {
         return;
     }
@@ -163,7 +163,7 @@ fn the_decision_names_each_call_its_error_its_cause_and_its_remedy() {
 /// The driver is asked to export stream-ordered memory, and its answer is the
 /// trace's.
 #[test]
-fn the_driver_is_asked_for_the_export_of_memory_that_is_not_vmm() {
+fn export_is_tried_for_memory_other_than_vmm() {
     let link = Link::open(Profile::default());
     if link.no_dma_bufs() || link.lacks(AllocationKind::StreamOrdered) {
         return;
@@ -187,7 +187,7 @@ fn the_driver_is_asked_for_the_export_of_memory_that_is_not_vmm() {
 ///
 /// An export that was not asked for is none that was refused.
 #[test]
-fn a_handle_made_without_rdma_is_a_step_of_segments_with_its_attribute() {
+fn handle_without_rdma_is_refused_at_the_segments_step() {
     let link = Link::open(Profile::default());
     if link.lacks(AllocationKind::Virtual) {
         return;
@@ -213,7 +213,7 @@ fn a_handle_made_without_rdma_is_a_step_of_segments_with_its_attribute() {
 ///
 /// Both attempts are in the trace.
 #[test]
-fn the_pcie_mapping_is_tried_first_and_then_without() {
+fn pcie_mapping_is_tried_before_the_default_mapping() {
     if not_over_a_gpu("drivers with and without the mapping are compared") {
         return;
     }
@@ -291,7 +291,7 @@ fn with_dma_bufs(profile: Profile) -> Link {
 
 /// HM-07
 #[test]
-fn a_range_over_several_handles_is_registered_whole() {
+fn range_over_several_handles_is_one_region() {
     let link = with_dma_bufs(Profile::default());
     if link.no_rdma_with_vmm() {
         return;
@@ -307,7 +307,7 @@ fn a_range_over_several_handles_is_registered_whole() {
 
 /// HM-07
 #[test]
-fn handles_that_the_driver_does_not_export_as_one_are_exported_one_by_one() {
+fn handles_refused_as_one_dma_buf_are_exported_one_by_one() {
     if not_over_a_gpu("the driver is to refuse one export of several handles") {
         return;
     }
@@ -334,7 +334,7 @@ fn handles_that_the_driver_does_not_export_as_one_are_exported_one_by_one() {
 
 /// HM-07
 #[test]
-fn a_range_with_a_segment_that_cannot_is_refused_naming_the_first() {
+fn range_with_an_unexportable_segment_names_it() {
     let link = Link::with(Profile::default(), IMPORTS, P2pPolicy::Required, Memory::Follow);
     if link.no_dma_bufs() || link.no_rdma_with_vmm() {
         return;
@@ -353,7 +353,7 @@ fn a_range_with_a_segment_that_cannot_is_refused_naming_the_first() {
 
 /// HM-01
 #[test]
-fn host_memory_that_was_page_locked_in_part_is_registered_as_the_applications_own() {
+fn partly_page_locked_host_memory_is_registered_as_host_pages() {
     let link = Link::open(Profile::default());
     let memory = vec![5u8; 1 << 20];
     let start = Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096);
@@ -370,7 +370,7 @@ fn host_memory_that_was_page_locked_in_part_is_registered_as_the_applications_ow
 
 /// HM-06
 #[test]
-fn registrations_of_device_memory_leave_nothing() {
+fn registrations_of_device_memory_leave_nothing_open() {
     let link = Link::open(Profile::default());
     let memory = link.buffer(300_000, AllocationKind::Device);
     let count = || if real() { Err(open_fds()) } else { Ok(link.driver.live()) };

@@ -13,7 +13,7 @@ use crate::link::{IMPORTS, Link, REMOTE, came_back, close, direct, not_over_a_gp
 /// Device memory, over a NIC that keeps the pages of registration and over one that
 /// follows.
 #[test]
-fn registering_freeing_and_allocating_again_reaches_the_new_bytes() {
+fn registration_after_reallocation_reaches_the_new_bytes() {
     for (memory, policy) in [
         (Memory::Follow, direct()),
         (Memory::Pinned, direct()),
@@ -59,7 +59,7 @@ fn registering_freeing_and_allocating_again_reaches_the_new_bytes() {
 ///
 /// Memory that the driver does not know is not the iface's, whatever the caller claims.
 #[test]
-fn a_freed_or_foreign_pointer_that_is_claimed_for_cuda_is_said_to_be_unknown() {
+fn freed_or_foreign_pointer_claimed_for_cuda_is_unknown() {
     for cached in [false, true] {
         let (profile, follow) = (Profile::default(), Memory::Follow);
         let link = if cached {
@@ -99,7 +99,7 @@ fn a_freed_or_foreign_pointer_that_is_claimed_for_cuda_is_said_to_be_unknown() {
 /// never the new allocation's. That it does not fault shows that the fake's exported pages outlive
 /// their allocation, as a dma-buf does.
 #[test]
-fn a_region_that_outlives_its_memory_reaches_none_of_the_memory_that_took_its_place() {
+fn region_that_outlives_its_memory_reaches_no_new_memory() {
     if not_over_a_gpu("what becomes of memory that is freed under a dma-buf is the driver's own") {
         return;
     }

@@ -38,7 +38,7 @@ mod cases {
         if is_model() { vec![Profile::default()] } else { Profile::all() }
     }
 
-    pub(crate) fn each_kind_of_memory_goes_its_own_way_and_its_bytes_arrive() -> Outcome {
+    pub(crate) fn each_kind_of_memory_moves_its_bytes_by_its_own_path() -> Outcome {
         for profile in profiles() {
             let exports = profile.dma_buf && !is_model();
             let world = World::new(profile, P2pPolicy::Enabled, Memory::Follow, false);
@@ -340,7 +340,7 @@ use cases::*;
 
 trials::trials! {
     /// P2P-01 P2P-06 HM-01
-    each_kind_of_memory_goes_its_own_way_and_its_bytes_arrive,
+    each_kind_of_memory_moves_its_bytes_by_its_own_path,
     /// MON-07 CACHE-02 MR-07
     address_reuse_is_never_a_hit,
     /// MON-07

@@ -60,9 +60,9 @@ fn freed_and_reallocated_memory_is_never_a_hit() {
 /// `FI_MR_ZE_CACHE_MONITOR_ENABLED=0` has Level Zero memory registered uncached, naming the
 /// variable, and leaves host memory cached. In a process with that environment.
 #[test]
-fn variable_turns_the_monitor_of_level_zero_off_and_no_other() {
+fn variable_disables_the_level_zero_monitor_only() {
     const VARIABLE: &str = "FI_MR_ZE_CACHE_MONITOR_ENABLED";
-    const NAME: &str = "cache::variable_turns_the_monitor_of_level_zero_off_and_no_other";
+    const NAME: &str = "cache::variable_disables_the_level_zero_monitor_only";
     let Ok(value) = std::env::var(VARIABLE) else {
         for value in ["0", "1"] {
             let output = std::process::Command::new(std::env::current_exe().expect("this test"))

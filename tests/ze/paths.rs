@@ -71,7 +71,7 @@ fn memory_of_every_kind_moves_its_bytes_by_its_path() {
 /// The trace of a registration whose device exports nothing has the step, the cause and the remedy,
 /// and so has an explanation.
 #[test]
-fn memory_that_is_not_exported_says_why_and_what_to_do() {
+fn refused_export_names_cause_and_remedy() {
     let link = Link::open(Profile::without_exports(), DomainAttr::default());
     let buffer = link.buffer(LEN, AllocationKind::Device, DeviceId(0));
     let region = link.expose(buffer.allocation().range).expect("register");
@@ -98,7 +98,7 @@ fn memory_that_is_not_exported_says_why_and_what_to_do() {
 ///
 /// Memory that an application got from a pool of the driver is staged, with the reason.
 #[test]
-fn pooled_memory_of_the_application_is_staged_and_the_reason_is_in_the_trace() {
+fn pooled_memory_of_the_application_is_staged_with_the_reason() {
     let link = Link::open(Profile::default(), DomainAttr::default());
     let driver = link.driver.as_ref().expect("the fake driver");
     let base = driver.allocate_elsewhere(1000);
@@ -119,7 +119,7 @@ fn pooled_memory_of_the_application_is_staged_and_the_reason_is_in_the_trace() {
 /// A pointer that is freed, foreign, another vendor's or one past the end is claimed for Level
 /// Zero.
 #[test]
-fn pointer_that_level_zero_does_not_know_is_refused_with_the_reason() {
+fn pointer_unknown_to_level_zero_is_refused_with_the_reason() {
     let link = Link::open(Profile::default(), DomainAttr::default());
     let freed = link.buffer(LEN, AllocationKind::Device, DeviceId(0)).allocation().range;
     let live = link.buffer(8 << 20, AllocationKind::Device, DeviceId(0));

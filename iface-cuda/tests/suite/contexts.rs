@@ -36,7 +36,7 @@ fn use_everything(world: &World) {
 
 /// HM-05
 #[test]
-fn a_thread_without_context_has_none_afterwards() {
+fn thread_without_context_has_none_afterwards() {
     each(|world| {
         assert!(current(world).is_null(), "{}", world.name);
         use_everything(world);
@@ -46,7 +46,7 @@ fn a_thread_without_context_has_none_afterwards() {
 
 /// HM-05
 #[test]
-fn a_wrong_current_context_is_neither_used_nor_changed() {
+fn context_of_another_device_is_neither_used_nor_changed() {
     each(|world| {
         let foreign = world.app.create_context();
         use_everything(world);
@@ -57,7 +57,7 @@ fn a_wrong_current_context_is_neither_used_nor_changed() {
 
 /// HM-05
 #[test]
-fn memory_of_another_context_is_worked_on_in_that_context() {
+fn calls_on_memory_use_the_context_of_the_memory() {
     each(|world| {
         let foreign = world.app.create_context();
         let mut pointer: CuDevicePtr = 0;
@@ -94,7 +94,7 @@ fn memory_of_another_context_is_worked_on_in_that_context() {
 
 /// HM-05
 #[test]
-fn opening_and_asking_make_no_context() {
+fn opening_and_queries_create_no_context() {
     over(Profile::default(), |world| {
         let on_the_stack = 0u8;
         for address in [Address(0), Address::of_ptr(&on_the_stack)] {
@@ -112,7 +112,7 @@ fn opening_and_asking_make_no_context() {
 
 /// HM-05
 #[test]
-fn each_device_has_its_own_context_retained_once_and_given_back() {
+fn each_device_context_is_retained_once_and_released() {
     over(Profile::default(), |world| {
         for _ in 0..3 {
             for device in [0, 1] {
@@ -137,7 +137,7 @@ fn too_much(kind: AllocationKind) -> AllocRequest {
 
 /// HM-05
 #[test]
-fn a_refused_allocation_leaves_no_context() {
+fn refused_allocation_leaves_no_context() {
     each(|world| {
         for kind in world.kinds(&KINDS) {
             assert!(world.active().is_empty(), "{}: {kind:?}", world.name);
@@ -157,7 +157,7 @@ fn a_refused_allocation_leaves_no_context() {
 
 /// HM-05
 #[test]
-fn an_allocation_that_the_driver_does_not_know_afterwards_leaves_no_context() {
+fn allocation_unknown_to_the_driver_leaves_no_context() {
     over(Profile::default(), |world| {
         for kind in world.kinds(&KINDS) {
             world.driver().fail("cuPointerGetAttributes", CuResult::CUDA_ERROR_UNKNOWN);
@@ -173,7 +173,7 @@ fn an_allocation_that_the_driver_does_not_know_afterwards_leaves_no_context() {
 /// While one thread's attempt is refused, another works in the context: it stays until that has
 /// ended.
 #[test]
-fn a_refused_attempt_takes_no_context_from_under_another_thread() {
+fn refused_call_does_not_release_the_context_of_another_thread() {
     over(Profile::default(), |world| {
         let cuda = &world.cuda;
         let memory = std::thread::scope(|scope| {
@@ -197,7 +197,7 @@ fn a_refused_attempt_takes_no_context_from_under_another_thread() {
 /// A context that the driver does not take back is given back by the next call, or as the iface
 /// closes.
 #[test]
-fn a_context_that_was_not_given_back_is_with_the_next_call() {
+fn refused_release_is_repeated_by_the_next_call() {
     over(Profile::default(), |world| {
         let release = "cuDevicePrimaryCtxRelease_v2";
         for _ in 0..2 {
@@ -239,7 +239,7 @@ fn page_lock(world: &World) {
 
 /// HM-05
 #[test]
-fn page_locking_makes_no_context_where_another_device_has_one() {
+fn page_locking_uses_an_active_context_of_another_device() {
     each(|world| {
         if world.cuda.devices().expect("devices").len() < 2 {
             assert!(not_over_a_gpu("the machine has one device"), "{} has one device", world.name);
@@ -259,7 +259,7 @@ fn page_locking_makes_no_context_where_another_device_has_one() {
 ///
 /// Of two that are there it is the thread's.
 #[test]
-fn page_locking_is_done_on_the_device_that_the_thread_works_on() {
+fn page_locking_prefers_the_device_of_the_thread() {
     over(Profile::default(), |world| {
         let mut contexts = [CuContext::NULL; 2];
         for (device, context) in contexts.iter_mut().enumerate() {
@@ -281,7 +281,7 @@ fn page_locking_is_done_on_the_device_that_the_thread_works_on() {
 
 /// HM-05
 #[test]
-fn page_locking_is_done_in_the_threads_own_context_where_no_other_is() {
+fn page_locking_uses_the_threads_context_if_none_is_active() {
     each(|world| {
         let foreign = world.app.create_context();
         page_lock(world);
@@ -309,7 +309,7 @@ fn page_locking_is_done_in_the_threads_own_context_where_no_other_is() {
 
 /// HM-05
 #[test]
-fn page_locking_that_is_refused_leaves_no_context() {
+fn refused_page_locking_leaves_no_context() {
     each(|world| {
         let (_memory, range) = pages();
         let foreign = world.app.create_context();
@@ -346,7 +346,7 @@ fn use_mapped(world: &World, range: AddressRange) {
 
 /// HM-05
 #[test]
-fn memory_of_no_context_is_worked_on_in_the_threads_own() {
+fn memory_without_a_context_uses_the_threads_context() {
     each(|world| {
         if world.no_rdma_to_vmm() {
             return;
@@ -372,7 +372,7 @@ fn memory_of_no_context_is_worked_on_in_the_threads_own() {
 ///
 /// An asynchronous copy of such memory has ended when the application may destroy the context.
 #[test]
-fn a_copy_in_the_threads_own_context_outlives_it() {
+fn copy_in_the_threads_context_ends_before_its_destruction() {
     each(|world| {
         if let Some((driver, _)) = &world.fake {
             driver.change(|profile| profile.slow_copies = true);
@@ -400,7 +400,7 @@ fn a_copy_in_the_threads_own_context_outlives_it() {
 
 /// HM-05
 #[test]
-fn a_question_about_memory_of_no_context_leaves_none() {
+fn query_of_memory_without_a_context_leaves_no_context() {
     each(|world| {
         if world.no_rdma_to_vmm() {
             return;
@@ -439,7 +439,7 @@ fn a_question_about_memory_of_no_context_leaves_none() {
 
 /// HM-05
 #[test]
-fn a_current_context_of_another_device_is_not_taken() {
+fn current_context_of_another_device_is_not_used() {
     over(Profile::default(), |world| {
         let foreign = world.app.create_context();
         let parts = [Some(true)];
@@ -474,7 +474,7 @@ fn a_current_context_of_another_device_is_not_taken() {
 
 /// HM-05
 #[test]
-fn a_flush_makes_no_context() {
+fn flush_creates_no_context() {
     over(Profile { writes_ordering: 0, ..Profile::default() }, |world| {
         let flush =
             |world: &World, device| world.cuda.flush_inbound(DeviceId(device)).expect("flush");
@@ -503,7 +503,7 @@ fn a_flush_makes_no_context() {
 ///
 /// One in which the flush is refused is not kept.
 #[test]
-fn a_refused_flush_keeps_no_context() {
+fn refused_flush_retains_no_context() {
     over(Profile { writes_ordering: 0, ..Profile::default() }, |world| {
         world.app.current(|_| ());
         world.driver().fail("cuFlushGPUDirectRDMAWrites", CuResult::CUDA_ERROR_UNKNOWN);
@@ -518,7 +518,7 @@ fn a_refused_flush_keeps_no_context() {
 ///
 /// Detection asks in a context that somebody has, and keeps none of it.
 #[test]
-fn a_query_keeps_no_context_of_the_application() {
+fn query_retains_no_context_of_the_application() {
     over(Profile { queries_need_context: true, ..Profile::default() }, |world| {
         let mut pointer: CuDevicePtr = 0;
         // SAFETY: the place is writable; the memory is freed below.
@@ -539,7 +539,7 @@ fn a_query_keeps_no_context_of_the_application() {
 ///
 /// A thread that cannot be rid of the context has one that is there.
 #[test]
-fn a_context_that_stays_current_is_not_destroyed() {
+fn context_that_stays_current_is_not_destroyed() {
     over(Profile::default(), |world| {
         world.driver().fail_always("cuCtxPopCurrent_v2", CuResult::CUDA_ERROR_UNKNOWN);
         world.cuda.allocate(&too_much(AllocationKind::Device)).expect_err("too much");
@@ -551,7 +551,7 @@ fn a_context_that_stays_current_is_not_destroyed() {
 
 /// HM-05
 #[test]
-fn threads_work_at_once() {
+fn threads_allocate_copy_and_free_concurrently() {
     each(|world| {
         let world = &*world;
         let cuda = &world.cuda;

@@ -10,7 +10,7 @@ use crate::world::{Expandable, HeldCopies, KINDS, World, check, each, over, patt
 
 /// HM-03
 #[test]
-fn bytes_come_back_from_every_kind_at_every_size() {
+fn bytes_round_trip_through_every_kind_and_size() {
     each(|world| {
         for kind in world.kinds(&KINDS) {
             for len in [1, 2, 63, 64, 4095, 4096, 4097, 65_537, (1 << 20) + 1, 4 << 20] {
@@ -32,7 +32,7 @@ fn bytes_come_back_from_every_kind_at_every_size() {
 
 /// HM-03
 #[test]
-fn bytes_move_between_devices_memories_and_within_one() {
+fn bytes_move_between_devices_and_within_a_device() {
     each(|world| {
         let last = world.cuda.devices().expect("devices").len() as u32 - 1;
         let request =
@@ -56,7 +56,7 @@ fn bytes_move_between_devices_memories_and_within_one() {
 
 /// HM-03
 #[test]
-fn a_copy_past_an_allocation_is_refused_and_moves_nothing() {
+fn copy_past_an_allocation_is_refused_and_moves_nothing() {
     each(|world| {
         for kind in world.kinds(&KINDS) {
             let memory = world.allocate(4 << 20, kind);
@@ -77,7 +77,7 @@ fn a_copy_past_an_allocation_is_refused_and_moves_nothing() {
 
 /// HM-03
 #[test]
-fn a_copy_into_freed_memory_is_refused() {
+fn copy_into_freed_memory_is_refused() {
     each(|world| {
         let memory = world.allocate(8 << 20, AllocationKind::Device);
         world.free(&memory);
@@ -88,7 +88,7 @@ fn a_copy_into_freed_memory_is_refused() {
 
 /// MR-18
 #[test]
-fn a_copy_of_freed_memory_is_never_one_of_host_memory() {
+fn copy_of_freed_memory_never_accesses_host_memory() {
     each(|world| {
         let memory = world.allocate(8 << 20, AllocationKind::Device);
         world.free(&memory);
@@ -170,7 +170,7 @@ fn asynchronous_copies_end_with_their_events() {
 
 /// HM-03
 #[test]
-fn an_event_says_when_its_copy_is_under_way() {
+fn event_is_not_done_while_its_copy_is_in_flight() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         let bytes = pattern(5, 4096);
@@ -190,7 +190,7 @@ fn an_event_says_when_its_copy_is_under_way() {
 ///
 /// A blocking copy waits for itself alone: an asynchronous copy in flight stays in flight.
 #[test]
-fn a_blocking_copy_waits_for_no_asynchronous_one() {
+fn blocking_copy_does_not_wait_for_asynchronous_copies() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {
         let memory = [(); 2].map(|()| world.allocate(4096, AllocationKind::Device));
         let bytes = [1, 2].map(|seed| pattern(seed, 4096));
@@ -217,7 +217,7 @@ fn a_blocking_copy_waits_for_no_asynchronous_one() {
 /// Blocking copies of several threads run at once, on streams that are used again and given
 /// back by the end.
 #[test]
-fn blocking_copies_of_two_threads_have_a_stream_each() {
+fn blocking_copies_of_two_threads_use_two_streams() {
     over(Profile::default(), |world| {
         let memory = [(); 2].map(|()| world.allocate(4096, AllocationKind::Device));
         let (driver, cuda) = (world.driver(), &world.cuda);
@@ -249,7 +249,7 @@ fn blocking_copies_of_two_threads_have_a_stream_each() {
 ///
 /// An open event keeps the iface from closing.
 #[test]
-fn closing_with_a_copy_or_an_allocation_left_is_refused_and_hands_the_iface_back() {
+fn close_with_a_copy_or_allocation_left_is_refused() {
     let mut world = World::fake(Profile { slow_copies: true, ..Profile::default() });
     let memory = world.allocate(4096, AllocationKind::Device);
     let bytes = pattern(5, 4096);
@@ -271,7 +271,7 @@ fn closing_with_a_copy_or_an_allocation_left_is_refused_and_hands_the_iface_back
 /// Memory of the iface that the driver calls foreign is copied neither by the CPU nor by the
 /// driver, which would take its address for the host's.
 #[test]
-fn memory_that_the_driver_has_forgotten_is_not_copied() {
+fn memory_unknown_to_the_driver_is_not_copied() {
     over(Profile::default(), |world| {
         let memory = world.allocate(10_000, AllocationKind::Device);
         let others =
@@ -328,7 +328,7 @@ const REFUSED: CuResult = CuResult::CUDA_ERROR_UNKNOWN;
 /// Over the stream and events that are kept, while the application has the context
 /// too.
 #[test]
-fn a_copy_that_is_refused_after_it_began_has_ended_and_loses_nothing() {
+fn failed_start_of_a_copy_waits_and_keeps_its_stream() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         world.app.current(|_| ());
@@ -366,7 +366,7 @@ fn a_copy_that_is_refused_after_it_began_has_ended_and_loses_nothing() {
 ///
 /// The same where stream and event are made for the copy, in a context of the application's own.
 #[test]
-fn a_copy_that_is_refused_in_the_applications_context_leaves_nothing_there() {
+fn failed_copy_leaves_nothing_in_the_applications_context() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {
         let foreign = world.app.create_context();
         let to = of_the_application(world);

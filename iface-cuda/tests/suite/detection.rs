@@ -11,7 +11,7 @@ use crate::world::{Expandable, KINDS, World, check, each, over};
 
 /// HM-01
 #[test]
-fn every_kind_is_told_apart_at_both_ends_and_inside() {
+fn query_tells_the_kind_at_both_ends_and_inside() {
     each(|world| {
         for kind in world.kinds(&KINDS) {
             let memory = world.allocate(100_000, kind);
@@ -52,7 +52,7 @@ fn every_kind_is_told_apart_at_both_ends_and_inside() {
 
 /// HM-01
 #[test]
-fn memory_of_the_applications_own_is_recognised() {
+fn memory_of_the_application_is_recognised() {
     each(|world| {
         let mut pointer: CuDevicePtr = 0;
         // SAFETY: the place is writable.
@@ -74,7 +74,7 @@ fn memory_of_the_applications_own_is_recognised() {
 
 /// HM-01
 #[test]
-fn host_memory_that_the_application_page_locked_is_recognised_as_its_own() {
+fn page_locked_pages_of_the_application_are_host_registered() {
     each(|world| {
         let memory = vec![0u8; 1 << 20];
         let start = Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096);
@@ -106,7 +106,7 @@ fn host_memory_that_the_application_page_locked_is_recognised_as_its_own() {
 
 /// HM-01
 #[test]
-fn host_memory_that_somebody_else_page_locked_is_recognised_as_the_applications() {
+fn pages_locked_without_the_iface_are_host_registered() {
     each(|world| {
         let memory = vec![0u8; 1 << 16];
         let start =
@@ -141,7 +141,7 @@ fn addresses_are_found_among_ten_thousand_allocations() {
 
 /// HM-02
 #[test]
-fn a_foreign_address_is_nobodys_and_costs_one_driver_call() {
+fn foreign_address_is_unknown_and_costs_one_driver_call() {
     each(|world| {
         let on_the_stack = 0u8;
         for address in [Address(0), Address::of_ptr(&on_the_stack), Address(u64::MAX)] {
@@ -156,7 +156,7 @@ fn a_foreign_address_is_nobodys_and_costs_one_driver_call() {
 
 /// HM-02
 #[test]
-fn detection_makes_one_call_and_no_context() {
+fn query_makes_one_driver_call_and_no_context() {
     over(Profile::default(), |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         let (before, references) =
@@ -184,7 +184,7 @@ fn with_page_locked(world: &mut World, show: impl FnOnce(&World, Address)) {
 /// The owner of page-locked memory is asked for once; later lookups cost what those of other
 /// memory cost.
 #[test]
-fn page_locked_memory_that_was_seen_before_costs_one_driver_call() {
+fn second_query_of_page_locked_memory_costs_one_driver_call() {
     over(Profile::default(), |world| {
         let calls = |world: &World, address: Address, kind: AllocationKind| {
             let before = world.driver().all_calls();
@@ -250,7 +250,7 @@ fn page_locked_memory_without_an_identity_is_not_confused() {
 ///
 /// The table of page-locked memory is bounded, and forgotten entries are found out again.
 #[test]
-fn a_thousand_page_locked_allocations_are_told_apart() {
+fn a_thousand_page_locked_allocations_have_the_right_kind() {
     over(Profile::default(), |world| {
         with_page_locked(world, |world, start| {
             let memory: Vec<_> =
@@ -274,7 +274,7 @@ fn a_thousand_page_locked_allocations_are_told_apart() {
 ///
 /// A driver is not asked for what it does not know.
 #[test]
-fn a_driver_that_does_not_know_pools_is_asked_for_the_rest() {
+fn driver_without_pools_is_queried_for_the_other_attributes() {
     over(Profile { last_pointer_attribute: 16, ..Profile::default() }, |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         let found = world.cuda.query(memory.base()).expect("query").expect("known");
@@ -288,7 +288,7 @@ fn a_driver_that_does_not_know_pools_is_asked_for_the_rest() {
 /// The driver answers INVALID_CONTEXT to a thread without a context; the memory is still the
 /// device's.
 #[test]
-fn device_memory_is_not_taken_for_host_memory_on_a_thread_without_context() {
+fn device_memory_is_recognised_on_a_thread_without_context() {
     let profile = Profile { queries_need_context: true, ..Profile::default() };
     over(profile, |world| {
         let mut pointer: CuDevicePtr = 0;
@@ -311,7 +311,7 @@ fn device_memory_is_not_taken_for_host_memory_on_a_thread_without_context() {
 ///
 /// The answer is right too on a thread whose current context another thread destroyed.
 #[test]
-fn device_memory_is_not_taken_for_host_memory_on_a_thread_whose_context_was_destroyed() {
+fn device_memory_is_recognised_after_the_threads_context_ended() {
     let profile = Profile { queries_need_context: true, ..Profile::default() };
     over(profile, |world| {
         let mut pointer: CuDevicePtr = 0;
@@ -369,7 +369,7 @@ fn segments_are_the_mappings_of_a_reservation() {
 
 /// HM-07
 #[test]
-fn a_hole_in_a_reservation_is_named() {
+fn hole_in_a_reservation_is_named() {
     each(|world| {
         if world.no_rdma_to_vmm() {
             return;
@@ -389,7 +389,7 @@ fn a_hole_in_a_reservation_is_named() {
 
 /// HM-07
 #[test]
-fn memory_that_was_not_created_for_rdma_is_not_exportable() {
+fn memory_not_created_for_rdma_is_not_exportable() {
     each(|world| {
         if world.no_rdma_to_vmm() {
             return;
@@ -407,7 +407,7 @@ fn memory_that_was_not_created_for_rdma_is_not_exportable() {
 
 /// HM-05
 #[test]
-fn a_device_out_of_range_is_an_invalid_argument() {
+fn device_out_of_range_is_an_invalid_argument() {
     each(|world| {
         let request =
             AllocRequest { len: 4096, device: DeviceId(99), kind: AllocationKind::Device };
@@ -423,7 +423,7 @@ fn a_device_out_of_range_is_an_invalid_argument() {
 
 /// HM-01
 #[test]
-fn a_failed_query_is_an_error_with_the_drivers_code_and_the_address() {
+fn failed_query_is_an_error_with_the_drivers_code_and_the_address() {
     over(Profile::default(), |world| {
         world.driver().fail("cuPointerGetAttributes", CuResult::CUDA_ERROR_DEINITIALIZED);
         let error = world.cuda.query(Address(0x7000_0000)).expect_err("the driver refused");
@@ -441,7 +441,7 @@ fn a_failed_query_is_an_error_with_the_drivers_code_and_the_address() {
 /// An older driver does not say whether an address can be reached by RDMA; the memory's
 /// properties do.
 #[test]
-fn the_purpose_of_memory_is_asked_of_its_handle_if_the_driver_says_nothing_of_its_address() {
+fn rdma_ability_is_read_from_the_handle_on_older_drivers() {
     over(Profile { last_pointer_attribute: 14, ..Profile::default() }, |world| {
         let parts = [Some(true), Some(false)];
         let memory = Expandable::new(&mut world.app, &parts);
@@ -483,7 +483,7 @@ fn the_purpose_of_memory_is_asked_of_its_handle_if_the_driver_says_nothing_of_it
 /// The driver knows the question: that it calls it invalid says nothing of whose the memory
 /// is.
 #[test]
-fn a_question_that_the_driver_refuses_makes_no_host_memory_of_a_devices() {
+fn refused_query_does_not_make_device_memory_host_memory() {
     over(Profile::default(), |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         world.driver().fail("cuPointerGetAttributes", CuResult::CUDA_ERROR_INVALID_VALUE);
@@ -499,7 +499,7 @@ fn a_question_that_the_driver_refuses_makes_no_host_memory_of_a_devices() {
 ///
 /// A driver that answers nothing without a context shows what it knows when there is one.
 #[test]
-fn a_drivers_abilities_are_found_out_when_it_answers() {
+fn attributes_of_the_driver_are_found_at_its_first_answer() {
     for last_pointer_attribute in [16, 17] {
         let profile =
             Profile { queries_need_context: true, last_pointer_attribute, ..Profile::default() };
@@ -523,7 +523,7 @@ fn a_drivers_abilities_are_found_out_when_it_answers() {
 /// Memory mapped into a reservation can change under its identity,
 /// whatever context the driver names for it.
 #[test]
-fn vmm_memory_is_told_apart_where_the_driver_names_a_context_for_it() {
+fn vmm_memory_is_recognised_if_the_driver_names_a_context() {
     let driver = Profile { vmm_names_context: true, ..Profile::default() };
     let old = Profile { absent: vec!["cuMemRetainAllocationHandle"], ..driver.clone() };
     for profile in [driver, old] {
@@ -564,7 +564,7 @@ fn vmm_memory_is_told_apart_where_the_driver_names_a_context_for_it() {
 ///
 /// Memory that is no VMM memory and that no legacy handle is to be had of stays what it is.
 #[test]
-fn device_memory_of_which_there_is_no_legacy_handle_is_no_vmm_memory() {
+fn device_memory_without_a_legacy_handle_is_not_vmm_memory() {
     over(Profile { allocates_by_vmm: true, ..Profile::default() }, |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         let found = world.cuda.query(memory.base()).expect("query").expect("known");

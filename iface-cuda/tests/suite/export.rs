@@ -83,7 +83,7 @@ fn exports_reach_exactly_their_bytes_at_any_offset() {
 
 /// HM-06
 #[test]
-fn a_range_past_its_allocation_or_empty_is_not_exported() {
+fn empty_or_too_long_range_is_not_exported() {
     each(|world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         let past =
@@ -110,8 +110,8 @@ fn a_range_past_its_allocation_or_empty_is_not_exported() {
 ///
 /// In a process of its own, as other tests open fds too.
 #[test]
-fn many_exports_leave_no_fd() {
-    leave_no_fd("export::many_exports_leave_no_fd", 20_000);
+fn many_exports_leave_no_fd_open() {
+    leave_no_fd("export::many_exports_leave_no_fd_open", 20_000);
 }
 
 /// HM-06
@@ -156,7 +156,7 @@ fn leave_no_fd(name: &str, rounds: u64) {
 ///
 /// The rules of every kind of memory.
 #[test]
-fn memory_that_is_not_the_devices_own_is_not_exported_and_says_what_to_do() {
+fn host_and_managed_memory_is_not_exported_and_has_a_remedy() {
     each(|world| {
         for (kind, word) in
             [(AllocationKind::Managed, "migrates"), (AllocationKind::Host, "host memory")]
@@ -188,7 +188,7 @@ fn memory_that_is_not_the_devices_own_is_not_exported_and_says_what_to_do() {
 
 /// HM-07
 #[test]
-fn the_first_segment_that_cannot_is_named() {
+fn first_unexportable_segment_is_named() {
     each(|world| {
         if world.no_rdma_to_vmm() {
             return;
@@ -222,7 +222,7 @@ fn the_first_segment_that_cannot_is_named() {
 ///
 /// A driver itself reports whether it has the PCIe mapping.
 #[test]
-fn the_pcie_mapping_is_used_or_refused_as_unsupported() {
+fn pcie_mapping_is_used_or_unsupported() {
     for (profile, code) in [
         (Profile::named("535-open").expect("a profile"), Some(CuResult::CUDA_ERROR_INVALID_VALUE)),
         (
@@ -257,7 +257,7 @@ fn the_pcie_mapping_is_used_or_refused_as_unsupported() {
 
 /// HM-06
 #[test]
-fn synchronous_operations_are_made_so_before_a_nic_may_read() {
+fn export_sets_sync_memops() {
     over(Profile::default(), |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         assert!(!world.driver().sync_memops(memory.base().0));
@@ -285,7 +285,7 @@ fn synchronous_operations_are_made_so_before_a_nic_may_read() {
 /// Memory is exported whose synchronous operations can be made so by its context alone,
 /// whatever its kind.
 #[test]
-fn memory_without_a_flag_of_its_own_is_synchronised_by_its_context() {
+fn memory_without_sync_memops_sets_the_flag_of_its_context() {
     for peer_memory in [false, true] {
         over(Profile { allocates_by_vmm: true, ..Profile::default() }, |world| {
             let memory = world.allocate(4096, AllocationKind::Device);
@@ -316,7 +316,7 @@ fn memory_without_a_flag_of_its_own_is_synchronised_by_its_context() {
 ///
 /// An export that the driver refuses changes nothing of the context.
 #[test]
-fn a_refused_export_of_stream_ordered_memory_is_the_drivers_and_leaves_no_flag() {
+fn refused_export_of_stream_ordered_memory_sets_no_flag() {
     over(Profile::default(), |world| {
         let memory = world.allocate(100_000, AllocationKind::StreamOrdered);
         assert!(
@@ -339,7 +339,7 @@ fn a_refused_export_of_stream_ordered_memory_is_the_drivers_and_leaves_no_flag()
 ///
 /// Memory of no context is synchronised by the contexts that may work on it.
 #[test]
-fn memory_of_no_context_is_synchronised_by_the_threads_own_and_the_primary_one() {
+fn memory_without_a_context_sets_the_flags_of_its_contexts() {
     for peer_memory in [false, true] {
         over(Profile::default(), |world| {
             let parts = [Some(true)];
@@ -378,7 +378,7 @@ fn memory_of_no_context_is_synchronised_by_the_threads_own_and_the_primary_one()
 ///
 /// Operations in flight before the context made its operations synchronous are waited for.
 #[test]
-fn a_copy_under_way_on_the_default_stream_has_ended_when_its_memory_is_exported() {
+fn export_waits_for_copies_on_the_default_stream() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {
         let parts = [Some(true)];
         let context = world.app.create_context();

@@ -11,7 +11,7 @@ use crate::world::{HeldCopies, World, nic, over};
 
 /// DIAG-03
 #[test]
-fn a_lost_device_is_unavailable_at_every_operation_and_says_what_helps() {
+fn lost_device_is_unavailable_at_every_operation() {
     let mut world = World::fake(Profile::default());
     let memory = world.allocate(4096, AllocationKind::Device);
     for code in [
@@ -47,7 +47,7 @@ fn a_lost_device_is_unavailable_at_every_operation_and_says_what_helps() {
 
 /// DIAG-03
 #[test]
-fn out_of_memory_is_named_with_device_length_and_remedy() {
+fn out_of_memory_names_device_length_and_remedy() {
     over(Profile { memory: 64 << 20, ..Profile::default() }, |world| {
         for kind in [
             AllocationKind::Device,
@@ -137,7 +137,7 @@ fn each_cause_of_a_refused_export_has_its_remedy() {
 /// A step of freeing VMM memory that the driver refuses is an error whatever its code, and
 /// what was done before it is not done again.
 #[test]
-fn vmm_memory_whose_free_is_refused_stays_until_the_driver_takes_each_step_back_once() {
+fn refused_free_of_vmm_memory_continues_at_the_refused_step() {
     for code in [CuResult::CUDA_ERROR_INVALID_VALUE, CuResult::CUDA_ERROR_UNKNOWN] {
         over(Profile::default(), |world| {
             let memory = world.allocate(4096, AllocationKind::Virtual);
@@ -162,7 +162,7 @@ fn vmm_memory_whose_free_is_refused_stays_until_the_driver_takes_each_step_back_
 ///
 /// Stream-ordered memory that could not be freed as it came is not taken.
 #[test]
-fn a_library_without_a_stream_ordered_free_allocates_no_such_memory() {
+fn library_without_a_stream_ordered_free_allocates_none() {
     for symbol in ["cuMemAllocAsync", "cuMemFreeAsync"] {
         over(Profile { absent: vec![symbol], ..Profile::default() }, |world| {
             let kind = AllocationKind::StreamOrdered;
@@ -177,7 +177,7 @@ fn a_library_without_a_stream_ordered_free_allocates_no_such_memory() {
 
 /// HM-01
 #[test]
-fn a_double_free_is_refused_and_names_the_identity() {
+fn double_free_is_refused_and_names_the_identity() {
     crate::world::each(|world| {
         let memory = world.allocate(2 << 20, AllocationKind::Device);
         world.free(&memory);

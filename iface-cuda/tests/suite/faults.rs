@@ -401,8 +401,8 @@ impl<'a> Setting<'a> {
 /// In a process of its own, for its fds to be counted, with memory of the process that
 /// started it.
 #[test]
-fn a_fault_at_every_driver_call_is_an_error_and_leaves_nothing() {
-    const NAME: &str = "faults::a_fault_at_every_driver_call_is_an_error_and_leaves_nothing";
+fn fault_at_every_driver_call_is_an_error_and_leaves_nothing() {
+    const NAME: &str = "faults::fault_at_every_driver_call_is_an_error_and_leaves_nothing";
     let Some(text) = child::passed() else {
         return over(Profile::default(), |world| {
             let memory = world.allocate(3 << 20, AllocationKind::Device);

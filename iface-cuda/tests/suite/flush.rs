@@ -54,7 +54,7 @@ fn destroy(world: &World, context: CuContext) {
 
 /// HM-14
 #[test]
-fn inbound_writes_are_flushed_where_the_device_does_not_order_them() {
+fn inbound_writes_are_flushed_if_the_device_does_not_order_them() {
     for (ordering, flushes) in [(0, 1), (100, 0), (200, 0)] {
         over(Profile { writes_ordering: ordering, ..Profile::default() }, |world| {
             let memory = world.allocate(4096, AllocationKind::Device);
@@ -81,7 +81,7 @@ fn inbound_writes_are_flushed_where_the_device_does_not_order_them() {
 
 /// HM-14
 #[test]
-fn memory_of_the_applications_context_is_flushed_in_that_context() {
+fn memory_of_the_applications_context_is_flushed_there() {
     for peer_memory in [false, true] {
         over(unordered(), |world| {
             let (context, _) = written_context(world, peer_memory);
@@ -109,7 +109,7 @@ fn memory_of_the_applications_context_is_flushed_in_that_context() {
 
 /// HM-14
 #[test]
-fn a_context_that_was_destroyed_is_not_given_to_the_driver() {
+fn destroyed_context_is_not_passed_to_the_driver() {
     over(unordered(), |world| {
         let (context, range) = written_context(world, false);
         destroy(world, context);
@@ -129,7 +129,7 @@ fn a_context_that_was_destroyed_is_not_given_to_the_driver() {
 
 /// HM-14
 #[test]
-fn a_flush_of_memory_of_the_primary_context_is_three_calls() {
+fn flush_of_the_primary_context_makes_three_calls() {
     over(unordered(), |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         world.cuda.export_dma_buf(memory.range, &nic(), Default::default()).expect("export");
@@ -142,7 +142,7 @@ fn a_flush_of_memory_of_the_primary_context_is_three_calls() {
 
 /// HM-14
 #[test]
-fn memory_of_no_context_is_flushed_in_the_threads_own_and_the_primary_one() {
+fn memory_without_a_context_is_flushed_in_both_contexts() {
     // Also where the driver names a context for such memory.
     for vmm_names_context in [false, true] {
         over(Profile { vmm_names_context, ..unordered() }, |world| {
@@ -171,7 +171,7 @@ fn memory_of_no_context_is_flushed_in_the_threads_own_and_the_primary_one() {
 
 /// HM-14
 #[test]
-fn memory_that_went_is_not_remembered() {
+fn freed_memory_is_removed_from_the_witnesses() {
     over(unordered(), |world| {
         let context = world.app.create_context();
         let asked = |world: &World| world.driver().calls("cuPointerGetAttributes");
@@ -198,7 +198,7 @@ fn memory_that_went_is_not_remembered() {
 ///
 /// Over a driver that answers only within a context, a thread without one finds no witness.
 #[test]
-fn a_context_that_cannot_be_asked_about_is_an_error_until_it_can() {
+fn flush_fails_while_the_driver_cannot_be_queried() {
     over(Profile { queries_need_context: true, ..unordered() }, |world| {
         let (context, _) = written_context(world, true);
         let error = world.cuda.flush_inbound(DeviceId(0)).expect_err("who knows");

@@ -106,7 +106,7 @@ fn functions() -> GdrFunctions {
 
 /// HM-03
 #[test]
-fn the_cpu_reaches_device_memory_through_a_window() {
+fn cpu_reaches_device_memory_through_a_window() {
     over(Profile::default(), |world| {
         let gdr = Gdrcopy::with(functions()).expect("open");
         let memory = world.allocate(300_000, AllocationKind::Device);
@@ -164,7 +164,7 @@ fn the_cpu_reaches_device_memory_through_a_window() {
 
 /// HM-04
 #[test]
-fn without_gdrcopy_its_absence_is_named() {
+fn absent_gdrcopy_is_named() {
     for (path, word) in [("/nowhere/libgdrapi.so.2", "No such file"), ("libm.so.6", "gdr_open")] {
         let error = Gdrcopy::load(path).expect_err("not GDRCopy");
         assert_eq!(error.kind(), ErrorKind::Unavailable);

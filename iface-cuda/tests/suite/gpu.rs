@@ -6,13 +6,13 @@ use crate::world::{NOT_OVER_A_GPU, not_over_a_gpu};
 
 /// What a device that is alone and has no dma-bufs cannot show.
 const NOT_OVER_A_SMALL_ONE: [&str; 3] = [
-    "contexts::page_locking_makes_no_context_where_another_device_has_one",
+    "contexts::page_locking_uses_an_active_context_of_another_device",
     "export::exports_reach_exactly_their_bytes_at_any_offset",
-    "export::many_exports_leave_no_fd",
+    "export::many_exports_leave_no_fd_open",
 ];
 
 #[test]
-fn over_a_driver_library_what_a_device_lacks_is_said_and_is_no_pass() {
+fn suite_over_a_library_reports_what_the_device_lacks() {
     if not_over_a_gpu("it runs others") {
         return;
     }

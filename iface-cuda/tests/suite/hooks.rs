@@ -150,7 +150,7 @@ const KINDS: [AllocationKind; 4] = [
 
 /// MON-07
 #[test]
-fn hooked_frees_of_the_application_are_told_before_the_memory_goes() {
+fn hooked_frees_notify_before_the_memory_is_freed() {
     each(|world, monitor| {
         assert_eq!(
             (monitor.name(), monitor.detection()),
@@ -187,7 +187,7 @@ fn hooked_frees_of_the_application_are_told_before_the_memory_goes() {
 
 /// MON-07
 #[test]
-fn with_hooks_alone_a_hit_asks_nothing_but_of_stream_ordered_memory() {
+fn hits_with_hooks_query_only_stream_ordered_memory() {
     each(|world, monitor| {
         for kind in world.kinds(&KINDS) {
             let memory = world.allocate(4096, kind);
@@ -208,7 +208,7 @@ fn with_hooks_alone_a_hit_asks_nothing_but_of_stream_ordered_memory() {
 ///
 /// What the driver cannot say the extent of takes everything with it; a null pointer takes nothing.
 #[test]
-fn a_free_of_unknown_extent_is_told_as_everything() {
+fn free_of_unknown_extent_invalidates_all_memory() {
     each(|world, monitor| {
         let memory = world.allocate(4096, AllocationKind::Device);
         let witness = Witness::new(world, memory.base().0);
@@ -237,7 +237,7 @@ fn a_free_of_unknown_extent_is_told_as_everything() {
 /// Contexts that the iface gives back take nothing with them, and nothing that is
 /// cached dies of it.
 #[test]
-fn only_the_application_letting_go_of_a_context_is_told_as_everything() {
+fn only_a_context_release_of_the_application_invalidates_all() {
     each(|world, monitor| {
         let context = world.app.create_context();
         let mut at: CuDevicePtr = 0;
@@ -284,7 +284,7 @@ fn only_the_application_letting_go_of_a_context_is_told_as_everything() {
 
 /// MON-03
 #[test]
-fn hooks_are_put_in_once_and_taken_out_with_their_last_user() {
+fn hooks_are_patched_once_and_restored_by_the_last_user() {
     for world in worlds(CudaMonitorKind::Identity) {
         let functions = &world.app.functions;
         let code = || -> Vec<[u8; 16]> {
@@ -312,7 +312,7 @@ fn hooks_are_put_in_once_and_taken_out_with_their_last_user() {
 ///
 /// Each explains itself, and injected functions are not patched unless it is asked for.
 #[test]
-fn the_monitor_says_which_it_is_and_why() {
+fn monitor_explains_its_choice() {
     let auto = if support::asked_for("real") {
         ("cuda-hooks+identity", "told before the memory goes")
     } else {

@@ -91,9 +91,9 @@ fn show(name: &str, world: &mut World) {
 
 /// HM-10
 #[test]
-fn another_process_opens_reads_writes_and_closes() {
+fn other_process_opens_reads_writes_and_closes() {
     over(Profile::default(), |world| {
-        show("ipc::another_process_opens_reads_writes_and_closes", world)
+        show("ipc::other_process_opens_reads_writes_and_closes", world)
     });
 }
 
@@ -101,10 +101,10 @@ fn another_process_opens_reads_writes_and_closes() {
 ///
 /// Over a GPU, if the environment asks for one.
 #[test]
-fn another_process_reaches_memory_of_a_real_device() {
+fn other_process_reaches_memory_of_a_real_device() {
     if crate::support::asked_for("real") {
         let mut world = World::real(hmem_iface_cuda::CudaMonitorKind::Identity);
-        show("ipc::another_process_reaches_memory_of_a_real_device", &mut world);
+        show("ipc::other_process_reaches_memory_of_a_real_device", &mut world);
         world.end();
     }
 }
@@ -123,8 +123,8 @@ fn lend(name: &str) {
 ///
 /// Each open is closed once, whoever closes it.
 #[test]
-fn two_threads_that_close_what_was_opened_twice_close_it() {
-    const NAME: &str = "ipc::two_threads_that_close_what_was_opened_twice_close_it";
+fn two_concurrent_closes_end_two_opens() {
+    const NAME: &str = "ipc::two_concurrent_closes_end_two_opens";
     let Some(text) = child::passed() else { return lend(NAME) };
     over(Profile::default(), |world| {
         let memory = world.cuda.ipc_open(&handle(&text)).expect("open");
@@ -151,8 +151,8 @@ fn two_threads_that_close_what_was_opened_twice_close_it() {
 ///
 /// Memory is an import until the driver has closed it, and after a close that it refused.
 #[test]
-fn an_import_stays_one_while_its_last_close_is_under_way_and_refused() {
-    const NAME: &str = "ipc::an_import_stays_one_while_its_last_close_is_under_way_and_refused";
+fn memory_is_an_import_until_the_last_close_succeeds() {
+    const NAME: &str = "ipc::memory_is_an_import_until_the_last_close_succeeds";
     let Some(text) = child::passed() else { return lend(NAME) };
     over(Profile::default(), |world| {
         let memory = world.cuda.ipc_open(&handle(&text)).expect("open");
@@ -182,8 +182,8 @@ fn an_import_stays_one_while_its_last_close_is_under_way_and_refused() {
 
 /// HM-10
 #[test]
-fn a_wrong_handle_is_malformed_and_one_of_freed_memory_unavailable() {
-    const NAME: &str = "ipc::a_wrong_handle_is_malformed_and_one_of_freed_memory_unavailable";
+fn wrong_handle_is_malformed_and_stale_handle_unavailable() {
+    const NAME: &str = "ipc::wrong_handle_is_malformed_and_stale_handle_unavailable";
     if let Some(text) = child::passed() {
         return over(Profile::default(), |world| {
             let error = world.cuda.ipc_open(&handle(&text)).expect_err("freed");

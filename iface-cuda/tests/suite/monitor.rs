@@ -44,7 +44,7 @@ impl Invalidator for Told {
 
 /// MON-07
 #[test]
-fn a_freed_and_reused_address_is_never_valid_again() {
+fn freed_and_reused_address_is_never_valid_again() {
     each(|world| {
         let monitor = world.cuda.start_monitor().expect("monitor");
         assert_eq!(monitor.detection(), DetectionMethod::Identity);
@@ -83,7 +83,7 @@ fn a_freed_and_reused_address_is_never_valid_again() {
 
 /// MON-07
 #[test]
-fn asking_whether_memory_is_still_there_costs_one_call() {
+fn validation_costs_one_driver_call() {
     over(Profile::default(), |world| {
         let (monitor, memory) = (
             world.cuda.start_monitor().expect("monitor"),
@@ -98,7 +98,7 @@ fn asking_whether_memory_is_still_there_costs_one_call() {
 
 /// MON-07
 #[test]
-fn a_free_by_the_application_itself_is_noticed_by_identity() {
+fn free_by_the_application_is_detected_by_identity() {
     each(|world| {
         let monitor = world.cuda.start_monitor().expect("monitor");
         let mut pointer: CuDevicePtr = 0;
@@ -121,7 +121,7 @@ fn a_free_by_the_application_itself_is_noticed_by_identity() {
 
 /// MON-07
 #[test]
-fn frees_through_the_iface_are_told_before_the_memory_goes() {
+fn frees_through_the_iface_notify_before_the_memory_is_freed() {
     each(|world| {
         let monitor = world.cuda.start_monitor().expect("monitor");
         let (memory, other) = (
@@ -150,7 +150,7 @@ fn frees_through_the_iface_are_told_before_the_memory_goes() {
 ///
 /// An application that frees by itself, and knows when, can say so.
 #[test]
-fn an_application_can_tell_of_its_own_frees_before_they_happen() {
+fn announced_frees_of_the_application_notify_before_the_free() {
     each(|world| {
         let monitor = world.cuda.start_monitor().expect("monitor");
         let mut pointer: CuDevicePtr = 0;
@@ -174,7 +174,7 @@ fn an_application_can_tell_of_its_own_frees_before_they_happen() {
 /// The driver gives an address to another thread as soon as it has it back, and that thread
 /// may free it before the first free has told of its end.
 #[test]
-fn an_address_may_be_given_out_and_freed_again_before_its_free_has_ended() {
+fn address_may_be_reused_and_freed_before_its_free_has_ended() {
     each(|world| {
         let monitor = world.cuda.start_monitor().expect("monitor");
         let memory = world.allocate(10_000, AllocationKind::Device);
@@ -220,7 +220,7 @@ fn memory_that_cannot_be_watched_is_refused_with_the_reason() {
 
 /// MON-07
 #[test]
-fn a_monitor_outlives_its_iface_and_says_so() {
+fn monitor_outlives_its_iface_and_reports_it() {
     let world = crate::world::World::fake(Profile::default());
     let monitor = world.cuda.start_monitor().expect("monitor");
     let memory = world.allocate(4096, AllocationKind::Device);
