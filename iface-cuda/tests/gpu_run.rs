@@ -1,5 +1,5 @@
-//! `tests/gpu/run`, over programs that stand in for what it carries: a failure of one hides nothing
-//! of the others.
+//! Tests of `tests/gpu/run` over substitutes for the programs that it carries. A failure of one
+//! program must not hide the results of the others.
 
 use std::{
     fs,
@@ -20,7 +20,8 @@ const BYTES: &str = r#"case "$1" in
 esac"#;
 const HMEM: &str = r#"echo "hmem $*""#;
 
-/// A folder as `--carry` makes it, with these programs in it. It goes with the value.
+/// A folder as `--carry` makes it, with these programs in it. Dropping the value deletes the
+/// folder.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -130,7 +131,7 @@ fn hanging_test_is_killed_and_reported() {
     assert_eq!(output.status.code(), Some(1), "{report}");
 }
 
-/// What kills is not said to be the limit.
+/// A process that was killed must not be reported as one that reached its time limit.
 #[test]
 fn killed_process_is_reported_beside_all_others() {
     let killed = "was killed, as the system does where memory runs out";
@@ -141,7 +142,7 @@ fn killed_process_is_reported_beside_all_others() {
         (format!("Part copies failed: {killed}."), format!("| a_1 | FAILED: {killed} |"));
     holds(&report, &[&part, &test, WHOLE[3], WHOLE[4], WHOLE[5]]);
     assert_eq!(status, Some(1), "{report}");
-    // What says 124 by itself did not run to the limit either.
+    // A program may also exit with 124 itself, without reaching the limit.
     let gpu = format!("{GPU}\n[[ $1 != machine ]] || exit 124");
     let (_, report) = Folder::new("says-124", &gpu, SUITE, HMEM).run();
     holds(&report, &["Part machine failed: exit status 124."]);

@@ -1,5 +1,5 @@
-//! Opening without a usable library: whatever is at the path, the answer is a typed error that
-//! names it.
+//! Opening without a usable library. Whatever is at the path, the result is a typed error that
+//! names the path.
 
 use std::{path::Path, process::Command};
 
@@ -25,8 +25,8 @@ fn absent_library_is_unavailable_with_the_loaders_reason() {
 
 /// HM-04
 ///
-/// The library that the environment names is opened, unless the builder names another. In a
-/// process with that environment.
+/// The iface loads the library that the environment names, unless the builder names another one.
+/// The test runs itself in a process with that environment.
 #[test]
 fn library_of_the_builder_overrides_the_environment() {
     const NAME: &str = "library_of_the_builder_overrides_the_environment";
@@ -63,7 +63,7 @@ fn wrong_library_is_unavailable_and_the_absent_symbol_named() {
 
 /// HM-04
 ///
-/// Holds on a machine with the driver as on one without.
+/// Holds on machines with and without the driver.
 #[test]
 fn opening_lists_devices_or_names_the_absent_library() {
     match Cuda::open() {
