@@ -1,4 +1,4 @@
-//! Handing memory to NICs.
+//! Exports of memory to NICs.
 
 use std::os::fd::AsFd;
 
@@ -13,8 +13,8 @@ use crate::world::{
     Expandable, HeldCopies, World, check, each, nic, not_over_a_gpu, once, open_fds, over, pattern,
 };
 
-/// The bytes of an exported fd, through a mapping as a NIC has one; `None` where the driver does
-/// not let the CPU map.
+/// Returns the bytes of an exported fd, read through a CPU mapping. Returns `None` if the driver
+/// does not support such a mapping.
 fn mapped(fd: &impl AsFd, offset: u64, len: usize) -> Option<Vec<u8>> {
     let (page, inside) = (offset & !4095, (offset & 4095) as usize);
     // SAFETY: a new mapping at an address that the kernel picks, read while it is mapped.
@@ -36,7 +36,7 @@ fn exports_reach_exactly_their_bytes_at_any_offset() {
             not_over_a_gpu("the device has no dma-bufs");
             return;
         }
-        // Neighbours in front and behind, so that pages are shared and offsets differ.
+        // Neighbours before and after, so that pages are shared and offsets differ.
         let around = [1000, 3000].map(|len| world.allocate(len, AllocationKind::Device));
         for kind in [AllocationKind::Device, AllocationKind::Virtual] {
             if kind == AllocationKind::Virtual && world.no_rdma_to_vmm() {
@@ -66,9 +66,9 @@ fn exports_reach_exactly_their_bytes_at_any_offset() {
                     None => assert!(
                         !world.maps_dma_bufs()
                             && not_over_a_gpu(
-                                "the dma-buf cannot be mapped: its bytes stay unseen"
+                                "the dma-buf cannot be mapped: its bytes are not checked"
                             ),
-                        "the device says that they can be mapped"
+                        "the device reports that they can be mapped"
                     ),
                 }
                 world.cuda.release_dma_buf(export).expect("release");
@@ -108,7 +108,7 @@ fn empty_or_too_long_range_is_not_exported() {
 
 /// HM-06
 ///
-/// In a process of its own, as other tests open fds too.
+/// Runs in a process of its own, since other tests open fds too.
 #[test]
 fn many_exports_leave_no_fd_open() {
     leave_no_fd("export::many_exports_leave_no_fd_open", 20_000);
@@ -116,7 +116,7 @@ fn many_exports_leave_no_fd_open() {
 
 /// HM-06
 ///
-/// The slow tier.
+/// Like the test above, with many more rounds (slow tier).
 #[test]
 #[ignore = "slow: a million exports"]
 fn a_million_exports_leave_no_fd() {
@@ -140,7 +140,7 @@ fn leave_no_fd(name: &str, rounds: u64) {
             world.cuda.release_dma_buf(export).expect("release");
         };
         export(0);
-        // The fake keeps one file for each part of the memory, of which there are few.
+        // The fake keeps one file for each of the few parts of the memory.
         let before = open_fds();
         (0..rounds).for_each(export);
         assert!(
@@ -154,7 +154,7 @@ fn leave_no_fd(name: &str, rounds: u64) {
 
 /// HM-08, HM-07
 ///
-/// The rules of every kind of memory.
+/// Covers the rules of every kind of memory.
 #[test]
 fn host_and_managed_memory_is_not_exported_and_has_a_remedy() {
     each(|world| {
@@ -220,7 +220,7 @@ fn first_unexportable_segment_is_named() {
 
 /// HM-09
 ///
-/// A driver itself reports whether it has the PCIe mapping.
+/// Only the result of an export shows whether the driver has the PCIe mapping.
 #[test]
 fn pcie_mapping_is_used_or_unsupported() {
     for (profile, code) in [
@@ -263,7 +263,7 @@ fn export_sets_sync_memops() {
         assert!(!world.driver().sync_memops(memory.base().0));
         world.cuda.export_peer_memory(memory.range, &nic()).expect("export");
         assert!(world.driver().sync_memops(memory.base().0));
-        assert_eq!(world.driver().context_flags(0), 0, "an allocation's own flag is enough");
+        assert_eq!(world.driver().context_flags(0), 0, "the flag of the allocation is enough");
         world.free(&memory);
         let memory = world.allocate(4096, AllocationKind::Virtual);
         let export = world
@@ -274,7 +274,7 @@ fn export_sets_sync_memops() {
         assert_eq!(
             world.driver().context_flags(0),
             sys::CU_CTX_SYNC_MEMOPS,
-            "VMM memory has none of its own"
+            "VMM memory has no flag of its own"
         );
         world.free(&memory);
     });
@@ -282,8 +282,8 @@ fn export_sets_sync_memops() {
 
 /// HM-06
 ///
-/// Memory is exported whose synchronous operations can be made so by its context alone,
-/// whatever its kind.
+/// Memory of any kind is exported if only the flag of its context can make its operations
+/// synchronous.
 #[test]
 fn memory_without_sync_memops_sets_the_flag_of_its_context() {
     for peer_memory in [false, true] {
@@ -301,7 +301,7 @@ fn memory_without_sync_memops_sets_the_flag_of_its_context() {
             world.free(&memory);
         });
     }
-    // Of plain memory INVALID_VALUE means that it went.
+    // For memory of `cuMemAlloc`, INVALID_VALUE means that it was freed.
     over(Profile::default(), |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         world.driver().fail("cuPointerSetAttribute", CuResult::CUDA_ERROR_INVALID_VALUE);
@@ -314,7 +314,7 @@ fn memory_without_sync_memops_sets_the_flag_of_its_context() {
 
 /// HM-06
 ///
-/// An export that the driver refuses changes nothing of the context.
+/// A refused export does not change the context.
 #[test]
 fn refused_export_of_stream_ordered_memory_sets_no_flag() {
     over(Profile::default(), |world| {
@@ -337,7 +337,7 @@ fn refused_export_of_stream_ordered_memory_sets_no_flag() {
 
 /// HM-06
 ///
-/// Memory of no context is synchronised by the contexts that may work on it.
+/// For memory without a context, the flags of the contexts that may work on it are set.
 #[test]
 fn memory_without_a_context_sets_the_flags_of_its_contexts() {
     for peer_memory in [false, true] {
@@ -359,14 +359,15 @@ fn memory_without_a_context_sets_the_flags_of_its_contexts() {
             export(world);
             assert_eq!(world.driver().flags_of(first), sys::CU_CTX_SYNC_MEMOPS);
             assert!(world.active().is_empty());
-            // The primary one too where somebody has it, and of the first the thread's no longer.
+            // Also that of an active primary context, and no longer that of the thread's first
+            // context.
             world.app.current(|_| ());
             let second = world.app.create_context();
             export(world);
             assert_eq!(world.driver().flags_of(second), sys::CU_CTX_SYNC_MEMOPS);
             assert_eq!(world.driver().context_flags(0), sys::CU_CTX_SYNC_MEMOPS);
             world.app.let_go();
-            assert_eq!(world.active(), [0], "it stays with what was set in it");
+            assert_eq!(world.active(), [0], "it stays retained with its flag");
             world.app.destroy_context(second);
             memory.end_here(&world.app.functions, &parts);
             world.app.destroy_context(first);
@@ -376,7 +377,7 @@ fn memory_without_a_context_sets_the_flags_of_its_contexts() {
 
 /// HM-06
 ///
-/// Operations in flight before the context made its operations synchronous are waited for.
+/// The export waits for operations that began before the flag of the context was set.
 #[test]
 fn export_waits_for_copies_on_the_default_stream() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {
@@ -385,12 +386,12 @@ fn export_waits_for_copies_on_the_default_stream() {
         let memory = Expandable::here(&world.app.functions, &parts);
         let bytes = pattern(3, 1000);
         let from = bytes.as_ptr().expose_provenance() as u64;
-        // SAFETY: both sides are there until the copy has ended, below.
+        // SAFETY: both sides live until the copy has ended, below.
         let code = unsafe {
             (world.app.functions.memcpy_async)(memory.base, from, 1000, sys::CuStream::NULL)
         };
         check(code);
-        // SAFETY: the memory is there, and nothing moves bytes of it meanwhile.
+        // SAFETY: the memory is live, and no other copy accesses it.
         let found = || unsafe {
             std::slice::from_raw_parts(hmem_fake_cuda::reach(memory.base), 1000).to_vec()
         };

@@ -1,10 +1,10 @@
-//! The suite as it runs over a GPU, with the fake driver's library in the place of the real one.
+//! The suite as it runs over a GPU, with the library of the fake driver instead of the real one.
 
 use std::process::Command;
 
 use crate::world::{NOT_OVER_A_GPU, not_over_a_gpu};
 
-/// What a device that is alone and has no dma-bufs cannot show.
+/// Tests that need a second device or dma-bufs.
 const NOT_OVER_A_SMALL_ONE: [&str; 3] = [
     "contexts::page_locking_uses_an_active_context_of_another_device",
     "export::exports_reach_exactly_their_bytes_at_any_offset",
@@ -17,7 +17,7 @@ fn suite_over_a_library_reports_what_the_device_lacks() {
         return;
     }
     let program = std::env::current_exe().expect("this program");
-    // Cargo builds it beside this program, of whose dependencies it is one.
+    // Cargo builds the library beside this program, since it is a dependency.
     let library = program.parent().expect("a folder").join("libhmem_fake_cuda.so");
     for (driver, lacks) in [("580-open", false), ("550-closed;devices=1", true)] {
         for test in NOT_OVER_A_SMALL_ONE {

@@ -1,4 +1,4 @@
-//! Opening a driver that is not what it should be.
+//! Opening drivers that are incomplete, fail or have no device.
 
 use hmem_core::{DeviceId, ErrorKind, Iface, IfaceExt, IfaceKind};
 use hmem_fake_cuda::{FakeDriver, Profile};
