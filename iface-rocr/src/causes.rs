@@ -1,5 +1,4 @@
-//! The causes of refusals that only this driver gives, and general causes with this driver's
-//! remedies.
+//! Causes of refusals by this driver, and general causes with remedies for this driver.
 
 use hmem_core::{
     Path,
@@ -11,7 +10,7 @@ fn lacks_options(facts: &Facts) -> bool {
     ["DMABUF_MOVE_NOTIFY", "PCI_P2PDMA"].iter().any(|name| facts.has_option(name) == Some(false))
 }
 
-/// The causes of refusals that ROCr's driver gives.
+/// Causes of refusals by ROCr's driver.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "rocr-file-descriptors",

@@ -1,7 +1,7 @@
-//! libhsa-runtime64.so.1: its function table, and the layouts and constants of `hsa.h` and
-//! `hsa_ext_amd.h`, laid out by hand.
+//! Function table of libhsa-runtime64.so.1, and layouts and constants of `hsa.h` and
+//! `hsa_ext_amd.h`, written by hand.
 //!
-//! Public so that a driver of one's own can be injected with [`Functions::from_lookup`].
+//! Public, so that other functions can be injected with [`Functions::from_lookup`].
 //!
 //! ```
 //! use hmem_iface_rocr::sys::{HsaStatus, Functions};
@@ -9,7 +9,8 @@
 //! // SAFETY: the lookup returns nothing, so there is nothing that it must vouch for.
 //! let error = unsafe { Functions::from_lookup(|_| None) }.unwrap_err();
 //! assert_eq!(error.context_value("symbol"), Some(Functions::SYMBOLS[0]));
-//! assert_eq!(HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES.name(), Some("HSA_STATUS_ERROR_OUT_OF_RESOURCES"));
+//! let code = HsaStatus::HSA_STATUS_ERROR_FATAL;
+//! assert_eq!(code.name(), Some("HSA_STATUS_ERROR_FATAL"));
 //! ```
 
 use std::{ffi::c_void, mem, path::Path, sync::Arc};
@@ -17,7 +18,7 @@ use std::{ffi::c_void, mem, path::Path, sync::Arc};
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
-/// `hsa_status_t`: what every call of the runtime returns.
+/// `hsa_status_t`: result of a call of the runtime.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HsaStatus(pub u32);
@@ -30,10 +31,10 @@ macro_rules! codes {
                 pub const $name: Self = Self($code);
             )+
 
-            /// Every code with a name.
+            /// All codes with a name.
             pub const ALL: &[Self] = &[$(Self::$name),+];
 
-            /// The name in `hsa.h` and `hsa_ext_amd.h`, where it has one.
+            /// Returns the name in `hsa.h` or `hsa_ext_amd.h`, or `None` for an unknown code.
             #[must_use]
             pub const fn name(self) -> Option<&'static str> {
                 match self.0 {
@@ -91,7 +92,7 @@ codes! {
     HSA_STATUS_ERROR_FATAL = 0x1026,
 }
 
-/// `hsa_agent_t`: a CPU or GPU as the runtime names it.
+/// `hsa_agent_t`: handle of a CPU or GPU.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Agent {
@@ -99,7 +100,7 @@ pub struct Agent {
     pub handle: u64,
 }
 
-/// `hsa_amd_memory_pool_t`: memory of an agent to allocate from.
+/// `hsa_amd_memory_pool_t`: pool of an agent's memory for allocations.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryPool {
@@ -107,14 +108,14 @@ pub struct MemoryPool {
     pub handle: u64,
 }
 
-/// `hsa_amd_pointer_info_t`. Newer runtimes have more after these members and write no more than
-/// [`Self::size`] says.
+/// `hsa_amd_pointer_info_t`. Newer runtimes have more members after these, and write no more than
+/// [`Self::size`] bytes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct PointerInfo {
-    /// Bytes of this structure; the runtime lowers it if it knows fewer.
+    /// Size of this structure in bytes. The runtime lowers it if it knows fewer members.
     pub size: u32,
-    /// An `HSA_EXT_POINTER_TYPE_*`. For `HSA_EXT_POINTER_TYPE_UNKNOWN` the rest is stale.
+    /// An `HSA_EXT_POINTER_TYPE_*`. For `HSA_EXT_POINTER_TYPE_UNKNOWN` the other members are stale.
     pub kind: u32,
     /// The first address for agents.
     pub agent_base: *mut c_void,
@@ -122,15 +123,15 @@ pub struct PointerInfo {
     pub host_base: *mut c_void,
     /// Bytes of the allocation.
     pub len: usize,
-    /// The application's own.
+    /// Data that the application associated with the allocation.
     pub user_data: *mut c_void,
-    /// The agent whose memory it is; handle 0 if that agent is not in this process.
+    /// The agent that owns the memory; handle 0 if that agent is not in this process.
     pub owner: Agent,
     /// `hsa_amd_memory_pool_global_flag_t` bits.
     pub global_flags: u32,
 }
 
-/// `hsa_signal_t`: a value that the runtime lowers when a copy ends.
+/// `hsa_signal_t`: handle of a value that the runtime lowers when a copy ends.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Signal {
@@ -138,7 +139,7 @@ pub struct Signal {
     pub handle: u64,
 }
 
-/// `hsa_amd_vmem_alloc_handle_t`: physical memory that can be mapped.
+/// `hsa_amd_vmem_alloc_handle_t`: handle of physical memory that can be mapped.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VmemHandle {
@@ -156,7 +157,7 @@ pub struct AccessDesc {
     pub agent: Agent,
 }
 
-/// `hsa_amd_ipc_memory_t`: an allocation as another process can attach it.
+/// `hsa_amd_ipc_memory_t`: handle by which another process attaches an allocation.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IpcMemory {
@@ -164,23 +165,23 @@ pub struct IpcMemory {
     pub handle: [u32; 8],
 }
 
-/// `hsa_amd_hdp_flush_t`: registers that flush what came in over PCIe.
+/// `hsa_amd_hdp_flush_t`: registers that flush inbound PCIe writes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct HdpFlush {
     /// Writing 1 makes earlier writes to the device's memory visible to the device. Null on a
     /// device without it.
     pub memory: *mut u32,
-    /// The register that does so for writes to the device's registers. Null on a device without it.
+    /// Like `memory`, for writes to the device's registers. Null on a device without it.
     pub registers: *mut u32,
 }
 
-/// An attribute of an agent, a pool or the system, with the type that the header gives it.
+/// An attribute of an agent, a pool or the system, with its type in the header.
 #[derive(Clone, Copy, Debug)]
 pub struct Attribute<T> {
     /// The number in the header.
     pub number: u32,
-    /// A value of its type, to be written over.
+    /// A value of its type, which a query overwrites.
     pub(crate) empty: T,
 }
 
@@ -246,9 +247,9 @@ constants! {
     HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_KERNARG_INIT: u32 = 1;
     HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_FINE_GRAINED: u32 = 2;
     HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_COARSE_GRAINED: u32 = 4;
-    /// Not memory of the runtime.
+    /// The runtime does not know the address.
     HSA_EXT_POINTER_TYPE_UNKNOWN: u32 = 0;
-    /// From one of the runtime's allocators.
+    /// Memory from one of the runtime's allocators.
     HSA_EXT_POINTER_TYPE_HSA: u32 = 1;
     /// Host memory that was page-locked for agents.
     HSA_EXT_POINTER_TYPE_LOCKED: u32 = 2;
@@ -256,10 +257,11 @@ constants! {
     HSA_EXT_POINTER_TYPE_GRAPHICS: u32 = 3;
     /// Shared by another process.
     HSA_EXT_POINTER_TYPE_IPC: u32 = 4;
-    /// A reserved address range, of which the runtime does not say what is mapped there. From
-    /// version 1.12 of the AMD extension on.
+    /// A reserved address range; the runtime does not say what is mapped there. From version 1.12
+    /// of the AMD extension on.
     HSA_EXT_POINTER_TYPE_RESERVED_ADDR: u32 = 5;
-    /// Mapped into a reserved address range. From version 1.12 of the AMD extension on.
+    /// Memory that is mapped into a reserved address range. From version 1.12 of the AMD extension
+    /// on.
     HSA_EXT_POINTER_TYPE_HSA_VMEM: u32 = 6;
     HSA_SIGNAL_CONDITION_LT: u32 = 2;
     HSA_WAIT_STATE_BLOCKED: u32 = 0;
@@ -270,7 +272,7 @@ constants! {
     HSA_AMD_DMABUF_MAPPING_TYPE_PCIE: u64 = 1;
 }
 
-/// Every constant of this module by its name in the headers, the attributes' numbers first.
+/// All constants of this module by their names in the headers, numbers of attributes first.
 pub const CONSTANTS: [&[(&str, u64)]; 2] = [ATTRIBUTES, PLAIN];
 
 /// Callback of `hsa_iterate_agents`, called for each agent.
@@ -279,8 +281,7 @@ pub type AgentCallback = unsafe extern "C" fn(Agent, *mut c_void) -> HsaStatus;
 pub type PoolCallback = unsafe extern "C" fn(MemoryPool, *mut c_void) -> HsaStatus;
 /// Callback of `hsa_amd_register_deallocation_callback`: the address and the user's data.
 pub type DeallocationCallback = unsafe extern "C" fn(*mut c_void, *mut c_void);
-/// Allocator that `hsa_amd_pointer_info` would use for its list of agents; this crate asks for
-/// none.
+/// Allocator of `hsa_amd_pointer_info` for its list of agents. This crate passes none.
 pub type ListAllocator = Option<unsafe extern "C" fn(usize) -> *mut c_void>;
 
 const _: () = assert!(size_of::<HsaStatus>() == 4);
@@ -309,20 +310,20 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// Every symbol that the library must have.
+            /// Symbols that the library must have.
             pub const SYMBOLS: &[&str] = &[$(stringify!($symbol)),+];
 
             /// Symbols without which a facet is missing.
             pub const OPTIONAL_SYMBOLS: &[&str] = &[$(stringify!($osymbol)),+];
 
-            /// Each symbol with the types of its arguments and of its result.
+            /// All symbols with the types of their arguments and results.
             pub const SIGNATURES: &[(&str, &[&str], &str)] = &[
                 $((stringify!($symbol), &[$(stringify!($argument)),*], stringify!($returns)),)+
                 $((stringify!($osymbol), &[$(stringify!($oargument)),*], stringify!($oreturns)),)+
             ];
 
             /// # Safety
-            /// As [`Functions::from_lookup`].
+            /// The caller keeps the promise of [`Functions::from_lookup`].
             unsafe fn fill(
                 library: &str,
                 mut lookup: impl FnMut(&'static str) -> Option<*const ()>,
@@ -419,7 +420,7 @@ functions! {
 }
 
 impl Functions {
-    /// The name by which the dynamic loader finds the library.
+    /// Name by which the dynamic loader finds the library.
     pub const LIBRARY: &str = "libhsa-runtime64.so.1";
 
     /// Loads the library at `path` and fills the table from it.
@@ -451,7 +452,8 @@ impl Functions {
         Ok(functions)
     }
 
-    /// Fills the table from a lookup closure: a driver of the caller's own, such as a test's.
+    /// Fills the table from a lookup closure. A test passes the functions of its own driver, for
+    /// example.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup` has
@@ -459,16 +461,16 @@ impl Functions {
     ///
     /// # Safety
     /// Each address that `lookup` returns is a function with the signature that `hsa.h` and
-    /// `hsa_ext_amd.h` declares for that name, and stays callable from any thread for as long
-    /// as a copy of the table exists.
+    /// `hsa_ext_amd.h` declare for that name, and stays callable from any thread for as long as a
+    /// copy of the table exists.
     pub unsafe fn from_lookup(
         lookup: impl FnMut(&'static str) -> Option<*const ()>,
     ) -> Result<Self> {
-        // SAFETY: the same promise, made by the caller.
+        // SAFETY: the caller of this function makes the promise that `fill` asks for.
         unsafe { Self::fill("(injected)", lookup) }
     }
 
-    /// The library that the functions came from, as it was named.
+    /// Returns the name of the library that the functions came from.
     #[must_use]
     pub fn library(&self) -> &str {
         &self.library

@@ -1,11 +1,11 @@
-//! These tests as they run over a GPU: the driver is a library that is loaded, here the fake one,
-//! and what cannot be shown over a GPU says why.
+//! These tests as they run over a GPU, with the library of the fake driver instead of the real one.
+//! Tests that cannot be shown over a GPU print the reason.
 
 use std::{collections::BTreeSet, process::Command};
 
 use crate::link::not_over_a_gpu;
 
-/// The tests that need more of the driver than to be there.
+/// Tests that need the controls of the fake driver.
 const NOT_OVER_A_GPU: [&str; 9] = [
     "causes::refusal_under_an_existing_pcie_mapping_has_its_own_cause",
     "causes::each_cuda_cause_is_named_by_a_registration",
@@ -17,7 +17,7 @@ const NOT_OVER_A_GPU: [&str; 9] = [
     "paths::decision_names_call_error_cause_and_remedy",
     "reuse::region_that_outlives_its_memory_reaches_no_new_memory",
 ];
-/// Those that need two devices, or dma-bufs.
+/// Tests that need two devices, or dma-bufs.
 const NOT_OVER_A_SMALL_ONE: [&str; 8] = [
     "cache::free_on_one_device_keeps_the_entry_of_the_other",
     "cache::concurrent_reuse_of_addresses_is_never_a_stale_hit",
@@ -29,14 +29,14 @@ const NOT_OVER_A_SMALL_ONE: [&str; 8] = [
     "reuse::registration_after_reallocation_reaches_the_new_bytes",
 ];
 
-/// These tests over the fake's library as it is told to be: whether they passed, and what they
-/// said.
+/// Runs these tests over the fake's library with a profile. Returns true if they passed, with their
+/// output.
 fn over(driver: &str, words: &[&str]) -> (bool, String) {
     let program = std::env::current_exe().expect("this program");
-    // Cargo builds it beside this program, of whose dependencies it is one.
+    // Cargo builds the library beside this program, since it is a dependency.
     let library = program.parent().expect("a folder").join("libhmem_fake_cuda.so");
     let output = Command::new(&program)
-        // What takes seconds is left to the run over the fake itself.
+        // Tests that take seconds run over the fake only.
         .args([
             "--test-threads=1",
             "--nocapture",
@@ -79,7 +79,7 @@ fn tests_over_a_library_pass_or_give_a_reason() {
     }
 }
 
-/// A device that says that its dma-bufs can be mapped owes them: copies in their place are no pass.
+/// A device that reports mappable dma-bufs must export them: staged copies are not a pass.
 #[test]
 fn tests_fail_if_promised_dma_bufs_are_not_exported() {
     if not_over_a_gpu("it runs the others") {

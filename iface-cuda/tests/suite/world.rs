@@ -195,7 +195,7 @@ impl World {
         self.cuda.capability().dma_buf
     }
 
-    /// Returns an attribute of the GPU; for the fake, always true.
+    /// Returns true if the GPU has an attribute; always true for the fake.
     fn has(&self, attribute: CuDeviceAttribute) -> bool {
         let mut says = 0;
         // SAFETY: the output is writable, and device 0 exists.
