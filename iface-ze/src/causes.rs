@@ -1,12 +1,11 @@
-//! The causes of refusals that only this driver gives, and general causes with this driver's
-//! remedies.
+//! Causes of refusals by this driver, and general causes with remedies for this driver.
 
 use hmem_core::{
     ErrorKind, Path,
     cause::{Answer, RefusalCause, Step},
 };
 
-/// The causes of refusals that Level Zero's driver gives.
+/// Causes of refusals by Level Zero's driver.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "ze-not-exportable",

@@ -1,7 +1,6 @@
-//! libze_loader.so.1: its function table, and the layouts and constants of `ze_api.h`, laid out by
-//! hand.
+//! Function table of libze_loader.so.1, and layouts and constants of `ze_api.h`, written by hand.
 //!
-//! Public, so that a test can inject a driver of its own with [`Functions::from_lookup`].
+//! Public, so that other functions can be injected with [`Functions::from_lookup`].
 //!
 //! ```
 //! use hmem_iface_ze::sys::{Functions, ZeResult};
@@ -24,7 +23,7 @@ use std::{
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
-/// `ze_result_t`: the result of every call of Level Zero.
+/// `ze_result_t`: result of a call of Level Zero.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ZeResult(pub u32);
@@ -32,7 +31,7 @@ pub struct ZeResult(pub u32);
 macro_rules! codes {
     ($($name:ident = $code:literal,)+) => {
         impl ZeResult {
-            /// Every code that has a name here.
+            /// All codes with a name.
             pub const ALL: &[Self] = &[$(Self($code)),+];
 
             $(
@@ -40,7 +39,7 @@ macro_rules! codes {
                 pub const $name: Self = Self($code);
             )+
 
-            /// The name in `ze_api.h`, where it has one.
+            /// Returns the name in `ze_api.h`, or `None` for an unknown code.
             #[must_use]
             pub const fn name(self) -> Option<&'static str> {
                 match self.0 {
@@ -110,15 +109,15 @@ macro_rules! handles {
         pub struct $name(pub *mut c_void);
 
         impl $name {
-            /// No object.
+            /// The null handle.
             pub const NULL: Self = Self(ptr::null_mut());
         }
 
-        // SAFETY: a handle is an opaque name that this crate never dereferences; the specification
-        // lets an application use its object from any thread.
+        // SAFETY: a handle is opaque, and this crate never dereferences it. The specification
+        // allows the use of its object from any thread.
         unsafe impl Send for $name {}
-        // SAFETY: the handle has no state on this side of a call; where the specification allows an
-        // object in one thread at a time only, its owner in this crate sees to it.
+        // SAFETY: the handle has no state in this process. If the specification allows an object in
+        // only one thread at a time, its owner in this crate ensures that.
         unsafe impl Sync for $name {}
     )+};
 }
@@ -143,14 +142,14 @@ handles! {
 pub struct Layout {
     /// Name of the structure.
     pub name: &'static str,
-    /// Its bytes.
+    /// Size in bytes.
     pub size: usize,
-    /// Its fields with their offsets.
+    /// Fields with their offsets.
     pub fields: &'static [(&'static str, usize)],
 }
 
-/// Structures as `ze_api.h` has them. Each begins with its type and the next structure of its chain.
-/// The default has the type, no next structure, and zeros.
+/// Declares structures of `ze_api.h`. Each begins with its type and the next structure of its
+/// chain. The default has the type, no next structure, and zeros.
 macro_rules! structures {
     ($(
         $name:ident = $c:literal: $(#[doc = $doc:literal])* $stype:ident {
@@ -342,7 +341,7 @@ macro_rules! constants {
             pub const $name: u32 = $value;
         )+
 
-        /// Each constant with its name.
+        /// All constants with their names.
         pub const CONSTANTS: &[(&str, u32)] = &[$((stringify!($name), $value)),+];
     };
 }
@@ -377,7 +376,7 @@ constants! {
     ZE_STRUCTURE_TYPE_PCI_EXT_PROPERTIES = 0x1_0008,
 }
 
-/// A required function as the table has it.
+/// Looks up a required function.
 macro_rules! required {
     ($library:expr, $lookup:expr, $symbol:ident, $type:ty) => {{
         let address = $lookup(stringify!($symbol))
@@ -406,20 +405,20 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// Every symbol that the library must have.
+            /// Symbols that the library must have.
             pub const SYMBOLS: &[&str] = &[$(stringify!($symbol)),+];
 
             /// Symbols that older releases of the library lack.
             pub const OPTIONAL_SYMBOLS: &[&str] = &[$(stringify!($optional_symbol)),+];
 
-            /// Each symbol with the types of its arguments, as Rust spells them.
+            /// All symbols with the types of their arguments, as Rust spells them.
             pub const SIGNATURES: &[(&str, &[&str])] = &[
                 $((stringify!($symbol), &[$(stringify!($argument)),*]),)+
                 $((stringify!($optional_symbol), &[$(stringify!($optional_argument)),*]),)+
             ];
 
             /// # Safety
-            /// As [`Functions::from_lookup`].
+            /// The caller keeps the promise of [`Functions::from_lookup`].
             unsafe fn fill(
                 library: &str,
                 mut lookup: impl FnMut(&'static str) -> Option<*const ()>,
@@ -510,7 +509,7 @@ functions! {
 }
 
 impl Functions {
-    /// The name by which the dynamic loader finds the library.
+    /// Name by which the dynamic loader finds the library.
     pub const LIBRARY: &str = "libze_loader.so.1";
 
     /// Loads the library at `path` and fills the table from it.
@@ -542,7 +541,8 @@ impl Functions {
         Ok(functions)
     }
 
-    /// Fills the table from a lookup closure: a driver of the caller's own, such as a test's.
+    /// Fills the table from a lookup closure. A test passes the functions of its own driver, for
+    /// example.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup` has
@@ -555,17 +555,17 @@ impl Functions {
     pub unsafe fn from_lookup(
         lookup: impl FnMut(&'static str) -> Option<*const ()>,
     ) -> Result<Self> {
-        // SAFETY: the same promise, made by the caller.
+        // SAFETY: the caller of this function makes the promise that `fill` asks for.
         unsafe { Self::fill("(injected)", lookup) }
     }
 
-    /// Returns true if the library has the calls that give an fd of an export back.
+    /// Returns true if the library has the calls that return the fd of an export to the driver.
     #[must_use]
     pub fn gives_fds_back(&self) -> bool {
         self.put_ipc_handle.is_some() && self.ipc_handle_from_fd.is_some()
     }
 
-    /// The library that the functions came from, as it was named.
+    /// Returns the name of the library that the functions came from.
     #[must_use]
     pub fn library(&self) -> &str {
         &self.library
