@@ -260,7 +260,7 @@ impl Copier {
                 .iface(IfaceKind::CUDA)
                 .context("to", to)
                 .context("from", from)
-                .context("why", "neither side is memory that the driver knows")
+                .context("why", "the driver knows neither side")
                 .remedy("copy memory of this iface before it is freed"));
         };
         let (device, own) = (found.device(), found.context);

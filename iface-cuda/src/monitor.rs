@@ -295,7 +295,7 @@ impl CudaMonitor {
         iface.ok_or_else(|| {
             Error::new(ErrorKind::Unavailable, "monitor")
                 .iface(IfaceKind::CUDA)
-                .remedy("the iface was closed: its memory is not watched any longer")
+                .remedy("the iface was closed: its memory is no longer watched")
         })
     }
 

@@ -1,5 +1,5 @@
-//! Over the fake runtime: what a user sees of devices, addresses, allocations, copies, exports and
-//! the runtime's refusals.
+//! Behaviour over the fake runtime: devices, addresses, allocations, copies, exports, IPC and
+//! refusals.
 
 use std::{
     collections::HashSet,
@@ -51,7 +51,7 @@ fn allocate(iface: &Rocr, kind: AllocationKind) -> Allocation {
 }
 
 fn free(iface: &Rocr, allocation: &Allocation) -> Result<()> {
-    // SAFETY: nothing uses the memory.
+    // SAFETY: no code uses the memory.
     unsafe { iface.free(allocation) }
 }
 
@@ -63,7 +63,7 @@ fn nic() -> Nic {
     Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None }
 }
 
-/// Closes the iface and checks that it left nothing and broke no rule.
+/// Closes the iface. Checks that it left nothing and violated no rule of the headers.
 fn end(runtime: &FakeRuntime, iface: Rocr) {
     iface.close().map_err(Error::from).expect("close");
     assert_eq!(runtime.live(), Live::default());
@@ -75,7 +75,8 @@ fn end(runtime: &FakeRuntime, iface: Rocr) {
 fn every_missing_symbol_is_named() {
     let runtime = FakeRuntime::start(Profile::default());
     for missing in Functions::SYMBOLS {
-        // SAFETY: as in `open`; one symbol fewer.
+        // SAFETY: as in `open`, each function has the signature of its name, and functions live
+        // forever.
         let error = unsafe {
             Functions::from_lookup(|name| runtime.symbol(name).filter(|_| name != *missing))
         };
@@ -106,7 +107,7 @@ fn facet_without_its_symbol_is_unsupported_and_names_it() {
         let error = iface.unavailable(facet);
         assert_eq!(error.kind(), ErrorKind::Unsupported);
         assert_eq!(error.context_value("symbol"), Some(symbol));
-        // The rest of it works.
+        // The other facets work.
         let allocation = allocate(&iface, AllocationKind::Device);
         free(&iface, &allocation).expect("free");
         free(&iface, &allocation).expect_err("freed already");
@@ -203,7 +204,8 @@ fn device_out_of_range_is_an_invalid_argument() {
 
 /// HM-01 HM-02
 ///
-/// Memory that the application allocates (through HIP, say) is as good as the iface's own.
+/// Memory that the application allocated (through HIP, for example) is handled like the iface's
+/// own.
 #[test]
 fn allocation_of_the_application_is_found_at_both_ends() {
     let (runtime, iface) = world();
@@ -227,7 +229,7 @@ fn allocation_of_the_application_is_found_at_both_ends() {
 
 /// HM-01
 ///
-/// Such a runtime must not make the iface forget what it has to free.
+/// The rounded length must not make the iface lose the allocation that it must free.
 #[test]
 fn memory_keeps_its_requested_length_if_the_runtime_rounds() {
     let (runtime, iface) = world_of(Profile { rounds_lengths: true, ..Profile::default() });
@@ -270,7 +272,7 @@ fn foreign_address_is_unknown() {
 
 /// HM-01
 #[test]
-fn failed_query_is_an_error_with_the_runtimes_code_and_the_address() {
+fn failed_query_is_an_error_with_code_and_address() {
     let (runtime, iface) = world();
     let fails = |code| {
         runtime.fail_nth("hsa_amd_pointer_info", 1, code);
@@ -317,8 +319,8 @@ fn query_tells_the_kind_of_memory() {
 
 /// HM-01
 ///
-/// The runtime gives no base for it, so it must neither be registered from a made-up one nor as
-/// host memory.
+/// The runtime does not return its base, so that the memory must not be registered, neither from a
+/// guessed base nor as host memory.
 #[test]
 fn foreign_vmm_memory_is_refused_by_name() {
     let (runtime, iface) = world();
@@ -332,7 +334,7 @@ fn foreign_vmm_memory_is_refused_by_name() {
 
 /// MON-07
 ///
-/// By callback: one for each allocation, however often and by how many threads it is looked up.
+/// Each allocation has one callback, however many lookups and threads there are.
 #[test]
 fn reused_address_has_a_new_identity_and_one_callback() {
     const REGISTER: &str = "hsa_amd_register_deallocation_callback";
@@ -346,13 +348,13 @@ fn reused_address_has_a_new_identity_and_one_callback() {
         last = base;
         let ids: HashSet<_> =
             (0..4).map(|at| query(&iface, base + at * 1000).expect("known").id).collect();
-        assert_eq!(ids.len(), 1, "one allocation has one identity");
+        assert_eq!(ids.len(), 1, "an allocation has one identity");
         seen.extend(ids);
-        assert_eq!(seen.len(), round, "an identity came again");
+        assert_eq!(seen.len(), round, "an identity was reused");
         assert_eq!(runtime.calls(REGISTER), round as u64);
         runtime.free(base);
     }
-    assert_eq!(reused, 999, "the runtime gave the address again each time");
+    assert_eq!(reused, 999, "the runtime reused the address each time");
     let base = runtime.allocate(0, 4096);
     let ids = Mutex::new(HashSet::new());
     thread::scope(|scope| {
@@ -365,7 +367,7 @@ fn reused_address_has_a_new_identity_and_one_callback() {
     end(&runtime, iface);
 }
 
-/// Counts what it is told.
+/// Counts notifications.
 #[derive(Debug, Default)]
 struct Listener(AtomicU64);
 
@@ -386,7 +388,7 @@ impl Invalidator for Listener {
 
 /// MON-07 MON-09
 ///
-/// Two ifaces watch one allocation. One stops, and the other is told of the free all the same.
+/// Two ifaces watch one allocation. One unsubscribes, and the free still notifies the other.
 #[test]
 fn free_notifies_each_monitor_on_its_own() {
     let (runtime, iface) = world();
@@ -408,11 +410,14 @@ fn free_notifies_each_monitor_on_its_own() {
     runtime.free(base);
     assert_eq!(told.map(|told| told.0.load(Ordering::Relaxed)), [0, 1]);
     assert!(!first.valid(&allocation).expect("ask"));
-    second.subscribe(range, Arc::new(Listener::default())).expect_err("nothing is there");
+    second.subscribe(range, Arc::new(Listener::default())).expect_err(
+        "no memory is at the \
+                                                                       address",
+    );
     end(&runtime, other);
 }
 
-/// Notes, as it is dropped, that another thread can use the monitor.
+/// Checks, when it is dropped, that another thread can use the monitor.
 #[derive(Debug)]
 struct LastReference(Arc<dyn Monitor>, Arc<AtomicU64>);
 
@@ -442,9 +447,9 @@ impl Drop for LastReference {
 
 /// MON-07
 ///
-/// A watcher may be the last reference to a cache, which does more than give memory back.
+/// A subscriber may be the last reference to a cache, which uses the monitor while it is dropped.
 #[test]
-fn watcher_of_freed_memory_is_dropped_without_the_tables_lock() {
+fn subscriber_of_freed_memory_is_dropped_without_the_lock() {
     let (runtime, iface) = world();
     let monitor = iface.start_monitor().expect("start");
     let base = runtime.allocate(0, 4096);
@@ -472,14 +477,14 @@ fn virtual_allocation_whose_clean_up_fails_too_returns_the_first_error() {
 
 /// MON-07
 ///
-/// Memory without a callback is refused, so that it is registered uncached.
+/// A subscription to memory without a callback fails, so that the memory is registered uncached.
 #[test]
 fn memory_without_a_callback_is_not_watched() {
     let (runtime, iface) = world();
     let monitor = iface.start_monitor().expect("start");
     let reserved = allocate(&iface, AllocationKind::Virtual);
     let watched = monitor.subscribe(reserved.range, Arc::new(Listener::default()));
-    assert!(watched.expect_err("its address can be mapped anew").is_unsupported());
+    assert!(watched.expect_err("other memory can be mapped at its address").is_unsupported());
     free(&iface, &reserved).expect("free");
     let plain = allocate(&iface, AllocationKind::Device);
     let handle = iface.ipc_export(&plain).expect("export");
@@ -488,10 +493,10 @@ fn memory_without_a_callback_is_not_watched() {
     let seen = [query(&iface, opened.base().0), query(&iface, opened.base().0)];
     let seen = seen.map(|seen| seen.expect("known"));
     assert_eq!(seen.map(|seen| seen.kind), [AllocationKind::Imported; 2]);
-    assert_ne!(seen[0].id, seen[1].id, "nothing tells whether it is the same memory");
+    assert_ne!(seen[0].id, seen[1].id, "nothing shows whether it is the same memory");
     let watched = monitor.subscribe(opened.range, Arc::new(Listener::default()));
     assert!(watched.expect_err("no callback").is_unsupported());
-    // SAFETY: nothing uses the memory.
+    // SAFETY: no code uses the memory.
     unsafe { other.ipc_close(&opened) }.expect("close");
     free(&iface, &plain).expect("free");
     drop(other);
@@ -549,8 +554,8 @@ fn started_copy_ends_with_its_signal() {
         let event = iface
             .start_copy(Address::of_ptr(back.as_mut_ptr()), device.base(), LEN)
             .expect("start");
-        assert!(!event.is_done(), "it is under way");
-        let busy = iface.close().expect_err("a copy is under way");
+        assert!(!event.is_done(), "the copy is in flight");
+        let busy = iface.close().expect_err("a copy is in flight");
         let iface = busy.value;
         assert!(event.is_done(), "it has ended");
         assert!(back == bytes, "the bytes are there when it is done");
@@ -568,7 +573,7 @@ fn started_copy_ends_with_its_signal() {
 
 /// HM-03
 ///
-/// Page-locked memory is copied by the devices' own address of it, without a buffer.
+/// Page-locked memory is copied by its device address, without a buffer.
 #[test]
 fn page_locked_memory_is_copied_directly() {
     let (runtime, iface) = world();
@@ -680,7 +685,7 @@ fn ipc_handle_opens_in_another_process() {
         unsafe {
             iface.read(opened.base(), &mut found).expect("read");
             iface.write(opened.base(), &[0x77; 16]).expect("write");
-            free(&iface, &opened).expect_err("it is closed, not freed");
+            free(&iface, &opened).expect_err("it must be closed with ipc_close");
             iface.ipc_close(&opened).expect("close");
             iface.ipc_close(&opened).expect_err("closed already");
         }
@@ -749,8 +754,8 @@ fn ipc_keeps_the_requested_length_whatever_the_runtime_rounds_to() {
 
 /// REL-01
 ///
-/// Each call of the runtime fails in turn. An error comes back or nothing is lost by it, the next
-/// round works, and nothing is left.
+/// Each call of the runtime fails in turn. The round returns an error or works in spite of it, the
+/// next round works, and nothing is left.
 #[test]
 fn fault_at_any_call_leaks_nothing() {
     let round = |iface: &Rocr| -> Result<()> {
@@ -770,14 +775,14 @@ fn fault_at_any_call_leaks_nothing() {
                 }
                 if kind == AllocationKind::Device {
                     let opened = iface.ipc_open(&iface.ipc_export(&allocation)?)?;
-                    // SAFETY: nothing uses the memory.
+                    // SAFETY: no code uses the memory.
                     let close = || unsafe { iface.ipc_close(&opened) };
                     close().or_else(|error| close().and(Err(error)))?;
                 }
                 Ok(())
             };
             let used = used();
-            // A free that was refused can be repeated.
+            // A refused free can be repeated.
             let freed =
                 free(iface, &allocation).or_else(|error| free(iface, &allocation).and(Err(error)));
             used.and(freed)?;

@@ -1,5 +1,5 @@
-//! AMD's own runtime without a device: `tests/rocr/run` starts this test through the loader of each
-//! release, which `HMEM_ROCR` names.
+//! AMD's own runtime without a device. `tests/rocr/run` starts this test through the dynamic loader
+//! of each release; `HMEM_ROCR` names the release.
 
 #[path = "../../tests/trials/mod.rs"]
 mod trials;
@@ -49,7 +49,7 @@ fn every_function_of_the_release_is_present() -> Outcome {
 fn runtime_without_a_device_is_unavailable() -> Outcome {
     let release = release()?;
     if Path::new("/dev/kfd").exists() {
-        return Err(Skipped("this machine has a driver of its own".into()));
+        return Err(Skipped("this machine has its own driver".into()));
     }
     for _ in 0..2 {
         let error = Rocr::open().expect_err("no device");
