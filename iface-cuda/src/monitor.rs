@@ -135,8 +135,7 @@ impl MonitorSource for CudaMonitors {
                     let count = hooks.functions().len();
                     let why = format!(
                         "{ASKED}, since the CUDA runtime may free by other functions; frees \
-                         through {count} hooked functions of the driver are told before the memory \
-                         goes"
+                         through {count} hooked functions of the driver notify before the memory is freed"
                     );
                     (Some(hooks), why)
                 }

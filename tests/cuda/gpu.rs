@@ -37,14 +37,7 @@ fn over(driver: &str, words: &[&str]) -> (bool, String) {
     let library = program.parent().expect("a folder").join("libhmem_fake_cuda.so");
     let output = Command::new(&program)
         // Tests that take seconds run over the fake only.
-        .args([
-            "--test-threads=1",
-            "--nocapture",
-            "--skip",
-            "over_a_driver_library",
-            "--skip",
-            "ten_thousand",
-        ])
+        .args(["--test-threads=1", "--nocapture", "--skip", "gpu::", "--skip", "ten_thousand"])
         .args(words)
         .env("HMEM_CUDA", "real")
         .env("HMEM_CUDA_LIBRARY", &library)

@@ -110,7 +110,7 @@ fn each_cause_of_a_refused_export_has_its_remedy() {
     for (code, kind, word) in [
         (CuResult::CUDA_ERROR_OUT_OF_MEMORY, ErrorKind::OutOfResources, "BAR1"),
         (CuResult::CUDA_ERROR_NOT_SUPPORTED, ErrorKind::Unsupported, "cuMemAlloc"),
-        (CuResult::CUDA_ERROR_INVALID_VALUE, ErrorKind::InvalidArgument, "mapped whole"),
+        (CuResult::CUDA_ERROR_INVALID_VALUE, ErrorKind::InvalidArgument, "map the whole range"),
         (CuResult::CUDA_ERROR_OPERATING_SYSTEM, ErrorKind::Driver, "ulimit -n"),
         (CuResult::CUDA_ERROR_INVALID_CONTEXT, ErrorKind::BadState, "context"),
     ] {

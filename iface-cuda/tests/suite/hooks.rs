@@ -157,8 +157,7 @@ fn hooked_frees_notify_before_the_memory_is_freed() {
             ("cuda-hooks", DetectionMethod::Identity)
         );
         assert!(
-            monitor.detects(InvalidationCause::Free)
-                && monitor.rationale().contains("as was asked for")
+            monitor.detects(InvalidationCause::Free) && monitor.rationale().contains("as selected")
         );
         for kind in world.kinds(&KINDS) {
             let (at, free) = allocated(world, kind);
@@ -326,7 +325,7 @@ fn monitor_explains_its_choice() {
     };
     for (kind, (name, words)) in [
         (CudaMonitorKind::Auto, auto),
-        (CudaMonitorKind::Identity, ("cuda-identity", "no other was asked for")),
+        (CudaMonitorKind::Identity, ("cuda-identity", "hooks were not selected")),
         (CudaMonitorKind::Hooks, ("cuda-hooks", "graph nodes")),
     ] {
         for world in worlds(kind) {
