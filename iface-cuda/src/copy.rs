@@ -207,7 +207,7 @@ impl Copier {
     }
 
     /// # Safety
-    /// The caller keeps the promise of [`hmem_core::Iface::copy`].
+    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
         let copy = CopyRange { to, from, len };
         // SAFETY: the caller of this function makes the same promise.
@@ -226,7 +226,7 @@ impl Copier {
     /// memory that the application page-locked.
     ///
     /// # Safety
-    /// The caller keeps the promise of [`hmem_core::Iface::copy`].
+    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
     unsafe fn begin(&self, copy: CopyRange) -> Result<Option<(CopyContext, WorkContext<'_>)>> {
         let CopyRange { to, from, len } = copy;
         let sides = [self.side(to, len)?, self.side(from, len)?];

@@ -111,7 +111,7 @@ impl Copier {
     }
 
     /// # Safety
-    /// The caller keeps the promise of [`hmem_core::Iface::copy`].
+    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
         let copy = CopyRange { to, from, len };
         // SAFETY: the caller of this function makes the same promise.
@@ -124,7 +124,8 @@ impl Copier {
     /// is in flight on return.
     ///
     /// # Safety
-    /// The caller keeps the promise of [`hmem_core::Iface::copy`] until the copy has ended.
+    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`] until the copy has
+    /// ended.
     unsafe fn start(&self, copy: CopyRange) -> Result<Option<CopyInFlight>> {
         let (to, from) = (self.side(copy.to, copy.len)?, self.side(copy.from, copy.len)?);
         let agent = match (to, from) {

@@ -104,7 +104,7 @@ pub struct Agent {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryPool {
-    /// Opaque.
+    /// Opaque value of the driver.
     pub handle: u64,
 }
 
@@ -143,7 +143,7 @@ pub struct Signal {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VmemHandle {
-    /// Opaque.
+    /// Opaque value of the driver.
     pub handle: u64,
 }
 
@@ -161,7 +161,7 @@ pub struct AccessDesc {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IpcMemory {
-    /// Opaque.
+    /// Opaque value of the driver.
     pub handle: [u32; 8],
 }
 
@@ -323,7 +323,7 @@ macro_rules! functions {
             ];
 
             /// # Safety
-            /// The caller keeps the promise of [`Functions::from_lookup`].
+            /// The caller upholds the safety contract of [`Functions::from_lookup`].
             unsafe fn fill(
                 library: &str,
                 mut lookup: impl FnMut(&'static str) -> Option<*const ()>,

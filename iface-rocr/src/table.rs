@@ -119,7 +119,7 @@ impl AllocationTable {
         (id, Box::into_raw(Box::new(notice)).cast())
     }
 
-    /// Enters the range and kind of the allocation with this identity. Returns false if it was
+    /// Records the range and kind of the allocation with this identity. Returns false if it was
     /// freed meanwhile.
     pub(crate) fn describe(&self, allocation: Allocation) -> bool {
         let mut entries = self.entries.lock();

@@ -63,7 +63,7 @@ impl Copier {
     }
 
     /// # Safety
-    /// The caller keeps the promise of [`hmem_core::Iface::copy`].
+    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
         let copy = CopyRange { to, from, len };
         // SAFETY: the caller of this function makes the same promise.
@@ -80,7 +80,7 @@ impl Copier {
     /// Returns the route of a copy. The CPU copies at once if it can access both sides.
     ///
     /// # Safety
-    /// The caller keeps the promise of [`hmem_core::Iface::copy`].
+    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
     unsafe fn route(&self, copy: CopyRange) -> Result<Route<'_>> {
         let CopyRange { to, from, len } = copy;
         let (target, source) = (self.side(to, len)?, self.side(from, len)?);

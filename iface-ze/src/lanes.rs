@@ -230,8 +230,8 @@ impl Lanes {
     /// Copies through the buffers of lanes, and waits for the end.
     ///
     /// # Safety
-    /// The caller keeps the promise of [`hmem_core::Iface::copy`]. A side without a device is host
-    /// memory.
+    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`]. A side without a
+    /// device is host memory.
     pub(crate) unsafe fn run_buffered(
         &self,
         copy: CopyRange,

@@ -418,7 +418,7 @@ macro_rules! functions {
             ];
 
             /// # Safety
-            /// The caller keeps the promise of [`Functions::from_lookup`].
+            /// The caller upholds the safety contract of [`Functions::from_lookup`].
             unsafe fn fill(
                 library: &str,
                 mut lookup: impl FnMut(&'static str) -> Option<*const ()>,

@@ -266,7 +266,7 @@ impl Link {
     /// Returns a cached region.
     ///
     /// # Safety
-    /// The caller keeps the promise of [`RegionCache::get_or_register`].
+    /// The caller upholds the safety contract of [`RegionCache::get_or_register`].
     pub(crate) unsafe fn cache_get(&self, range: AddressRange) -> CachedRegion<'_> {
         let cache = self.domain.cache().expect("a cache");
         // SAFETY: the caller of this function makes the same promise.

@@ -84,7 +84,7 @@ fn freed_or_foreign_pointer_claimed_for_cuda_is_unknown() {
                 // SAFETY: the registration is refused.
                 unsafe { link.domain.regattr(&attr, MrFlags::empty()) }.map(drop)
             };
-            let error = error.expect_err("nobody has it");
+            let error = error.expect_err("no iface knows it");
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
             let text = error.to_string();
             assert!(text.contains("cuda") && text.contains("does not know the address"), "{text}");

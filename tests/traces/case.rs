@@ -26,7 +26,7 @@ use crate::{
 pub(crate) const PAGE: u64 = 4096;
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
-/// A machine as a situation wants it.
+/// Fixed facts about the machine of a situation.
 #[derive(Debug)]
 struct Known(Facts);
 
@@ -36,7 +36,7 @@ impl FactSource for Known {
     }
 }
 
-/// A subscriber that is interested in everything and keeps nothing.
+/// A subscriber that enables all events and discards them.
 struct Listening;
 
 impl Subscriber for Listening {
@@ -87,14 +87,14 @@ pub(crate) enum Memory {
     HostTwice,
     /// A range of host memory and an allocation of the device.
     Mixed,
-    /// A memory file that the application brings as a dma-buf.
+    /// A memory file that the application passes as a dma-buf.
     File,
 }
 
 /// A situation.
 #[derive(Clone)]
 pub(crate) struct Case {
-    /// The words that tell it from others of the same memory, imports and policy.
+    /// Distinguishes the situation from others with the same memory, imports and policy.
     pub(crate) what: String,
     pub(crate) device: Device,
     pub(crate) memory: Memory,
@@ -104,7 +104,7 @@ pub(crate) struct Case {
     pub(crate) p2p_off: bool,
     pub(crate) facts: Facts,
     pub(crate) nics: &'static [&'static str],
-    /// The iface that the caller names.
+    /// The iface that the caller claims.
     pub(crate) claim: Option<IfaceKind>,
     /// Refusals of the simulated device: call, number of the call, code.
     pub(crate) device_refuses: Option<(Call, u64, i32)>,
@@ -114,18 +114,19 @@ pub(crate) struct Case {
     pub(crate) nic_refuses: Vec<i32>,
 }
 
-/// The ways into the library that lead to a registration.
+/// Entry points of the library that register memory.
 #[derive(Clone, Copy, PartialEq)]
 enum Door {
     Regattr,
     Traced,
     Asynchronous,
     RegattrOn,
-    /// A miss of the registration cache; host memory is registered for one lease.
+    /// A miss of the registration cache. Host memory is registered for one lease.
     Cached,
 }
 
-/// The ifaces, the fabric and the device of one play. Fields are dropped in order, the driver last.
+/// The ifaces, the fabric and the device of one situation. Fields are dropped in order, the driver
+/// last.
 struct World {
     simulated: Option<Arc<Simulated>>,
     device: Arc<dyn Iface>,
@@ -137,7 +138,7 @@ struct World {
 }
 
 impl Case {
-    /// The situation in a line, without its policy.
+    /// Returns the situation as one line, without its policy.
     pub(crate) fn subject(&self) -> String {
         let kind = |kind: AllocationKind| kind.name();
         let memory = match self.memory {
@@ -170,7 +171,7 @@ impl Case {
         format!("{device} | {memory} | NIC imports {imports}{what}")
     }
 
-    /// The lines of the situation.
+    /// Plays the situation through every entry point, and returns its lines.
     pub(crate) fn play(&self) -> Vec<String> {
         let plain = self.through(Door::Regattr);
         let mut section = Section::default();
@@ -233,7 +234,7 @@ impl Case {
         }
     }
 
-    /// Registers twice through a door.
+    /// Registers twice through an entry point.
     fn through(&self, door: Door) -> Twice {
         let world = self.world();
         let events = Arc::new(EventQueue::new());
@@ -276,7 +277,7 @@ impl Case {
             .nic(nic.to_owned())
             .policy(self.policy);
         self.refuse(&world);
-        // The memory is the explanation's own: its address has no name here.
+        // The explanation allocates its own memory, so that its address has no name here.
         let names = Names::new();
         match world.paths.explain(&world.registry, &world.provider, &request) {
             Ok(explanation) => {
@@ -307,7 +308,7 @@ impl Case {
     }
 }
 
-/// A registration that is under way.
+/// Registrations of one situation.
 struct Play<'a> {
     case: &'a Case,
     world: &'a World,

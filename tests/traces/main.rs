@@ -1,10 +1,10 @@
-//! Golden traces: the path, the reason and every attempt of registrations in many situations, as
-//! `traces.txt` lists them. A change of the registration path must not change a line unless the
-//! behaviour changes on purpose; `HMEM_BLESS=1` rewrites the list.
+//! Golden traces. `traces.txt` lists path, reason and every attempt of registrations in many
+//! situations. A change of the registration path must not change a line unless the behaviour
+//! changes on purpose. `HMEM_BLESS=1` rewrites the list.
 //!
-//! Each situation is registered through every door: `regattr`, `regattr` with tracing on, an event
-//! queue, `regattr_on`, a miss of the cache, and `explain`. A door that decides like `regattr` has
-//! no lines of its own.
+//! Each situation is registered through every entry point: `regattr`, `regattr` with tracing on, an
+//! event queue, `regattr_on`, a miss of the cache, and `explain`. An entry point that decides like
+//! `regattr` has no lines of its own.
 #![cfg(all(
     feature = "cuda",
     feature = "neuron",
@@ -37,7 +37,7 @@ fn registrations_decide_as_the_golden_traces_say() {
     let difference = listing::difference(&golden, &now);
     assert!(
         difference.is_empty(),
-        "traces changed (- golden, + now); HMEM_BLESS=1 takes them as they are now\n{difference}"
+        "traces changed (- golden, + now); HMEM_BLESS=1 accepts the new ones\n{difference}"
     );
 }
 

@@ -34,7 +34,7 @@
 //!
 //! The hooks do not see:
 //!
-//! - memory of graph nodes (`cuGraphAddMemFreeNode`), which launches free;
+//! - memory of graph nodes (`cuGraphAddMemFreeNode`), which a graph launch frees;
 //! - a checkpoint of the process;
 //! - `cuEGLStreamConsumerReleaseFrame`;
 //! - frees that the CUDA runtime may make by tables of its own (`cuGetExportTable`): 12.9 looks the

@@ -94,7 +94,7 @@ pub const CU_IPC_HANDLE_SIZE: usize = 64;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CuIpcMemHandle {
-    /// Opaque.
+    /// Opaque value of the driver.
     pub reserved: [c_char; CU_IPC_HANDLE_SIZE],
 }
 

@@ -185,7 +185,7 @@ fn import(handle: &str) -> ExitCode {
     ExitCode::from(u8::from(cells.is_err()))
 }
 
-/// Writes the parts, and counts failures.
+/// Writes the selected parts of the report, and counts failures.
 fn write(driver: Driver, parts: &[Part], report: &mut Report<'_>) -> u32 {
     let extent = if driver.is_real() { REAL } else { FAKE };
     for part in parts {

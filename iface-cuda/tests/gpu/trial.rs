@@ -146,7 +146,7 @@ fn faults() {
     );
 }
 
-/// GDRCopy has one line: it is absent, or it is present and fails.
+/// The report has one line about GDRCopy: that it is absent, or that it fails.
 fn gdrcopy() {
     let folder = std::env::temp_dir().join(format!("hmem-gpu-gdrcopy-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder");

@@ -175,7 +175,7 @@ fn event_is_not_done_while_its_copy_is_in_flight() {
         let memory = world.allocate(4096, AllocationKind::Device);
         let bytes = pattern(5, 4096);
         let event = start(world, memory.base(), Address::of_ptr(bytes.as_ptr()), 4096);
-        assert!(!event.is_done(), "nobody waited for it yet");
+        assert!(!event.is_done(), "no caller waited for it yet");
         assert!(event.is_done());
         event.wait().expect("wait");
         let event = start(world, memory.base(), Address::of_ptr(bytes.as_ptr()), 4096);

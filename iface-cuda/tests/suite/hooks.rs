@@ -249,13 +249,13 @@ fn only_a_context_release_of_the_application_invalidates_all() {
 
         let request = |len| AllocRequest { len, device: DeviceId(0), kind: AllocationKind::Device };
         world.cuda.allocate(&request(1 << 50)).expect_err("too much");
-        assert!(world.active().is_empty(), "given back");
+        assert!(world.active().is_empty(), "released");
         let other = builder_of(world).open().expect("open");
         let memory = other.allocate(&request(4096)).expect("allocate");
         // SAFETY: no code uses the memory.
         unsafe { other.free(&memory) }.expect("free");
         other.close().expect("close");
-        assert!(world.active().is_empty(), "given back");
+        assert!(world.active().is_empty(), "released");
         let seen: Vec<_> = witness.told().iter().map(|(range, _)| range.start()).collect();
         assert_eq!(seen, [memory.base()], "{}: the free alone", world.name);
 
@@ -272,10 +272,10 @@ fn only_a_context_release_of_the_application_invalidates_all() {
         // Destroying the context frees the rest.
         let seen = witness.seen.lock().len();
         drop(other);
-        assert!(world.active().is_empty(), "given back");
+        assert!(world.active().is_empty(), "released");
         witness.seen.lock().drain(..seen);
         let seen: Vec<_> = witness.told().iter().map(|(range, _)| range.len()).collect();
-        assert_eq!(seen, [u64::MAX], "{}: {} goes with it", world.name, memory.range);
+        assert_eq!(seen, [u64::MAX], "{}: {} is freed with it", world.name, memory.range);
 
         monitor.unsubscribe(subscription);
         world.app.destroy_context(context);
@@ -319,7 +319,7 @@ fn hooks_are_patched_once_and_restored_by_the_last_user() {
 #[test]
 fn monitor_explains_its_choice() {
     let auto = if support::asked_for("real") {
-        ("cuda-hooks+identity", "notified before the memory is freed")
+        ("cuda-hooks+identity", "notify before the memory is freed")
     } else {
         ("cuda-identity", "injected")
     };

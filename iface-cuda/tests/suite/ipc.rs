@@ -59,7 +59,7 @@ fn use_it(world: &World, text: &str) {
     // SAFETY: no code uses the memory; the call is refused.
     let error = unsafe { world.cuda.free(&memory) }.expect_err("opened, not allocated");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-    world.cuda.ipc_export(&memory).expect_err("somebody else's");
+    world.cuda.ipc_export(&memory).expect_err("memory of another process");
     for _ in 0..2 {
         if let Some((driver, _)) = &world.fake {
             driver.fail("cuIpcCloseMemHandle", CuResult::CUDA_ERROR_UNKNOWN);
