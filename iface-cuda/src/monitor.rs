@@ -135,7 +135,8 @@ impl MonitorSource for CudaMonitors {
                     let count = hooks.functions().len();
                     let why = format!(
                         "{ASKED}, since the CUDA runtime may free by other functions; frees \
-                         through {count} hooked functions of the driver notify before the memory is freed"
+                         through {count} hooked functions of the driver notify before the memory \
+                         is freed"
                     );
                     (Some(hooks), why)
                 }

@@ -40,7 +40,7 @@ macro_rules! counted {
         /// Number of functions that count.
         pub(crate) const COUNTED: usize = [$(stringify!($field),)+ $(stringify!($ofield),)+].len();
 
-        /// Returns functions that count and then call those of the first table that was passed here.
+        /// Returns functions that count and then call those of the first table passed here.
         pub(crate) fn counted(functions: &Functions) -> Functions {
             let mut counted = DRIVER.get_or_init(|| functions.clone()).clone();
             $(
@@ -58,9 +58,9 @@ macro_rules! counted {
                 if counted.$ofield.is_some() {
                     unsafe extern "C" fn call($($oname: $otype),*) -> CuResult {
                         CALLS.fetch_add(1, Ordering::Relaxed);
-                        // SAFETY: the caller passes the arguments of the function, and they are
-                        // forwarded unchanged.
-                        unsafe { (DRIVER.get().expect("a driver").$ofield.expect("present"))($($oname),*) }
+                        let call = DRIVER.get().expect("a driver").$ofield.expect("present");
+                        // SAFETY: the caller passes the arguments of the function, unchanged.
+                        unsafe { call($($oname),*) }
                     }
                     counted.$ofield = Some(call);
                 }
