@@ -108,9 +108,9 @@ fn info_says_whether_gdrcopy_is_there_and_why_not() {
 fn info_says_which_monitor_watches_cuda_memory_and_why() {
     for (asked, name, words) in [
         ("", "cuda-hooks+identity", "hooked functions of"),
-        ("auto", "cuda-hooks+identity", "told before the memory goes"),
-        ("hooks", "cuda-hooks", "as was asked for"),
-        ("identity", "cuda-identity", "no other was asked for"),
+        ("auto", "cuda-hooks+identity", "notify before the memory is freed"),
+        ("hooks", "cuda-hooks", "as selected"),
+        ("identity", "cuda-identity", "hooks were not selected"),
     ] {
         let output = hmem_with("580-open", &[("HMEM_CUDA_MONITOR", asked)], &["info", "--json"]);
         let info = json(&output);

@@ -255,6 +255,110 @@ impl RefusalCause {
         remedy: "",
     };
 
+    /// General row: the driver or the device has no PCIe mapping for exports.
+    ///
+    /// This row and the following ones are general rows that ifaces repeat with the words of their
+    /// driver.
+    ///
+    /// ```
+    /// use hmem_core::cause::RefusalCause;
+    ///
+    /// const NO_EXPORT: RefusalCause = RefusalCause {
+    ///     remedy: "update MyDriver to 2.0, and use device memory",
+    ///     ..RefusalCause::DEVICE_WITHOUT_DMA_BUF
+    /// };
+    /// assert_eq!(NO_EXPORT.name, "device-without-dma-buf");
+    /// ```
+    pub const NO_PCIE_MAPPING: Self = Self {
+        name: "no-pcie-mapping",
+        rank: 50,
+        paths: &[Path::DmaBuf],
+        steps: &[Step::Export],
+        mapping: Some(DmaBufMapping::Pcie),
+        answers: &[Answer::UNSUPPORTED, Answer::Kind(&[ErrorKind::InvalidArgument])],
+        cause: "the driver or the device has no PCIe mapping for exports",
+        remedy: "none needed if the default mapping works, which is tried next; otherwise update \
+                 the driver",
+        ..Self::ANY
+    };
+
+    /// General row: virtual memory was not created for RDMA.
+    pub const VMM_RANGE: Self = Self {
+        name: "vmm-range",
+        rank: 60,
+        paths: &[Path::DmaBuf, Path::PeerMemory],
+        steps: &[Step::Segments, Step::Export],
+        kind: Some(AllocationKind::Virtual),
+        answers: &[Answer::Kind(&[
+            ErrorKind::Unsupported,
+            ErrorKind::InvalidArgument,
+            ErrorKind::OutOfBounds,
+        ])],
+        cause: "the range was mapped by hand from physical memory that was not created for RDMA, \
+                or spans a hole between two mappings",
+        remedy: "create the physical memory as RDMA capable, and register inside mapped ranges",
+        ..Self::ANY
+    };
+
+    /// General row: the driver exports no memory of a stream-ordered pool.
+    pub const STREAM_ORDERED_POOL: Self = Self {
+        name: "stream-ordered-pool",
+        rank: 70,
+        paths: &[Path::DmaBuf, Path::PeerMemory],
+        steps: &[Step::Segments, Step::Export, Step::Register],
+        kind: Some(AllocationKind::StreamOrdered),
+        answers: &[
+            Answer::Errno(&[14, 22]),
+            Answer::Kind(&[ErrorKind::Unsupported, ErrorKind::InvalidArgument]),
+        ],
+        cause: "the driver does not export memory of this stream-ordered pool: the pool was not \
+                created for RDMA, or the driver has no such pools",
+        remedy: "allocate memory to register with the plain allocator, or from a pool created for \
+                 RDMA if the driver has such pools",
+        ..Self::ANY
+    };
+
+    /// General row: the device, its driver or the kind of memory has no dma-buf export.
+    pub const DEVICE_WITHOUT_DMA_BUF: Self = Self {
+        name: "device-without-dma-buf",
+        rank: 160,
+        paths: &[Path::DmaBuf],
+        steps: &[Step::Export],
+        answers: &[Answer::Errno(&[38, 95]), Answer::UNSUPPORTED],
+        cause: "the device, its driver or this kind of memory has no dma-buf export",
+        remedy: "use device memory and a driver that exports dma-bufs, or load a peer-memory \
+                 client",
+        ..Self::ANY
+    };
+
+    /// General row: the process may not use the files of the device.
+    pub const DEVICE_FILES: Self = Self {
+        name: "device-files",
+        rank: 310,
+        steps: &[Step::Segments, Step::ExportWhole, Step::Export, Step::Register],
+        answers: &[
+            Answer::Errno(&[1, 13]),
+            Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied]),
+        ],
+        cause: "the process may not use the device's files, or the buffer was opened \
+                read-only",
+        remedy: "give the user (or container) access to /dev/infiniband/uverbs* and to the \
+                 device's files in /dev, and export for writing",
+        ..Self::ANY
+    };
+
+    /// General row: the device does not answer any longer.
+    pub const DEVICE_LOST: Self = Self {
+        name: "device-lost",
+        rank: 320,
+        paths: &[Path::DmaBuf, Path::PeerMemory],
+        steps: &[Step::Segments, Step::ExportWhole, Step::Export],
+        answers: &[Answer::Errno(&[5, 19]), Answer::Kind(&[ErrorKind::Unavailable])],
+        cause: "the device fell off the bus, was reset, or was taken from this process",
+        remedy: "look at the kernel log (`dmesg`), and restart the process when the device answers",
+        ..Self::ANY
+    };
+
     /// Returns the cause as a sentence, with the figures of this machine if it has any.
     #[must_use]
     pub fn describe(&self, facts: &Facts) -> String {

@@ -49,15 +49,15 @@ impl Allocator for DeviceAllocator {
                 return refuse("the device does not have this kind of memory");
             }
             AllocationKind::Imported => {
-                return refuse("another process's memory is opened, not allocated");
+                return refuse("memory of another process is opened with ipc_open, not allocated");
             }
             _ => return refuse("the system iface allocates this kind"),
         }
         self.allocate_supported(request).map_err(described)
     }
 
-    /// Frees memory. The subscribers of the monitor are notified before, so that a cached
-    /// registration is invalidated when the memory goes.
+    /// Frees memory. Notifies the subscribers of the monitor first, so that cached registrations
+    /// are invalidated before the memory is freed.
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
         let mut owned = self.lookup.contexts.allocations.take(allocation)?;
         let mut freed = false;
@@ -87,7 +87,7 @@ impl DeviceAllocator {
         let device = request.device;
         let len = usize::try_from(request.len).map_err(|_| {
             Error::new(ErrorKind::OutOfResources, "allocate")
-                .remedy("no machine has that much memory")
+                .remedy("ask for less: the length exceeds the address space")
         })?;
         let primary = self.lookup.contexts.retain(device)?;
         let (base, mut origin) = primary.with_context_or_undo(
@@ -106,7 +106,7 @@ impl DeviceAllocator {
         } else if let Err(error) = primary.with_context(|| self.release(base, device, &mut origin))
         {
             primary.keep();
-            tracing::error!(%error, "an allocation that failed stays taken");
+            tracing::error!(%error, "cannot free the memory of a failed allocation");
         }
         entered
     }
@@ -116,9 +116,9 @@ impl DeviceAllocator {
             Error::new(ErrorKind::Driver, "allocate")
                 .iface(IfaceKind::CUDA)
                 .context("address", Address(base))
-                .context("reason", "the driver does not know memory that it allocated just now")
+                .context("reason", "the driver does not recognise memory that it has allocated")
         })?;
-        // The requested length: the driver may have rounded it up.
+        // The requested length; the driver may have rounded it up.
         let range = AddressRange::new(Address(base), request.len)?;
         let allocation = Allocation { range, ..found.allocation };
         let (id, device, origin) = (allocation.id, request.device, origin.clone());
@@ -152,8 +152,8 @@ impl DeviceAllocator {
         Ok(base.expose_provenance() as u64)
     }
 
-    /// Allocates from the device's default pool memory that can be used when this returns. Fails
-    /// before the allocation if the driver cannot free such memory.
+    /// Allocates stream-ordered memory from the device's default pool, and waits until the memory
+    /// is usable. Fails before the allocation if the driver cannot free such memory.
     fn pool_alloc(&self, device: DeviceId, len: usize) -> Result<u64> {
         let functions = &self.lookup.driver().functions;
         functions.mem_free_async.ok_or_else(|| lacks_symbol("allocate", "cuMemFreeAsync"))?;
@@ -164,7 +164,7 @@ impl DeviceAllocator {
             // SAFETY: `base` is writable, and the stream is this driver's own.
             check(unsafe { allocate(&mut base, len, stream) }, "cuMemAllocAsync")?;
             if let Err(error) = synchronize(functions, stream) {
-                // SAFETY: allocated just now, and passed to no caller.
+                // SAFETY: the call above allocated the memory, and no caller has it.
                 check(unsafe { (functions.mem_free)(base) }, "cuMemFree_v2")?;
                 return Err(error);
             }
@@ -172,8 +172,8 @@ impl DeviceAllocator {
         })
     }
 
-    /// Maps one handle into a reservation of its own. Its device may access it, and so may RDMA
-    /// where the device supports that.
+    /// Maps one handle into a reservation of its own, which its device may access. The memory is
+    /// created RDMA capable if the device supports that.
     fn virtual_alloc(&self, device: DeviceId, len: usize) -> Result<(u64, Origin)> {
         let entry = self.lookup.driver().device("allocate", device)?;
         let f = &self.lookup.driver().functions;
@@ -182,7 +182,7 @@ impl DeviceAllocator {
         let create = vmm(f.mem_create, "cuMemCreate")?;
         let map = vmm(f.mem_map, "cuMemMap")?;
         let set_access = vmm(f.mem_set_access, "cuMemSetAccess")?;
-        // `release` calls these.
+        // `release` calls these functions.
         vmm(f.mem_unmap, "cuMemUnmap")?;
         vmm(f.mem_address_free, "cuMemAddressFree")?;
         vmm(f.mem_release, "cuMemRelease")?;
@@ -210,12 +210,12 @@ impl DeviceAllocator {
             // SAFETY: `base` is writable.
             check(unsafe { reserve(&mut base, size, 0, 0, 0) }, "cuMemAddressReserve")?;
             left = Left::Reservation;
-            // SAFETY: the reservation is new and of this size, and so is the handle.
+            // SAFETY: the calls above made the reservation and the handle, both of this size.
             check(unsafe { map(base, size, 0, handle, 0) }, "cuMemMap")?;
             left = Left::Mapping;
             let flags = sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
             let access = sys::CuMemAccessDesc { location, flags };
-            // SAFETY: the whole range was mapped just now; `access` is one description.
+            // SAFETY: the call above mapped the whole range; `access` is one description.
             check(unsafe { set_access(base, size, &access, 1) }, "cuMemSetAccess")
         };
         let mapped = map_at_new_addresses();
@@ -226,17 +226,19 @@ impl DeviceAllocator {
         mapped.map(|()| (base, origin))
     }
 
-    /// Frees memory by the call that belongs to its origin. The device's primary context is
-    /// current. After a refusal `origin` has the steps that are left, and the next call goes on
-    /// from there.
+    /// Frees memory by the call that matches its origin. The caller makes the device's primary
+    /// context current. After a refusal, `origin` holds the remaining steps, and the next call
+    /// continues there.
     fn release(&self, base: u64, device: DeviceId, origin: &mut Origin) -> Result<()> {
         let functions = &self.lookup.driver().functions;
         match origin {
-            // SAFETY: allocated by this driver and freed once: the table's entry goes with it.
+            // SAFETY: this driver allocated the memory. The caller removed it from the table, or
+            // has not entered it, so that it is freed once.
             Origin::Memory => check(unsafe { (functions.mem_free)(base) }, "cuMemFree_v2"),
             Origin::Host => {
                 let pointer = std::ptr::with_exposed_provenance_mut(base as usize);
-                // SAFETY: allocated by this driver and freed once: the table's entry goes with it.
+                // SAFETY: this driver allocated the memory. The caller removed it from the table,
+                // or has not entered it, so that it is freed once.
                 check(unsafe { (functions.mem_free_host)(pointer) }, "cuMemFreeHost")
             }
             Origin::Pool => self.pool_free(base, device),
@@ -259,7 +261,7 @@ impl DeviceAllocator {
             }
             Origin::Imported { .. } => Err(Error::new(ErrorKind::BadState, "free")
                 .iface(IfaceKind::CUDA)
-                .remedy("memory of another process is closed, not freed")),
+                .remedy("close memory of another process with ipc_close")),
         }
     }
 
@@ -268,13 +270,14 @@ impl DeviceAllocator {
         let free =
             functions.mem_free_async.ok_or_else(|| lacks_symbol("free", "cuMemFreeAsync"))?;
         self.lookup.contexts.with_own_stream(device, |stream| {
-            // SAFETY: allocated by this driver and freed once; the caller promises that nothing
-            // uses it any longer.
+            // SAFETY: this driver allocated the memory. The caller removed it from the table, or
+            // has not entered it, so that it is freed once. The caller of `free` promises that
+            // nothing uses it any longer.
             check(unsafe { free(base, stream) }, "cuMemFreeAsync")?;
-            // The free has taken effect: a failure to wait is an error of the device, not of the
-            // free.
+            // The driver has accepted the free: a failure to wait is an error of the device, not of
+            // the free.
             if let Err(error) = synchronize(functions, stream) {
-                tracing::warn!(%error, "waiting for a free that was accepted");
+                tracing::warn!(%error, "cannot wait for a free that the driver accepted");
             }
             Ok(())
         })

@@ -1,12 +1,11 @@
-//! Contexts: the one that a call works in, current only while the call runs.
+//! Contexts of calls: retained, made current for the call, and released.
 //!
-//! The CUDA runtime and most libraries use a device's primary context. It exists once in a process
-//! and is created by the first retain, so that it is this crate's one piece of process-wide state.
-//! A call retains it while the call works in it ([`WorkContext`]). If something lives on in it (an
-//! allocation, the stream of copies), it stays retained until the iface closes. Otherwise the last
-//! call that works in it releases it: a call that is refused, or that only queries, leaves no
-//! context behind. Contexts of the application are used for the duration of a call and never
-//! retained.
+//! The CUDA runtime and most libraries use a device's primary context. It exists once in a process,
+//! and the first retain creates it: it is the only process-wide state of this crate. A call retains
+//! the context while it uses it ([`WorkContext`]). If an allocation or a stream remains in the
+//! context, it stays retained until the iface closes. Otherwise the last call that uses it releases
+//! it, so that a failed call or a query leaves no context behind. Contexts of the application are
+//! used for the duration of a call and never retained.
 
 use hmem_core::{DeviceId, Error, ErrorKind, IfaceKind, Result};
 use parking_lot::Mutex;
@@ -24,9 +23,9 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct PrimaryContexts {
     pub(crate) driver: Driver,
-    /// Memory of the iface, most of which lives in these contexts.
+    /// Memory of the iface, most of which belongs to these contexts.
     pub(crate) allocations: AllocationTable,
-    /// One place for each device of the driver, in the same order.
+    /// One entry for each device of the driver, in the same order.
     retained: Vec<Mutex<Option<PrimaryContext>>>,
 }
 
@@ -35,21 +34,21 @@ pub(crate) struct PrimaryContexts {
 struct PrimaryContext {
     context: CuContext,
     streams: ContextStreams,
-    /// Calls that work in the context now.
+    /// Number of calls that use the context now.
     users: usize,
-    /// Something lives on in the context.
+    /// True if an allocation or a stream remains in the context.
     kept: bool,
 }
 
-/// A device and the place of its primary context.
+/// A device and the entry of its primary context.
 #[derive(Clone, Copy, Debug)]
 struct Slot<'a> {
     entry: &'a DeviceEntry,
     primary: &'a Mutex<Option<PrimaryContext>>,
 }
 
-/// Keeps a device's primary context retained. When it is dropped, the context is released unless
-/// another call works in it or something lives on in it.
+/// Keeps a device's primary context retained. Dropping it releases the context, unless another call
+/// uses the context or memory remains in it.
 #[derive(Debug)]
 struct PrimaryContextGuard<'a> {
     contexts: &'a PrimaryContexts,
@@ -75,19 +74,20 @@ impl PrimaryContextGuard<'_> {
 impl Drop for PrimaryContextGuard<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.release() {
-            tracing::error!(%error, "a CUDA context is kept until its iface closes");
+            tracing::error!(%error, "cannot release a CUDA context; it stays retained until the \
+                                     iface closes");
         }
     }
 }
 
-/// A context that a call works in.
+/// The context that a call uses.
 #[derive(Debug)]
-#[must_use = "dropped, the context may go"]
+#[must_use = "dropping it may let the driver destroy the context"]
 pub(crate) struct WorkContext<'a> {
     functions: &'a Functions,
     pub(crate) context: CuContext,
-    /// `None` for a context of the application: the memory's own, or the calling thread's. Its
-    /// owner decides how long it lives.
+    /// `None` for a context of the application: the memory's own, or the calling thread's. The
+    /// application decides when to destroy it.
     guard: Option<PrimaryContextGuard<'a>>,
 }
 
@@ -102,7 +102,8 @@ impl<'a> WorkContext<'a> {
         self.guard.as_ref().map(|guard| guard.slot.entry.description.id)
     }
 
-    /// Keeps a primary context retained until the iface closes: something lives on in it.
+    /// Keeps a primary context retained until the iface closes, since memory or a stream remains in
+    /// it.
     pub(crate) fn keep(&self) {
         if let Some(guard) = &self.guard
             && let Some(primary) = &mut *guard.slot.primary.lock()
@@ -119,25 +120,25 @@ impl<'a> WorkContext<'a> {
         self.with_context_or_undo(run, |_| Ok(()))
     }
 
-    /// Like [`Self::with_context`], for work that leaves something behind. `undo` takes it back if
-    /// the thread's own context cannot be restored and the caller gets an error.
+    /// Like [`Self::with_context`], for work that makes an object. `undo` destroys the object if
+    /// the thread's own context cannot be restored, so that the caller gets an error.
     pub(crate) fn with_context_or_undo<T>(
         &self,
         run: impl FnOnce() -> Result<T>,
         undo: impl FnOnce(T) -> Result<()>,
     ) -> Result<T> {
-        // SAFETY: the context is a retained primary one, one that the driver named as the calling
-        // thread's just now, or the context of memory that the driver knew just now, with which it
-        // would have gone.
+        // SAFETY: the context lives. It is a retained primary context, the context that the driver
+        // has just named as current on this thread, or the context of memory that the driver has
+        // just found: destroying that context would have freed the memory.
         let code = unsafe { (self.functions.ctx_push_current)(self.context) };
         check(code, "cuCtxPushCurrent_v2")?;
         let result = run();
         let Err(refused) = pop(self.functions) else { return result };
         let result = result.and_then(|value| undo(value).and(Err(refused)));
-        // The caller must not go on with a foreign context current: one more attempt.
+        // The caller must not continue with another context current: pop it once more.
         if let Err(error) = pop(self.functions) {
-            tracing::error!(%error, "the calling thread keeps a CUDA context that is not its own");
-            // So that the thread has no destroyed context.
+            tracing::error!(%error, "cannot restore the CUDA context of the calling thread");
+            // Keeps the context alive, since it is still current on the thread.
             self.keep();
         }
         result
@@ -146,7 +147,7 @@ impl<'a> WorkContext<'a> {
     /// Runs `run` with the context current, and releases the context.
     ///
     /// # Errors
-    /// Those of [`Self::with_context`] and [`Self::end`].
+    /// The errors of [`Self::with_context`] and [`Self::end`].
     pub(crate) fn run<T>(self, run: impl FnOnce() -> Result<T>) -> Result<T> {
         let result = self.with_context(run);
         self.end(result)
@@ -164,15 +165,15 @@ impl<'a> WorkContext<'a> {
     /// Releases the context. If `result` is an error, returns it and logs a failed release.
     ///
     /// # Errors
-    /// The error of `result`, or the driver refuses the release. The context then stays retained,
-    /// and goes with its next user or as the iface closes.
+    /// The error of `result`, or of a refused release. After a refusal the context stays retained
+    /// until its next use ends or the iface closes.
     pub(crate) fn end<T>(mut self, result: Result<T>) -> Result<T> {
         let value = result?;
         self.guard.as_mut().map_or(Ok(()), PrimaryContextGuard::release).map(|()| value)
     }
 }
 
-/// Like [`WorkContext::with_context`], in a context that is not retained for it.
+/// Like [`WorkContext::with_context`], in a context that this call does not retain.
 pub(crate) fn with_context<T>(
     functions: &Functions,
     context: CuContext,
@@ -210,7 +211,7 @@ impl PrimaryContexts {
         self.join(slot, &mut slot.primary.lock())
     }
 
-    /// `primary` is the locked place of `slot`: retains and releases happen one after the other.
+    /// `primary` is the locked entry of `slot`, so that retains and releases exclude each other.
     fn join<'a>(
         &'a self,
         slot: Slot<'a>,
@@ -262,7 +263,8 @@ impl PrimaryContexts {
         check(code, "cuDevicePrimaryCtxGetState").map(|()| active != 0)
     }
 
-    /// Returns the calling thread's current context and its device, if it has one that lives.
+    /// Returns the calling thread's current context and its device. `None` without a context, or
+    /// with a destroyed one.
     pub(crate) fn current(&self) -> Result<Option<(CuContext, CuDevice)>> {
         let functions = &self.driver.functions;
         let (mut context, mut device) = (CuContext::NULL, 0);
@@ -281,20 +283,20 @@ impl PrimaryContexts {
         }
     }
 
-    /// Returns the calling thread's current context if it is of the device.
+    /// Returns the calling thread's current context if it belongs to the device.
     pub(crate) fn current_of(&self, device: DeviceId) -> Result<Option<CuContext>> {
         let entry = self.driver.device("cuCtxGetDevice", device)?;
         let current = self.current()?.filter(|(_, of)| *of == entry.handle);
         Ok(current.map(|(context, _)| context))
     }
 
-    /// Returns the context to work on memory in. It is the first of these:
+    /// Returns the context in which a call works on memory. It is the first of these:
     ///
     /// - the memory's own context, unless null;
-    /// - the calling thread's context, if it is of the same device;
+    /// - the calling thread's context, if it belongs to the same device;
     /// - the device's primary context, which is created if this process does not have it.
     ///
-    /// No document says that the driver needs a context for memory of none, nor that it does not.
+    /// No document says whether the driver needs a context for memory without one.
     pub(crate) fn work_context(&self, own: CuContext, device: DeviceId) -> Result<WorkContext<'_>> {
         let borrowed = if own.is_null() { self.current_of(device)? } else { Some(own) };
         match borrowed {
@@ -303,12 +305,13 @@ impl PrimaryContexts {
         }
     }
 
-    /// Returns the context to page-lock host memory in, of which every context knows afterwards.
+    /// Returns the context in which host memory is page-locked. Every context knows the memory
+    /// afterwards.
     ///
-    /// The page-locking goes with its context. So the first choice is a primary context that this
-    /// process has, as it can be kept: of the thread's device, else of any. Then comes the thread's
-    /// own context. The first device's primary context is created only for a process without
-    /// either.
+    /// The page-locking ends with its context. So the first choice is an active primary context,
+    /// which can be kept: of the thread's device, else of any device. The second choice is the
+    /// thread's own context. The first device's primary context is created only if the process has
+    /// neither.
     pub(crate) fn work_context_for_host(&self) -> Result<WorkContext<'_>> {
         let current = self.current()?;
         let of_thread =
@@ -335,14 +338,13 @@ impl PrimaryContexts {
         let not_retained = || {
             Error::new(ErrorKind::BadState, "context")
                 .iface(IfaceKind::CUDA)
-                .remedy("the iface gave its contexts back already")
+                .remedy("the iface was closed: open it again")
         };
         primary.as_mut().map(|primary| with(&mut primary.streams)).ok_or_else(not_retained)
     }
 
-    /// Runs `run` with a stream of a device that no other thread uses, so that waiting for its end
-    /// waits for no other work. `run` leaves nothing in flight on it. The primary context is
-    /// current.
+    /// Runs `run` with a stream of a device that no other thread uses, so that `run` waits for its
+    /// own work only. `run` leaves no work in flight on the stream. The primary context is current.
     pub(crate) fn with_own_stream<T>(
         &self,
         device: DeviceId,
@@ -365,8 +367,8 @@ impl PrimaryContexts {
         self.slots().try_for_each(|slot| self.release(slot.entry, &mut slot.primary.lock()))
     }
 
-    /// Releases one context, with its streams and events. Those that the driver refuses to take
-    /// stay.
+    /// Releases one context, with its streams and events. Objects that the driver refuses to
+    /// destroy stay.
     fn release(&self, entry: &DeviceEntry, place: &mut Option<PrimaryContext>) -> Result<()> {
         let Some(primary) = place else { return Ok(()) };
         let (functions, streams) = (&self.driver.functions, &mut primary.streams);
@@ -382,12 +384,13 @@ impl PrimaryContexts {
         Ok(())
     }
 
-    /// Drops the reference that [`Self::join`] took. The caller empties the place.
+    /// Releases the context that [`Self::join`] retained. The caller clears the entry.
     ///
-    /// Without memory of this iface in the context, the release ends no registered memory: others
-    /// with memory there retain the context too, and the hooks notify of their releases.
+    /// No memory of this iface is in the context, so that the release frees no registered memory:
+    /// other owners of memory there retain the context too, and the hooks notify of their releases.
     fn drop_reference(&self, entry: &DeviceEntry) -> Result<()> {
-        // SAFETY: retained once by `join`; the caller empties the place.
+        // SAFETY: `join` retained it once, and the caller clears the entry, so that it is released
+        // once.
         let release = || unsafe { (self.driver.functions.primary_ctx_release)(entry.handle) };
         let code = if self.allocations.has_memory_of(entry.description.id) {
             release()
@@ -399,16 +402,16 @@ impl PrimaryContexts {
 }
 
 impl Drop for PrimaryContexts {
-    /// Releases every context, for the last time. A stream of a context that was reset, for one,
-    /// cannot be destroyed; the reference to the context is dropped all the same.
+    /// Releases every context. A stream may refuse to be destroyed, after a reset of its context
+    /// for example; the context is released all the same.
     fn drop(&mut self) {
         let Err(error) = self.release_all() else { return };
-        tracing::error!(%error, "a CUDA object could not be given back");
+        tracing::error!(%error, "cannot destroy a CUDA stream or event");
         for slot in self.slots() {
             if slot.primary.lock().take().is_some()
                 && let Err(error) = self.drop_reference(slot.entry)
             {
-                tracing::error!(%error, "a CUDA context could not be given back");
+                tracing::error!(%error, "cannot release a CUDA context");
             }
         }
     }

@@ -4,13 +4,13 @@
 //! stream, in order; each blocking one on a stream of its own, so that it waits for no other copy.
 //! These streams are kept for the next copy.
 //!
-//! A copy runs in another context in two cases:
+//! A copy runs in another context than the primary one in two cases:
 //!
-//! - its memory is of a context that the application created;
-//! - its memory is of no context, the process does not have the primary one, and the thread is in
-//!   another of the device.
+//! - its memory belongs to a context that the application created;
+//! - its memory has no context, the process does not have the primary context, and another context
+//!   of the device is current on the thread.
 //!
-//! Then its stream is created for it and destroyed with it.
+//! In both cases the stream is created for the copy and destroyed after it.
 //!
 //! No stream is ordered behind those of the application: the application waits for its own work
 //! that writes the source.
@@ -41,15 +41,15 @@ struct CopyStreams {
     lookup: Arc<PointerLookup>,
 }
 
-/// Context that a copy runs in.
+/// The context in which a copy runs.
 #[derive(Clone, Copy, Debug)]
 struct CopyContext {
     context: CuContext,
     device: DeviceId,
-    /// The context is the device's primary one, which has a stream and events for copies.
+    /// True for the device's primary context, which has a stream and events for copies.
     primary: bool,
-    /// The context is the calling thread's, and the memory not of it: the application may destroy
-    /// it and keep the memory.
+    /// True for the calling thread's context with memory of no context: the application may destroy
+    /// the context and keep the memory.
     borrowed: bool,
 }
 
@@ -70,9 +70,9 @@ impl CopyRange {
 /// Owner of the memory on one side of a copy.
 enum Side {
     Ours(FoundAllocation),
-    /// The application's own pages, of which a part is page-locked.
+    /// The application's own pages, some of which are page-locked.
     PageLocked,
-    /// Host memory, as far as the driver knows.
+    /// Memory that the driver does not know: host memory.
     Unknown,
 }
 
@@ -114,7 +114,7 @@ impl CopyStreams {
         }
     }
 
-    /// Starts a copy on a stream of the current context, and records an event behind it.
+    /// Starts a copy on a stream of the current context, and records an event after it.
     fn start(&self, at: CopyContext, copy: CopyRange) -> Result<(CuStream, CuEvent)> {
         let stream = self.stream(at)?;
         let event = match self.event(at) {
@@ -155,8 +155,8 @@ impl CopyStreams {
         work_first(run(stream), destroy_stream(self.functions(), stream))
     }
 
-    /// Waits for a copy whose caller gets an error, and its memory back. Stream and event are given
-    /// back whatever waiting returns.
+    /// Waits for a copy whose start failed: its caller may free the memory. Destroys stream and
+    /// event whatever the wait returns.
     fn abandon(&self, at: CopyContext, stream: CuStream, event: CuEvent) -> Result<()> {
         let ended = synchronize(self.functions(), stream);
         let ended = work_first(ended, self.leave_event(at, event));
@@ -172,12 +172,12 @@ impl CopyEngine for Copier {
         len: u64,
     ) -> Result<Box<dyn CopyEvent>> {
         let copy = CopyRange { to, from, len };
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller of this function makes the same promise.
         let Some((at, work_context)) = (unsafe { self.begin(copy) })? else {
             return Ok(Box::new(FinishedCopy(Ok(()))));
         };
         if at.borrowed {
-            // The application may destroy the context before the event is asked.
+            // The application may destroy the context before the event is queried.
             let copied = work_context.run(|| self.0.run(at, copy));
             copied.map_err(|error| copy.described(error))?;
             return Ok(Box::new(FinishedCopy(Ok(()))));
@@ -207,10 +207,10 @@ impl Copier {
     }
 
     /// # Safety
-    /// As [`hmem_core::Iface::copy`].
+    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
         let copy = CopyRange { to, from, len };
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller of this function makes the same promise.
         match unsafe { self.begin(copy) }? {
             Some((at, work_context)) => work_context
                 .run_and_keep(|| self.0.run(at, copy))
@@ -219,30 +219,30 @@ impl Copier {
         }
     }
 
-    /// Copies at once if the CPU can: returns `None` then. Else returns the context that the copy
-    /// runs in.
+    /// Copies at once if the CPU can, and returns `None`. Otherwise returns the context in which
+    /// the copy runs.
     ///
     /// The CPU copies if neither side is CUDA memory and either the length is 0 or a side is host
     /// memory that the application page-locked.
     ///
     /// # Safety
-    /// As [`hmem_core::Iface::copy`].
+    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
     unsafe fn begin(&self, copy: CopyRange) -> Result<Option<(CopyContext, WorkContext<'_>)>> {
         let CopyRange { to, from, len } = copy;
         let sides = [self.side(to, len)?, self.side(from, len)?];
         for (side, found) in [to, from].into_iter().zip(&sides) {
-            // Neither the CPU nor the driver, which takes the address for host memory, can access
-            // memory that the driver has forgotten.
+            // The driver has forgotten memory of this iface. The CPU cannot access it, and the
+            // driver would use the address as host memory.
             if matches!(found, Side::Unknown)
                 && let Some(allocation) = self.0.lookup.contexts.allocations.range_around(side)
             {
                 return Err(Error::new(ErrorKind::Driver, "copy")
                     .iface(IfaceKind::CUDA)
-                    .context("reason", "the driver does not know memory that it allocated")
+                    .context("reason", "the driver does not recognise memory that it allocated")
                     .context("allocation", allocation));
             }
         }
-        // Device memory decides: every context can access host memory.
+        // The side in device memory determines the context: every context can access host memory.
         let known = sides.iter().filter_map(|side| match side {
             Side::Ours(found) => Some(found),
             Side::PageLocked | Side::Unknown => None,
@@ -255,18 +255,18 @@ impl Copier {
                 unsafe { copy_host(to, from, len) };
                 return Ok(None);
             }
-            // The address of freed CUDA memory may belong to host memory by now.
+            // Host memory may be at the address of freed CUDA memory by now.
             return Err(Error::new(ErrorKind::OutOfBounds, "copy")
                 .iface(IfaceKind::CUDA)
                 .context("to", to)
                 .context("from", from)
-                .context("why", "neither side is memory that the driver knows")
+                .context("why", "the driver knows neither side")
                 .remedy("copy memory of this iface before it is freed"));
         };
         let (device, own) = (found.device(), found.context);
         let contexts = &self.0.lookup.contexts;
         let work_context = match contexts.retain_if_active(device)? {
-            // Its stream and events are there for copies.
+            // The primary context keeps a stream and events for copies.
             Some(primary) if own.is_null() || own == primary.context => primary,
             Some(primary) => primary.end(contexts.work_context(own, device))?,
             None => contexts.work_context(own, device)?,
@@ -296,8 +296,8 @@ impl Copier {
     }
 }
 
-/// Combines the results of a copy and of giving back its stream or event. An error of the copy
-/// comes first, and the other is logged.
+/// Combines the results of a copy and of releasing its stream or event. Returns an error of the
+/// copy before the other one, which is logged.
 fn work_first<T>(work: Result<T>, left: Result<()>) -> Result<T> {
     match (work, left) {
         (Ok(value), left) => left.map(|()| value),
@@ -344,7 +344,7 @@ impl CopyInFlight {
         let functions = streams.functions();
         let event = std::mem::take(&mut self.event);
         with_context(functions, at.context, || {
-            // SAFETY: the event is this copy's own, recorded when the copy began.
+            // SAFETY: the event is this copy's own, and `CopyStreams::start` recorded it.
             let copied =
                 check(unsafe { (functions.event_synchronize)(event) }, "cuEventSynchronize");
             let copied = work_first(copied, streams.leave_event(at, event));
@@ -372,7 +372,7 @@ impl CopyEvent for CopyInFlight {
 impl Drop for CopyInFlight {
     fn drop(&mut self) {
         if let Err(error) = self.finish() {
-            tracing::warn!(%error, "a copy that nobody waited for");
+            tracing::warn!(%error, "a copy failed whose event was dropped without a wait");
         }
     }
 }

@@ -1,10 +1,10 @@
-//! Memory of the [`cudarc`] crate, registered directly (cargo feature `cudarc`).
+//! Slices of the [`cudarc`] crate as registered buffers (cargo feature `cudarc`).
 //!
-//! A [`CudaSlice`] is handed over with [`CudarcBuffer`], whose region owns it until it is closed,
-//! or lent for a closure with [`scope`]. The application chooses the CUDA version that `cudarc` is
-//! built for, by a `cuda-*` feature of its own dependency or the environment variable
-//! `CUDARC_CUDA_VERSION`. This crate chooses none, as two that differ cannot be built together. Nor
-//! does it tell `cudarc` which driver library to load.
+//! A region owns a [`CudaSlice`] by [`CudarcBuffer`] until the region is closed, or borrows it for
+//! a closure by [`scope`]. The application chooses the CUDA version for which `cudarc` is built, by
+//! a `cuda-*` feature of its own dependency or the environment variable `CUDARC_CUDA_VERSION`. This
+//! crate chooses no version, since two different ones cannot be built together. It does not tell
+//! `cudarc` which driver library to load.
 //!
 //! By default `cudarc` allocates stream-ordered memory, which the driver may not export to a NIC.
 //! The region's decision then says that it is staged, and why.
@@ -37,7 +37,7 @@ use hmem_core::{
     OwnedBuffer, Rejected, Result, Scoped,
 };
 
-/// A type of which every bit pattern is a valid value, so that peers may write it.
+/// A type without invalid bit patterns, so that peers may write its values.
 ///
 /// Implemented for Rust's integers and floats. Register a slice of another type as bytes: `cudarc`
 /// has an unsafe call that reinterprets slices.
@@ -55,7 +55,7 @@ pub unsafe trait AnyBits: Send + Sync + 'static {}
 
 macro_rules! any_bits {
     ($($number:ty)+) => {$(
-        // SAFETY: every bit pattern is a number, and numbers have no padding.
+        // SAFETY: every bit pattern is a valid number, and numbers have no padding.
         unsafe impl AnyBits for $number {}
     )+};
 }
@@ -70,14 +70,17 @@ pub struct CudarcBuffer<T: AnyBits> {
 }
 
 impl<T: AnyBits> CudarcBuffer<T> {
-    /// Makes a slice ready to be registered. Waits for the earlier work of its stream, so that a
-    /// NIC sees the result.
+    /// Wraps a slice for registration. Waits for the earlier work of its stream, so that a NIC sees
+    /// the result.
     ///
     /// `iface` copies between the slice and the host. Its kind must be [`IfaceKind::CUDA`].
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for another iface; [`ErrorKind::OutOfBounds`] for memory that
-    /// its driver does not know; otherwise the driver's error. The slice comes back.
+    /// - [`ErrorKind::InvalidArgument`] for another iface.
+    /// - [`ErrorKind::OutOfBounds`] for memory that its driver does not know.
+    /// - Otherwise the driver's error.
+    ///
+    /// The error holds the slice.
     pub fn new(
         iface: &Arc<dyn Iface>,
         slice: CudaSlice<T>,
@@ -94,7 +97,7 @@ impl<T: AnyBits> CudarcBuffer<T> {
         &self.slice
     }
 
-    /// Returns the slice by value.
+    /// Unwraps the slice.
     #[must_use]
     pub fn into_slice(self) -> CudaSlice<T> {
         self.slice
@@ -142,14 +145,15 @@ unsafe impl<T: AnyBits> OwnedBuffer for CudarcBuffer<T> {
 
     fn read(parts: &Self, offset: u64, into: &mut [u8]) -> Result<()> {
         let from = parts.part(offset, into.len())?;
-        // SAFETY: the slice frees its memory when it is dropped, which the borrow excludes.
+        // SAFETY: the slice frees its memory when it is dropped, and the borrow keeps it from being
+        // dropped.
         unsafe { parts.iface.read(from, into) }
     }
 
     fn write(parts: &Self, offset: u64, from: &[u8]) -> Result<()> {
         let to = parts.part(offset, from.len())?;
-        // SAFETY: the slice frees its memory when it is dropped, which the borrow excludes, and no
-        // reference to device memory exists.
+        // SAFETY: the slice frees its memory when it is dropped, and the borrow keeps it from being
+        // dropped. No reference to device memory exists.
         unsafe { parts.iface.write(to, from) }
     }
 }
@@ -158,7 +162,7 @@ unsafe impl<T: AnyBits> OwnedBuffer for CudarcBuffer<T> {
 /// `body` panics.
 ///
 /// # Errors
-/// As [`Domain::scope`] and [`CudarcBuffer::new`]; `body` does not run then.
+/// The errors of [`Domain::scope`] and [`CudarcBuffer::new`]. After an error `body` has not run.
 pub fn scope<T: AnyBits, R>(
     domain: &Domain,
     iface: &Arc<dyn Iface>,

@@ -20,7 +20,7 @@ pub(crate) struct Driver {
     pub(crate) devices: Vec<DeviceEntry>,
 }
 
-/// Abilities that a device has by its attributes.
+/// Abilities of a device, as its attributes state them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Abilities {
     pub(crate) managed: bool,
@@ -28,7 +28,7 @@ pub(crate) struct Abilities {
     /// `cuMemCreate` accepts the GPUDirect RDMA flag.
     pub(crate) rdma_with_vmm: bool,
     pub(crate) pools: bool,
-    /// Kernel clients can pin its memory.
+    /// Peer-memory clients of the kernel can pin its memory.
     pub(crate) peer_memory: bool,
     pub(crate) dma_buf: bool,
     /// The device sees inbound writes in order without a flush.
@@ -59,7 +59,7 @@ impl Driver {
         Ok(Self { functions, devices })
     }
 
-    /// Returns the device of a number.
+    /// Returns the device with a number.
     pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&DeviceEntry> {
         self.devices.get(device.0 as usize).ok_or_else(|| {
             Error::new(ErrorKind::InvalidArgument, operation)

@@ -39,7 +39,7 @@ pub(crate) fn refused(code: CuResult, operation: &'static str) -> Error {
 
 fn kind(code: CuResult) -> ErrorKind {
     match code {
-        // A lost device stays lost: it is no longer there for this process.
+        // A lost device stays lost for this process.
         sticky if sticky.is_sticky() => ErrorKind::Unavailable,
         CuResult::CUDA_ERROR_INVALID_VALUE
         | CuResult::CUDA_ERROR_INVALID_DEVICE
@@ -74,8 +74,8 @@ fn kind(code: CuResult) -> ErrorKind {
     }
 }
 
-/// Calls that answer INVALID_VALUE for an address that the driver does not know. For other calls
-/// any argument may be wrong.
+/// Calls that return INVALID_VALUE for an address that the driver does not know. For other calls
+/// any argument may be invalid.
 const OF_AN_ADDRESS: [&str; 11] = [
     "cuIpcCloseMemHandle",
     "cuIpcGetMemHandle",
@@ -93,8 +93,8 @@ const OF_AN_ADDRESS: [&str; 11] = [
 fn remedy(code: CuResult, operation: &str) -> Option<&'static str> {
     Some(match code {
         sticky if sticky.is_sticky() => {
-            "the device is lost for this process, and every further call fails alike: end the process and start it \
-             again; see `dmesg` for the Xid"
+            "the device is lost for this process, and every further call fails in the same way: \
+             end the process and start it again; see `dmesg` for the Xid"
         }
         CuResult::CUDA_ERROR_OUT_OF_MEMORY => {
             "free device memory, or ask for less: see `nvidia-smi`"
@@ -103,17 +103,19 @@ fn remedy(code: CuResult, operation: &str) -> Option<&'static str> {
             "no NVIDIA device is visible: see `nvidia-smi -L` and CUDA_VISIBLE_DEVICES"
         }
         CuResult::CUDA_ERROR_STUB_LIBRARY => {
-            "this is the toolkit's stub: take its folder out of LD_LIBRARY_PATH, so that the driver's own library is \
-             found"
+            "this is the toolkit's stub: take its folder out of LD_LIBRARY_PATH, so that the \
+             driver's own library is found"
         }
         CuResult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH => {
-            "the library and the kernel module are of different versions: reload the module or restart"
+            "the library and the kernel module are of different versions: reload the module or \
+             restart"
         }
         CuResult::CUDA_ERROR_INVALID_CONTEXT => {
-            "the memory's CUDA context is not usable: it was destroyed, or the address belongs to no context"
+            "the memory's CUDA context is not usable: it was destroyed, or the address belongs to \
+             no context"
         }
         CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED => {
-            "the device's primary context was reset (cudaDeviceReset): open the iface anew"
+            "the device's primary context was reset (cudaDeviceReset): open the iface again"
         }
         CuResult::CUDA_ERROR_DEINITIALIZED => {
             "the process is ending: close the iface before `main` returns"
@@ -125,29 +127,31 @@ fn remedy(code: CuResult, operation: &str) -> Option<&'static str> {
             "the driver does not know the address: it was freed, or belongs to another process"
         }
         CuResult::CUDA_ERROR_NOT_INITIALIZED => {
-            "the driver was not started in this process, or did not start: open the iface here, and after a fork only \
-             once the child runs a program of its own"
+            "the driver was not started in this process, or did not start: open the iface here, \
+             and after a fork only once the child runs a program of its own"
         }
         CuResult::CUDA_ERROR_DEVICE_UNAVAILABLE => {
-            "the device is taken, or its compute mode (EXCLUSIVE_PROCESS, PROHIBITED) keeps this process out: see \
-             `nvidia-smi -q -d COMPUTE`"
+            "another process uses the device exclusively, or its compute mode (EXCLUSIVE_PROCESS, \
+             PROHIBITED) keeps this process out: see `nvidia-smi -q -d COMPUTE`"
         }
         CuResult::CUDA_ERROR_OPERATING_SYSTEM => {
-            "the operating system refused the driver a call: see the limits of the process (`ulimit -a`) and `dmesg`"
+            "the operating system refused the driver a call: see the limits of the process \
+             (`ulimit -a`) and `dmesg`"
         }
         CuResult::CUDA_ERROR_NOT_PERMITTED => {
-            "CUDA does not permit it here: within a callback of a stream, for one, no call of CUDA is"
+            "CUDA does not permit the call here: do not call CUDA within a callback of a stream"
         }
         CuResult::CUDA_ERROR_NOT_SUPPORTED => {
-            "this system or device does not have it: see the capability of the iface, and the device in `nvidia-smi -q`"
+            "this system or device lacks the feature: see the capability of the iface, and the \
+             device in `nvidia-smi -q`"
         }
         CuResult::CUDA_ERROR_SYSTEM_NOT_READY => {
-            "a daemon that the driver needs is not running, the fabric manager for one: see `systemctl status \
-             nvidia-fabricmanager`"
+            "a daemon that the driver needs is not running, such as the fabric manager: see \
+             `systemctl status nvidia-fabricmanager`"
         }
         CuResult::CUDA_ERROR_UNKNOWN => {
-            "the driver does not say why: see `dmesg` for an Xid and `nvidia-smi` for the state of the device; if every \
-             further call fails alike, end the process and start it again"
+            "the driver gives no reason: see `dmesg` for an Xid and `nvidia-smi` for the state of \
+             the device; if every further call fails alike, end the process and start it again"
         }
         _ => return None,
     })
@@ -158,14 +162,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lost_devices_are_unavailable_and_say_what_helps() {
+    fn lost_device_is_unavailable_with_a_remedy() {
         let error = check(CuResult::CUDA_ERROR_ILLEGAL_ADDRESS, "cuStreamSynchronize").unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("end the process")));
     }
 
     #[test]
-    fn codes_lead_to_what_helps() {
+    fn codes_have_their_remedies() {
         for (code, word) in [
             (CuResult::CUDA_ERROR_NOT_INITIALIZED, "open the iface"),
             (CuResult::CUDA_ERROR_DEVICE_UNAVAILABLE, "compute mode"),
@@ -180,9 +184,9 @@ mod tests {
         }
     }
 
-    /// INVALID_VALUE of a call without an address has no remedy about an address.
+    /// INVALID_VALUE of a call without an address must not suggest a wrong address.
     #[test]
-    fn an_invalid_value_is_an_unknown_address_only_where_an_address_is_asked_about() {
+    fn invalid_value_means_unknown_address_only_for_address_queries() {
         let remedy = |call| {
             refused(CuResult::CUDA_ERROR_INVALID_VALUE, call).remedy_text().map(str::to_owned)
         };

@@ -33,7 +33,7 @@ const KERNEL_MODULE: &str = "/proc/driver/nvidia/version";
 pub(crate) struct Exporter {
     pub(crate) lookup: Arc<PointerLookup>,
     pub(crate) segments: Segments,
-    /// Keeps the contexts of exported memory, which NICs may write.
+    /// Notes the contexts of exported memory, which NICs may write.
     pub(crate) flusher: Arc<InboundFlusher>,
 }
 
@@ -93,12 +93,12 @@ impl DmaBufExporter for Exporter {
                 return Err(described(
                     Error::new(ErrorKind::Driver, "cuMemGetHandleForAddressRange")
                         .iface(IfaceKind::CUDA)
-                        .context("reason", "the call succeeded and gave no fd"),
+                        .context("reason", "the call succeeded and returned no fd"),
                 ));
             }
-            // SAFETY: the driver made the fd for this call and keeps no other use of it.
+            // SAFETY: the driver made the fd for this call, and nothing else owns it.
             let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-            // After the driver has agreed: a refused export changes nothing.
+            // Only after the export succeeded: a refused export changes nothing.
             let of_contexts = self.synchronise_memory(&found, range).map_err(described)?;
             Ok((fd, of_contexts))
         })?;
@@ -135,9 +135,8 @@ impl PeerMemoryExporter for Exporter {
 }
 
 impl Exporter {
-    /// Makes a range ready for a kernel client that pins it by address: GPUDirect RDMA must reach
-    /// every part, and synchronous operations on it are made so (SYNC_MEMOPS). Errors name the
-    /// range.
+    /// Prepares a range for a peer-memory client, which pins it by address. Checks that GPUDirect
+    /// RDMA reaches every part, and sets SYNC_MEMOPS. Errors name the range.
     pub(crate) fn prepare_pinning(
         &self,
         operation: &'static str,
@@ -152,7 +151,8 @@ impl Exporter {
                         .context("segment", segment.range)
                         .context("attribute", "IS_GPU_DIRECT_RDMA_CAPABLE")
                         .remedy(
-                            "create it with gpuDirectRDMACapable set in CUmemAllocationProp, or use cuMemAlloc",
+                            "create it with gpuDirectRDMACapable set in CUmemAllocationProp, or \
+                             use cuMemAlloc",
                         ),
                 ));
             }
@@ -188,7 +188,7 @@ impl Exporter {
         }
         match allocation.kind {
             AllocationKind::Managed => Err(refuse(
-                lacks(operation, "managed memory migrates, and has no place to hand out")
+                lacks(operation, "managed memory migrates between host and device")
                     .remedy("register its host pages, stage it, or use cuMemAlloc"),
             )),
             AllocationKind::Host | AllocationKind::HostRegistered => Err(refuse(
@@ -199,16 +199,16 @@ impl Exporter {
         }
     }
 
-    /// Sets SYNC_MEMOPS on an allocation. GPUDirect RDMA goes around the driver, so that operations
-    /// that are called synchronous must be so before a NIC reads the memory. The memory's context
-    /// is current.
+    /// Sets SYNC_MEMOPS on an allocation. GPUDirect RDMA bypasses the driver, so that synchronous
+    /// operations must really have ended before a NIC reads the memory. The caller makes the
+    /// memory's context current.
     ///
     /// Returns true if the memory cannot have the attribute, and its contexts must have it instead:
     ///
-    /// - the driver answers NOT_SUPPORTED: VMM memory, and memory of `cuMemAlloc` that a layer in
-    ///   front of the driver makes of VMM memory;
-    /// - the driver answers INVALID_VALUE for a kind without the attribute. For other kinds that
-    ///   answer is an error: the memory went.
+    /// - the driver returns NOT_SUPPORTED: for VMM memory, and for memory of `cuMemAlloc` that a
+    ///   layer above the driver makes from VMM memory;
+    /// - the driver returns INVALID_VALUE for a kind without the attribute. For other kinds that
+    ///   code is an error: the memory was freed.
     fn synchronise_memory(&self, found: &FoundAllocation, range: AddressRange) -> Result<bool> {
         let on: std::ffi::c_uint = 1;
         // SAFETY: the value is an unsigned int, as this attribute takes it.
@@ -235,15 +235,16 @@ impl Exporter {
             .map_err(|error| error.context("attribute", "SYNC_MEMOPS"))
     }
 
-    /// Sets SYNC_MEMOPS on contexts, for memory that cannot have it: from CUDA 12.1 on it is a flag
-    /// of contexts too, for operations "initiated on this context" (`cuda.h`).
+    /// Sets SYNC_MEMOPS on contexts, for memory that cannot have the attribute. From CUDA 12.1 on
+    /// it is also a flag of contexts, for operations "initiated on this context" (`cuda.h`).
     ///
-    /// The contexts are the memory's own; for memory of none the calling thread's and the device's
-    /// primary one, if they exist. No context is created for it: no work would run there.
+    /// The context is the memory's own. For memory without a context: the calling thread's and the
+    /// device's primary one, if they exist. No context is created: no work would run there.
     fn synchronise_contexts(&self, found: &FoundAllocation, range: AddressRange) -> Result<()> {
         let functions = &self.lookup.driver().functions;
         let (Some(get), Some(set)) = (functions.ctx_get_flags, functions.ctx_set_flags) else {
-            tracing::warn!(%range, "this driver has no SYNC_MEMOPS for such memory: wait for its copies before a transfer");
+            tracing::warn!(%range, "this driver has no SYNC_MEMOPS for such memory: wait for its \
+                                    copies before a transfer");
             return Ok(());
         };
         let synchronise = || {
@@ -255,7 +256,8 @@ impl Exporter {
             }
             // SAFETY: the flags that the context has, and one more.
             check(unsafe { set(flags | sys::CU_CTX_SYNC_MEMOPS) }, "cuCtxSetFlags")?;
-            // `cuda.h` says of the attribute that it waits for work in flight, and not of the flag.
+            // The attribute waits for work in flight (`cuda.h`). The flag is not documented to do
+            // so.
             synchronize(functions, CuStream::NULL)
         };
         if !found.context.is_null() {
@@ -269,7 +271,8 @@ impl Exporter {
             if of_thread.is_none() {
                 tracing::warn!(
                     %range,
-                    "the thread has no context that could have SYNC_MEMOPS: wait for the memory's copies before a transfer"
+                    "the thread has no context that could have SYNC_MEMOPS: wait for the memory's \
+                     copies before a transfer"
                 );
             }
             return Ok(());
@@ -278,12 +281,12 @@ impl Exporter {
     }
 }
 
-/// Returns the error for a driver without the call that exports.
+/// Returns the error for a driver without the export function.
 pub(crate) fn no_export_call() -> Error {
     lacks_symbol(Facet::DmaBuf.operation(), "cuMemGetHandleForAddressRange")
 }
 
-/// Returns the error for a device whose memory no kernel client can pin.
+/// Returns the error for a device whose memory peer-memory clients cannot pin.
 pub(crate) fn no_peer_memory() -> Error {
     lacks(Facet::PeerMemory.operation(), "the device's memory cannot be pinned for other devices")
         .context("attribute", "GPU_DIRECT_RDMA_SUPPORTED")
@@ -292,9 +295,11 @@ pub(crate) fn no_peer_memory() -> Error {
 
 /// Returns the error for a device without dma-bufs, with the version of the kernel module.
 fn no_dma_buf() -> Error {
-    let error =
-        lacks(Facet::DmaBuf.operation(), "the device exports no dma-bufs").context("attribute", "DMA_BUF_SUPPORTED").remedy(
-            "dma-bufs need NVIDIA's open kernel modules and Linux 5.12 or newer; else load nvidia_peermem",
+    let error = lacks(Facet::DmaBuf.operation(), "the device exports no dma-bufs")
+        .context("attribute", "DMA_BUF_SUPPORTED")
+        .remedy(
+            "dma-bufs need NVIDIA's open kernel modules and Linux 5.12 or newer; else load \
+             nvidia_peermem",
         );
     match std::fs::read_to_string(KERNEL_MODULE) {
         Ok(version) => {
@@ -304,9 +309,9 @@ fn no_dma_buf() -> Error {
     }
 }
 
-/// Returns the error for a refused export. A driver without the PCIe mapping answers INVALID_VALUE
-/// if it does not know the flag, else NOT_SUPPORTED. It answers so too for memory that it exports
-/// under no mapping.
+/// Returns the error for a refused export. A driver without the PCIe mapping returns INVALID_VALUE
+/// if it does not know the flag, and NOT_SUPPORTED otherwise. It returns the same codes for memory
+/// that it exports under no mapping.
 fn dma_buf_refused(code: CuResult, mapping: DmaBufMapping) -> Error {
     const CALL: &str = "cuMemGetHandleForAddressRange";
     let lacking =
@@ -315,19 +320,23 @@ fn dma_buf_refused(code: CuResult, mapping: DmaBufMapping) -> Error {
         return lacks(CALL, "refused under the PCIe mapping")
             .driver_code(code.name().unwrap_or_default(), code.0.into())
             .context("mapping", "pcie")
-            .remedy("export with the default mapping: where that is refused too, it is not the mapping that is refused");
+            .remedy(
+                "export with the default mapping; if that is refused too, the memory is at fault \
+                 and not the mapping",
+            );
     }
     let error = refused(code, CALL);
     match code {
         CuResult::CUDA_ERROR_NOT_SUPPORTED => error.remedy(
-            "the driver exports no dma-buf of this memory: allocate it with cuMemAlloc, or with cuMemCreate and \
-             gpuDirectRDMACapable",
+            "the driver exports no dma-buf of this memory: allocate it with cuMemAlloc, or with \
+             cuMemCreate and gpuDirectRDMACapable",
         ),
         CuResult::CUDA_ERROR_INVALID_VALUE => {
-            error.remedy("the range must be mapped whole, by memory of one device with the same properties")
+            error.remedy("map the whole range, by memory of one device with the same properties")
         }
         CuResult::CUDA_ERROR_OUT_OF_MEMORY => error.remedy(
-            "the device's BAR1 window may be full (`nvidia-smi -q -d MEMORY`): register less, or close registrations",
+            "the device's BAR1 window may be full (`nvidia-smi -q -d MEMORY`): register less, or \
+             close registrations",
         ),
         CuResult::CUDA_ERROR_OPERATING_SYSTEM => {
             error.remedy("the process may be out of file descriptors (`ulimit -n`)")

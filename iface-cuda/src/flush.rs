@@ -1,13 +1,13 @@
 //! Flush of inbound writes: makes them visible to work that a device starts next (HM-14).
 //!
 //! `cuda.h`: `cuFlushGPUDirectRDMAWrites` blocks until the writes are visible "to the target
-//! context", and the one target is the current context. So it is called in each context whose
-//! memory was exported to a NIC, and in the device's primary one if the process has it.
+//! context", and the only target is the current context. So this module calls it in each context
+//! whose memory was exported to a NIC, and in the device's primary context if the process has it.
 //!
 //! The application may destroy its contexts at any time, and a destroyed one must not be passed to
-//! the driver. Memory goes with its context and its identity never comes back: a context lives as
-//! long as the driver knows memory of it by the identity that it had when it was exported. That
-//! memory is the context's witness.
+//! the driver. Destroying a context frees its memory, and an identity is never reused. So a context
+//! lives if the driver still knows memory of it under the identity that the memory had when it was
+//! exported. That memory is the context's witness.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -24,7 +24,7 @@ use crate::{
     sys::{self, CuContext},
 };
 
-/// Number of witnesses at which dead ones are removed for the first time.
+/// Number of witnesses at which freed ones are removed for the first time.
 const FEW: usize = 64;
 
 /// Flushes inbound writes.
@@ -39,8 +39,8 @@ pub(crate) struct InboundFlusher {
 #[derive(Debug)]
 struct ExportedMemory {
     contexts: Vec<WitnessedContext>,
-    /// Number of witnesses at which dead ones are removed: twice as many as were alive the last
-    /// time.
+    /// Number of witnesses at which freed ones are removed: twice the number of live ones after the
+    /// last removal.
     limit: usize,
 }
 
@@ -54,7 +54,7 @@ struct WitnessedContext {
 impl ExportedMemory {
     fn note(&mut self, found: &FoundAllocation, range: AddressRange) {
         let (base, id) = (found.allocation.base(), found.allocation.id);
-        // A reservation need not have memory where it begins.
+        // A reservation may have no memory at its first address.
         let address = if found.context.is_null() { range.start() } else { base };
         let at = self.contexts.iter().position(|noted| noted.context == found.context);
         let at = at.unwrap_or_else(|| {
@@ -83,17 +83,17 @@ impl ExportedMemory {
 #[derive(Debug, Default)]
 struct Alive {
     contexts: Vec<CuContext>,
-    /// There is live memory of no context.
+    /// Memory without a context is live.
     without: bool,
-    /// The driver does not say whether some of the memory lives.
+    /// The driver does not say whether some of the memory is live.
     unknown: bool,
 }
 
 impl InboundFlush for InboundFlusher {
     /// Makes inbound writes visible to work that the device starts after this call.
     ///
-    /// A device that orders them natively needs nothing (`cuda.h`: the call "will be a no-op and
-    /// can be safely omitted").
+    /// A device that orders inbound writes itself needs no flush (`cuda.h`: the call "will be a
+    /// no-op and can be safely omitted").
     fn flush(&self, device: DeviceId) -> Result<()> {
         const OPERATION: &str = "flush_inbound";
         let abilities = self.lookup.driver().device(OPERATION, device)?.abilities;
@@ -133,7 +133,7 @@ impl InboundFlusher {
         Self { lookup, exported }
     }
 
-    /// Notes that a NIC may write this range of an allocation from now on.
+    /// Records that a NIC may write this range of an allocation from now on.
     pub(crate) fn note_exported(&self, found: &FoundAllocation, range: AddressRange) -> Result<()> {
         let device = found.device();
         if self.lookup.driver().device("flush_inbound", device)?.abilities.orders_writes {
@@ -142,7 +142,7 @@ impl InboundFlusher {
         let mut exported = self.exported[device.0 as usize].lock();
         exported.note(found, range);
         if exported.len() > exported.limit {
-            // A witness that cannot be looked up now is looked up later.
+            // The query may fail now; the next flush repeats it.
             let is_dead = |address, id, context| {
                 let liveness = self.lookup.liveness(address, id, context);
                 liveness.is_ok_and(|liveness| liveness == Liveness::Dead)
@@ -152,14 +152,14 @@ impl InboundFlusher {
         Ok(())
     }
 
-    /// Calls `flush` in every context of exported memory. Returns the first error, and flushes the
-    /// other contexts all the same.
+    /// Calls `flush` in every context of exported memory. After an error the other contexts are
+    /// flushed too; the first error is returned.
     fn flush_everywhere(&self, device: DeviceId, flush: impl Fn() -> Result<()>) -> Result<()> {
         let functions = &self.lookup.driver().functions;
         let active = self.lookup.contexts.retain_if_active(device)?;
         let primary = active.as_ref().map(|active| active.context);
         let alive = self.alive(device, primary)?;
-        // Kept, so that the next flush finds it retained: flushes come with every completion.
+        // The context stays retained for the next flush, since each completion flushes.
         let mut result = active.map_or(Ok(()), |active| active.run_and_keep(&flush));
         for context in &alive.contexts {
             result = result.and(with_context(functions, *context, &flush));
@@ -171,8 +171,8 @@ impl InboundFlusher {
         if !none && !alive.without {
             return result;
         }
-        // Memory of no context may be used in any: the thread's own context stands for those that
-        // the application created.
+        // Memory without a context may be used in any context. The thread's own context stands for
+        // those that the application created.
         match self.lookup.contexts.current_of(device)? {
             Some(current) if Some(current) != primary && !alive.contexts.contains(&current) => {
                 result.and(with_context(functions, current, &flush))
@@ -184,8 +184,8 @@ impl InboundFlusher {
         }
     }
 
-    /// Returns the live contexts of exported memory, other than `primary`. Looks one witness of
-    /// each up, and removes dead ones.
+    /// Returns the live contexts of exported memory, other than `primary`. Queries one witness of
+    /// each, and removes witnesses that were freed.
     fn alive(&self, device: DeviceId, primary: Option<CuContext>) -> Result<Alive> {
         let mut exported = self.exported[device.0 as usize].lock();
         let mut alive = Alive::default();
@@ -226,6 +226,13 @@ impl InboundFlusher {
 fn unknown_context() -> Error {
     Error::new(ErrorKind::BadState, "flush_inbound")
         .iface(IfaceKind::CUDA)
-        .context("reason", "the driver does not say on this thread whether the memory's context lives")
-        .remedy("flush on a thread that has a current context (cuCtxSetCurrent), or read completions there")
+        .context(
+            "reason",
+            "the driver does not say on this thread whether the memory's context \
+                            lives",
+        )
+        .remedy(
+            "flush on a thread that has a current context (cuCtxSetCurrent), or read \
+                 completions there",
+        )
 }

@@ -33,12 +33,15 @@ pub const GPU_PAGE: u64 = 64 << 10;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GdrHandle {
-    /// Opaque.
+    /// Opaque value of the library.
     pub h: c_ulong,
 }
 
 macro_rules! functions {
-    ($($(#[doc = $doc:literal])+ $field:ident: $symbol:ident($($argument:ty),*) -> $result:ty;)+) => {
+    ($(
+        $(#[doc = $doc:literal])+
+        $field:ident: $symbol:ident($($argument:ty),*) -> $result:ty;
+    )+) => {
         /// The functions of `gdrapi.h` that this crate calls.
         #[derive(Clone, Copy, Debug)]
         pub struct GdrFunctions {
@@ -63,13 +66,14 @@ macro_rules! functions {
             ) -> Result<Self> {
                 Ok(Self {
                     $($field: {
-                        let address = lookup(stringify!($symbol)).filter(|address| !address.is_null());
-                        let address = address.ok_or_else(|| absent("load library").context("symbol", stringify!($symbol)))?;
+                        type Function = unsafe extern "C" fn($($argument),*) -> $result;
+                        const SYMBOL: &str = stringify!($symbol);
+                        let address = lookup(SYMBOL).filter(|address| !address.is_null());
+                        let address = address
+                            .ok_or_else(|| absent("load library").context("symbol", SYMBOL))?;
                         // SAFETY: the caller promises that this is a function of the signature in
                         // this table.
-                        unsafe {
-                            std::mem::transmute::<*const (), unsafe extern "C" fn($($argument),*) -> $result>(address)
-                        }
+                        unsafe { std::mem::transmute::<*const (), Function>(address) }
                     },)+
                 })
             }
@@ -78,23 +82,23 @@ macro_rules! functions {
 }
 
 // The declarations are those of `include/gdrapi.h` of GDRCopy 2.5 (github.com/NVIDIA/gdrcopy).
-// `gdr_t` is a pointer to what is the library's own, and a number here.
+// `gdr_t` is an opaque pointer of the library, which this table holds as a number.
 functions! {
-    /// `gdr_t gdr_open(void)`: null without the kernel module.
+    /// `gdr_open()` returns null without the kernel module.
     open: gdr_open() -> usize;
-    /// `int gdr_close(gdr_t g)`
+    /// `gdr_close(library)`
     close: gdr_close(usize) -> c_int;
-    /// `int gdr_pin_buffer(gdr_t g, unsigned long addr, size_t size, uint64_t p2p_token, uint32_t va_space, gdr_mh_t *handle)`
+    /// `gdr_pin_buffer(library, address, size, p2p_token, va_space, handle)`
     pin_buffer: gdr_pin_buffer(usize, c_ulong, usize, u64, u32, *mut GdrHandle) -> c_int;
-    /// `int gdr_unpin_buffer(gdr_t g, gdr_mh_t handle)`
+    /// `gdr_unpin_buffer(library, handle)`
     unpin_buffer: gdr_unpin_buffer(usize, GdrHandle) -> c_int;
-    /// `int gdr_map(gdr_t g, gdr_mh_t handle, void **va, size_t size)`
+    /// `gdr_map(library, handle, address, size)`
     map: gdr_map(usize, GdrHandle, *mut *mut c_void, usize) -> c_int;
-    /// `int gdr_unmap(gdr_t g, gdr_mh_t handle, void *va, size_t size)`
+    /// `gdr_unmap(library, handle, address, size)`
     unmap: gdr_unmap(usize, GdrHandle, *mut c_void, usize) -> c_int;
-    /// `int gdr_copy_to_mapping(gdr_mh_t handle, void *map_d_ptr, const void *h_ptr, size_t size)`
+    /// `gdr_copy_to_mapping(handle, to, from, size)`
     copy_to_mapping: gdr_copy_to_mapping(GdrHandle, *mut c_void, *const c_void, usize) -> c_int;
-    /// `int gdr_copy_from_mapping(gdr_mh_t handle, void *h_ptr, const void *map_d_ptr, size_t size)`
+    /// `gdr_copy_from_mapping(handle, to, from, size)`
     copy_from_mapping: gdr_copy_from_mapping(GdrHandle, *mut c_void, *const c_void, usize) -> c_int;
 }
 
@@ -104,7 +108,7 @@ fn absent(operation: &'static str) -> Error {
         .remedy("install GDRCopy: its library and its kernel module gdrdrv; copies work without it")
 }
 
-/// Every call but `gdr_open` returns 0 or an errno.
+/// Converts the result of a call, which is 0 or an errno (`gdr_open` excepted).
 fn check(code: c_int, operation: &'static str) -> Result<()> {
     if code == 0 {
         Ok(())
@@ -120,9 +124,10 @@ struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // SAFETY: opened once and closed once, after its last window.
+        // SAFETY: `Gdrcopy` opened the library once. Each window holds a reference to this value,
+        // so that the last window is closed before.
         if let Err(error) = check(unsafe { (self.functions.close)(self.library) }, "gdr_close") {
-            tracing::error!(%error, "GDRCopy could not be closed");
+            tracing::error!(%error, "cannot close GDRCopy");
         }
     }
 }
@@ -187,9 +192,9 @@ impl Gdrcopy {
     /// Opens over injected functions.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] if `gdr_open` gives nothing.
+    /// [`ErrorKind::Unavailable`] if `gdr_open` returns null.
     pub fn with(functions: GdrFunctions) -> Result<Self> {
-        // SAFETY: no argument; null is the one failure.
+        // SAFETY: the call has no argument, and reports a failure by null.
         let library = unsafe { (functions.open)() };
         if library == 0 {
             return Err(absent("gdr_open").context("module", "/dev/gdrdrv cannot be opened"));
@@ -199,17 +204,18 @@ impl Gdrcopy {
 
     /// Maps a range of device memory for the CPU.
     ///
-    /// The driver is told, as for NICs, to finish synchronous operations before it returns
-    /// (SYNC_MEMOPS): the CPU reads without the driver.
+    /// Sets SYNC_MEMOPS on the memory, as for a NIC: the CPU reads it without the driver.
     ///
     /// # Safety
-    /// The memory is not freed before the window is closed or dropped: its mapping would be taken
-    /// away under the CPU.
+    /// The memory is not freed before the window is closed or dropped. Freeing it would unmap the
+    /// window under the CPU.
     ///
     /// # Errors
-    /// [`ErrorKind::ZeroLength`]; [`ErrorKind::OutOfBounds`] for a range that is not in one
-    /// allocation; [`ErrorKind::Unsupported`] for memory that kernel clients cannot pin, naming
-    /// it; otherwise the error of the driver or the library.
+    /// - [`ErrorKind::ZeroLength`] for an empty range.
+    /// - [`ErrorKind::OutOfBounds`] for a range that is not in one allocation.
+    /// - [`ErrorKind::Unsupported`] for memory that kernel clients cannot pin. The error names the
+    ///   memory.
+    /// - Otherwise the error of the driver or the library.
     pub unsafe fn map(&self, cuda: &Cuda, range: AddressRange) -> Result<CpuWindow> {
         let described = |error: Error| error.context("range", range);
         cuda.exporter.prepare_pinning("gdr_pin_buffer", range)?;
@@ -230,10 +236,10 @@ impl Gdrcopy {
         };
         check(code, "gdr_pin_buffer").map_err(described)?;
         let mut mapping: *mut c_void = std::ptr::null_mut();
-        // SAFETY: pinned just now; `mapping` is writable.
+        // SAFETY: `gdr_pin_buffer` above pinned the handle; `mapping` is writable.
         let code = unsafe { (functions.map)(*library, handle, &mut mapping, whole.len() as usize) };
         if let Err(error) = check(code, "gdr_map") {
-            // SAFETY: pinned above and mapped nowhere.
+            // SAFETY: `gdr_pin_buffer` above pinned it, and `gdr_map` refused to map it.
             check(unsafe { (functions.unpin_buffer)(*library, handle) }, "gdr_unpin_buffer")?;
             return Err(described(error));
         }
@@ -246,14 +252,14 @@ impl Gdrcopy {
 pub struct CpuWindow {
     inner: Arc<Inner>,
     handle: GdrHandle,
-    /// Where the first byte of `whole` is.
+    /// Address of the first byte of `whole` for the CPU.
     mapping: usize,
     whole: AddressRange,
     range: AddressRange,
 }
 
 impl CpuWindow {
-    /// The range.
+    /// Returns the range of device memory.
     #[must_use]
     pub fn range(&self) -> AddressRange {
         self.range
@@ -270,10 +276,10 @@ impl CpuWindow {
         Ok(self.mapping + (part.start().0 - self.whole.start().0) as usize)
     }
 
-    /// Copies bytes out, from `offset` bytes in.
+    /// Copies bytes out of the window, which begin at `offset`.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`]; what the library reported otherwise.
+    /// [`ErrorKind::OutOfBounds`] for bytes beyond the window; otherwise the error of the library.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         let from = std::ptr::with_exposed_provenance(self.at(offset, into.len())?);
         // SAFETY: `into` is writable for its length; the other side lies in the mapping, as just
@@ -289,7 +295,7 @@ impl CpuWindow {
         check(code, "gdr_copy_from_mapping")
     }
 
-    /// Copies bytes in.
+    /// Copies bytes into the window, to begin at `offset`.
     ///
     /// # Errors
     /// As [`CpuWindow::read`].
@@ -319,8 +325,8 @@ impl Drop for CpuWindow {
     fn drop(&mut self) {
         let Inner { functions, library } = &*self.inner;
         let mapping = std::ptr::with_exposed_provenance_mut(self.mapping);
-        // SAFETY: mapped and pinned in `Gdrcopy::map`, and given back once each, in the other
-        // order.
+        // SAFETY: `Gdrcopy::map` pinned and mapped the range. Closing takes the window's state, so
+        // that each call is made once.
         let codes = unsafe {
             [
                 (
@@ -332,7 +338,8 @@ impl Drop for CpuWindow {
         };
         for (code, operation) in codes {
             if let Err(error) = check(code, operation) {
-                tracing::error!(%error, range = %self.range, "a window of device memory could not be given back");
+                tracing::error!(%error, range = %self.range, "cannot unmap a window of device \
+                                                              memory");
             }
         }
     }

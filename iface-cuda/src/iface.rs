@@ -77,7 +77,7 @@ pub struct Builder {
 
 #[derive(Debug)]
 enum Source {
-    /// The library that the environment names, else the one that the dynamic loader finds.
+    /// The library that the environment names, or else the library that the dynamic loader finds.
     Found,
     Library(PathBuf),
     Functions(Box<Functions>),
@@ -97,8 +97,8 @@ impl Builder {
         self
     }
 
-    /// Selects the detection that cached registrations of CUDA memory rely on. It overrides
-    /// `HMEM_CUDA_MONITOR`; the default is [`CudaMonitorKind::Auto`].
+    /// Selects how frees of cached CUDA memory are detected. It overrides `HMEM_CUDA_MONITOR`; the
+    /// default is [`CudaMonitorKind::Auto`].
     pub fn monitor(mut self, kind: CudaMonitorKind) -> Self {
         self.monitor = Some(kind);
         self
@@ -107,10 +107,10 @@ impl Builder {
     /// Starts the driver and lists its devices.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for an unknown monitor in the environment.
-    /// [`ErrorKind::Unavailable`] without the library, without a symbol of it, without a device, or
-    /// with a driver that does not start. The error names the library, and the driver's code if
-    /// there is one. Otherwise the error of a device that was asked for its properties.
+    /// - [`ErrorKind::InvalidArgument`] for an unknown monitor in the environment.
+    /// - [`ErrorKind::Unavailable`] if the library, a required symbol or a device is absent, or the
+    ///   driver does not start. The error names the library, and the driver's code if there is one.
+    /// - Otherwise the error of a query for the properties of a device.
     pub fn open(self) -> Result<Cuda> {
         let named = || std::env::var(Cuda::MONITOR_VARIABLE).ok().filter(|name| !name.is_empty());
         let monitor = match self.monitor {
@@ -150,7 +150,7 @@ impl Cuda {
     /// finds.
     ///
     /// # Errors
-    /// As [`Builder::open`].
+    /// The errors of [`Builder::open`].
     pub fn open() -> Result<Self> {
         Self::builder().open()
     }
@@ -163,14 +163,17 @@ impl Cuda {
     /// Releases the primary contexts that this iface retains, with their streams.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] while memory that it allocated, opened or page-locked is not given back,
-    /// or a copy is in flight. Otherwise the driver's error. The iface comes back, still working.
+    /// - [`ErrorKind::Busy`] while memory of this iface is allocated, opened or page-locked, or a
+    ///   copy is in flight.
+    /// - Otherwise the driver's error.
+    ///
+    /// The error holds the iface, which still works.
     pub fn close(self) -> Result<(), Rejected<Self>> {
         let busy = |what: &'static str, count: usize| {
             Error::new(ErrorKind::Busy, "close")
                 .iface(IfaceKind::CUDA)
                 .context(what, count)
-                .remedy("free what was allocated and wait for copies before the iface is closed")
+                .remedy("free its memory and wait for its copies before closing the iface")
         };
         let (allocations, copies) =
             (self.lookup.contexts.allocations.len(), self.copier.in_flight());
@@ -186,20 +189,20 @@ impl Cuda {
         }
     }
 
-    /// Calls `free`, which frees memory of the application, while everything cached over `range` is
-    /// invalidated.
+    /// Invalidates all cached registrations over `range`, and calls `free`, which frees memory of
+    /// the application.
     ///
-    /// Identities detect such a free in any case, at the next hit. An allocator that knows its
-    /// frees (PyTorch's pluggable one, for example) can announce them: then no registration is left
-    /// when the memory goes.
+    /// Identities detect such a free at the next hit. An allocator that knows its frees (PyTorch's
+    /// pluggable one, for example) can announce them here: then no registration outlives the
+    /// memory.
     pub fn while_freeing<T>(&self, range: AddressRange, free: impl FnOnce() -> T) -> T {
         self.allocator.subscriptions.while_freeing(range, free)
     }
 
     fn start(functions: Functions, kind: CudaMonitorKind) -> Result<Self> {
         let library = functions.library().to_owned();
-        // SAFETY: no flags are defined, 0 is the one value; any thread may call it any number of
-        // times.
+        // SAFETY: the driver defines no flags, so that 0 is the only value; any thread may call it
+        // any number of times.
         let code = unsafe { (functions.init)(0) };
         if !code.is_success() {
             let remedy = refused(code, "cuInit").remedy_text().map(str::to_owned);
@@ -255,8 +258,8 @@ impl fmt::Debug for Cuda {
 
 // SAFETY: `query` and `segments` return what the driver knows of an address now, whose buffer ids
 // are never reused. Allocations are the driver's own, entered in a table until they are freed.
-// `Copier::side` checks both ends of a copy, whose event waits for its stream. Exports are made by
-// the driver, which keeps the memory behind them.
+// `Copier::side` checks both ends of a copy, whose event waits for its stream. The driver makes the
+// exports and keeps the memory behind them.
 unsafe impl Iface for Cuda {
     fn kind(&self) -> IfaceKind {
         IfaceKind::CUDA
@@ -275,11 +278,11 @@ unsafe impl Iface for Cuda {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller of this function makes the same promise.
         unsafe { self.copier.copy(to, from, len) }
     }
 
-    // No `address_span`: page-locked host memory is found too, and lies anywhere.
+    // No `address_span`: queries also find page-locked host memory, which lies anywhere.
 
     fn allocator(&self) -> Option<&dyn Allocator> {
         Some(&self.allocator)

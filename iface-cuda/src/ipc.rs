@@ -1,4 +1,4 @@
-//! Allocations for other processes: CUDA's handle, with the device and the length that it lacks.
+//! Exchange of allocations with other processes: CUDA's handle, extended by device and length.
 
 use std::sync::Arc;
 
@@ -35,7 +35,7 @@ const CHECKSUM: usize = 4;
 struct Body {
     handle: CuIpcMemHandle,
     len: u64,
-    /// Name that the device has in every process.
+    /// PCI bus id of the device, which is the same in every process.
     pci_bus_id: String,
 }
 
@@ -69,7 +69,7 @@ impl Ipc for IpcExchange {
     fn export(&self, allocation: &Allocation) -> Result<IpcHandle> {
         const OPERATION: &str = "ipc_export";
         if allocation.kind != AllocationKind::Device {
-            return Err(lacks(OPERATION, "CUDA hands out memory of cuMemAlloc only")
+            return Err(lacks(OPERATION, "CUDA shares memory of cuMemAlloc only")
                 .context("kind", allocation.kind.name())
                 .context("range", allocation.range));
         }
@@ -130,7 +130,7 @@ impl Ipc for IpcExchange {
             primary.keep();
         } else if let Err(error) = primary.with_context(|| self.close_handle(base)) {
             primary.keep();
-            tracing::error!(%error, "an opened allocation that failed stays open");
+            tracing::error!(%error, "cannot close an allocation after a failed ipc_open");
         }
         entered
     }
@@ -157,7 +157,7 @@ impl IpcExchange {
             Error::new(ErrorKind::Driver, "ipc_open")
                 .iface(IfaceKind::CUDA)
                 .context("address", Address(base))
-                .context("reason", "the driver does not know memory that it opened just now")
+                .context("reason", "the driver does not recognise memory that it has opened")
         })?;
         let range = AddressRange::new(Address(base), len)?;
         let allocation = Allocation { range, kind: AllocationKind::Imported, ..found.allocation };
@@ -168,8 +168,9 @@ impl IpcExchange {
     /// Ends one open of a handle. The device's primary context is current.
     fn close_handle(&self, base: u64) -> Result<()> {
         let close = self.lookup.driver().functions.ipc_close_mem_handle;
-        // SAFETY: opened by this driver, and closed as often as it was opened: the table counts
-        // opens, and one that failed to be entered was passed to no caller.
+        // SAFETY: this driver opened the memory. The table counts opens, so that it is closed as
+        // often as it was opened. An open that could not be entered into the table was returned to
+        // no caller.
         check(unsafe { close(base) }, "cuIpcCloseMemHandle")
     }
 }
@@ -178,7 +179,7 @@ impl IpcExchange {
 fn opened(code: CuResult) -> Result<()> {
     check(code, "cuIpcOpenMemHandle_v2").map_err(|error| match code {
         CuResult::CUDA_ERROR_INVALID_CONTEXT => error.remedy(
-            "memory cannot be opened in the process that allocated it: use it there as it is",
+            "memory cannot be opened in the process that allocated it: use its address there",
         ),
         CuResult::CUDA_ERROR_INVALID_HANDLE | CuResult::CUDA_ERROR_INVALID_VALUE => {
             Error::new(ErrorKind::Unavailable, "cuIpcOpenMemHandle_v2")

@@ -30,28 +30,28 @@
 //! - `hooks`, `no_hooks`: hooks of the driver's frees ([`FreeHooks`])
 //! - `driver`: the opened driver, its functions and devices; read only
 //! - `table`, `streams`: allocations and page-locked ranges to release; streams and events
-//! - `context`: primary contexts, and the context that a call works in
+//! - `context`: primary contexts, and the context that is current during a call
 //! - `lookup`: the allocation around an address
 //! - `segments`, `monitor`: parts of a range; detection of frees ([`CudaMonitorKind`])
 //! - `allocate`, `page_lock`, `copy`, `flush`, `ipc`: one facet each
 //! - `export`: dma-bufs and peer memory
 //! - `iface`: [`Cuda`], which holds the components
-//! - `gdrcopy`, `cudarc`: access of the CPU to device memory by GDRCopy; slices of the `cudarc`
-//!   crate as buffers (cargo feature `cudarc`)
+//! - `gdrcopy`, `cudarc`: CPU access to device memory by GDRCopy; slices of the `cudarc` crate as
+//!   buffers (cargo feature `cudarc`)
 //!
 //! # Kinds of memory
 //!
-//! Each kind with the attributes that it is recognised by, and its way to a NIC:
+//! Kinds of memory, with the attributes that identify the kind and the path to a NIC:
 //!
 //! - `cuMemAlloc` (a context, no pool): dma-buf or peer memory, with SYNC_MEMOPS set on the
 //!   allocation.
 //! - `cuMemAllocAsync` (a pool): dma-buf or peer memory, with SYNC_MEMOPS set on the context.
 //! - `cuMemCreate` and `cuMemMap` (no pool, and either no context, or a VMM handle and no legacy
-//!   IPC handle): one dma-buf for the range, or else one for each mapping. Refused at the first
-//!   mapping that was not created GPUDirect RDMA capable, which the error names. Never cached.
+//!   IPC handle): one dma-buf for the range, or else one for each mapping. A mapping that was not
+//!   created GPUDirect RDMA capable is refused; the error names the first one. Never cached.
 //! - `cuMemHostAlloc` (host memory with flags): host pages.
-//! - `cuMemHostRegister` (host memory without flags): host pages. It is system memory, and is
-//!   registered and monitored as such.
+//! - `cuMemHostRegister` (host memory without flags): host pages. It is registered and monitored as
+//!   system memory.
 //! - `cuMemAllocManaged` (the managed attribute): host pages. It migrates, and is never registered
 //!   as device memory.
 //! - `cuIpcOpenMemHandle` through this iface (an entry in the iface's table): an export is tried;
@@ -60,47 +60,46 @@
 //! # Contexts
 //!
 //! No call needs a current context on the calling thread, and each call leaves the thread's context
-//! as it was. A device's primary context is created only if the process does not have it and no
-//! other context will do. "Active" means below that the process has it already.
+//! as it was. A device's primary context is created only if the call needs one and no other context
+//! serves. "Active" below means that the process has the primary context already.
 //!
 //! - **Allocating, opening memory of another process**: the primary context. It stays retained
 //!   until the iface closes, unless the call fails.
-//! - **Copies**: the memory's own context. For memory of none: the active primary context, else the
-//!   thread's, else the primary one. A primary context stays retained for its streams, unless the
-//!   copy fails.
-//! - **Segments, exports, handles for other processes**: the memory's own context. For memory of
-//!   none: the thread's, else the primary one. Released afterwards.
+//! - **Copies**: the memory's own context. For memory without a context: the active primary
+//!   context, else the thread's, else the primary one. A primary context stays retained for its
+//!   streams, unless the copy fails.
+//! - **Segments, exports, handles for other processes**: the memory's own context. For memory
+//!   without a context: the thread's, else the primary one. The context is released afterwards.
 //! - **SYNC_MEMOPS of memory that cannot have the attribute**: the memory's own context. For memory
-//!   of none: the thread's and the active primary one, or a warning without either. A primary
-//!   context stays retained, with its flag.
+//!   without a context: the thread's and the active primary one. If neither exists, a warning is
+//!   logged. A primary context stays retained, with its flag.
 //! - **Page-locking**: an active primary context, else the thread's, else the first device's
-//!   primary one. A primary context stays retained, unless the call fails. In the thread's, the
-//!   page-locking goes with it.
-//! - **Flushing inbound writes** (devices that do not order them): each context of exported memory
-//!   that is still there, and the active primary one. If such memory has no context, or none is
-//!   found: the thread's too, and for such memory at last the primary one. A primary context stays
-//!   retained, so that the next flush need not retain it.
-//! - **Queries, if the driver wants a context**: the thread's, else an active primary one. Released
-//!   afterwards. None is created.
+//!   primary one. A primary context stays retained, unless the call fails. In the thread's context,
+//!   the page-locking ends when the application destroys that context.
+//! - **Flushing inbound writes** (devices that do not order them): each context of live exported
+//!   memory, and the active primary one. If exported memory has no context, or no context is found:
+//!   the thread's too. For memory without a context, the primary one is the last choice. A primary
+//!   context stays retained for the next flush.
+//! - **Queries, if the driver needs a context**: the thread's, else an active primary one. It is
+//!   released afterwards. No context is created.
 //!
 //! SYNC_MEMOPS of a context covers work that is started in that context. Work of other contexts on
-//! memory of none is not covered. Setting the flag for the first time waits for the context's
-//! default stream, and not for per-thread default streams and others.
+//! memory without a context is not covered. Setting the flag for the first time waits for the
+//! context's default stream, and for no other stream.
 //!
-//! Registering tries no page of its own on a device whose primary context is not active
+//! Registering does not allocate a test page on a device whose primary context is not active
 //! ([`Allocator::is_device_active`](hmem_core::iface::Allocator::is_device_active)).
 //!
 //! The thread's context is used for memory of its device only. A context is released when the last
-//! call that works in it ends, and destroyed if no other part of the process retains it. That
-//! invalidates nothing that is cached.
+//! call that uses it ends. The driver destroys it if no other part of the process retains it. No
+//! cached registration is invalidated by this.
 //!
 //! # Limits of this crate
 //!
 //! - It never changes the calling thread's current context beyond a call, and creates no context
 //!   for a query.
 //! - It does not unload the driver library.
-//! - Its hooks do not see every free that reaches the driver from elsewhere. Identities detect
-//!   those.
+//! - Its hooks do not see every free by other code. Identities detect those frees.
 //! - It does not order copies behind the application's streams.
 
 #![deny(unsafe_code)]

@@ -31,7 +31,7 @@ const ATTRIBUTES: [CuPointerAttribute; 9] = [
     sys::CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE,
 ];
 
-/// Bit beside a number of attributes: the driver has not returned so many yet.
+/// Flag beside the number of attributes: no query has confirmed the number yet.
 const UNSEEN: u32 = 1 << 31;
 
 /// Looks addresses up in the driver.
@@ -58,30 +58,31 @@ impl FoundAllocation {
     }
 }
 
-/// Kind of page-locked memory (the application's own or allocated) by identity: no pointer
-/// attribute says it.
+/// Cache of the kind of page-locked memory (the application's own, or allocated) by identity. No
+/// pointer attribute states that kind.
 ///
 /// `cuda.h` on BUFFER_ID: "Subsequent allocations do not reuse IDs from previous freed
 /// allocations." So the kind of an identity never changes, and no entry need be forgotten.
-/// Page-locking is no allocation: that the driver gives it no identity that an allocation had
-/// before is an assumption. Were it wrong, the application's own pages would be taken for an
-/// allocation of CUDA and cached by that identity, which says nothing of their unmapping. An
-/// identity that earlier page-locking had does no harm.
+/// Page-locking is no allocation: this cache assumes that the driver does not give it the identity
+/// of an earlier allocation. If the driver did, the application's own pages would be taken for an
+/// allocation of CUDA and cached under an identity that does not show their unmapping. Reuse of the
+/// identity of earlier page-locking does no harm.
 ///
-/// Each identity has one place, where a later identity replaces an earlier one. A place is one
+/// Each identity has one slot, in which a later identity replaces an earlier one. A slot is one
 /// word, so that a reader sees a whole entry or none.
 pub(crate) struct HostKinds([AtomicU64; Self::PLACES]);
 
 impl HostKinds {
     const PLACES: usize = 256;
 
-    /// Returns the word for an identity. `None` if it is too wide, or 0, which is no identity.
+    /// Returns the word for an identity. Returns `None` if it is too large, or 0, which is no
+    /// identity.
     fn entry(id: AllocationId, registered: bool) -> Option<u64> {
         (id.0 != 0 && id.0 >> 63 == 0).then_some(id.0 << 1 | u64::from(registered))
     }
 
     fn place(&self, id: AllocationId) -> &AtomicU64 {
-        // Identities rise: neighbours do not share a place.
+        // Identities rise, so that consecutive ones have different slots.
         &self.0[id.0 as usize % Self::PLACES]
     }
 
@@ -108,16 +109,17 @@ impl fmt::Debug for HostKinds {
 pub(crate) enum Liveness {
     Alive,
     Dead,
-    /// The driver wants a context to answer, and there was none.
+    /// The driver needs a context to answer, and the process has none.
     Unknown,
 }
 
 /// Answer of the driver about an address.
 enum Answer<const N: usize> {
     Values([u64; N]),
-    /// No context with unified addressing knows the address, or there was no context to ask in.
+    /// No context with unified addressing knows the address, or the process has no context.
     NoContext,
-    /// The driver does not know an attribute, or says so of addresses that are not its own.
+    /// The driver does not know an attribute, or returns this code for addresses that are not its
+    /// own.
     Invalid,
 }
 
@@ -125,8 +127,8 @@ impl PointerLookup {
     /// Finds out how many of [`ATTRIBUTES`] the driver knows, by querying an address that is not
     /// its own.
     ///
-    /// From then on INVALID_VALUE is an error. A driver that answers so about foreign addresses
-    /// cannot be told from one that lacks an attribute, and is refused here.
+    /// From then on INVALID_VALUE is an error. A driver that returns it for foreign addresses
+    /// cannot be told from a driver that lacks an attribute, and is refused here.
     ///
     /// # Errors
     /// Unsupported if the driver cannot say which range an address is in.
@@ -139,7 +141,7 @@ impl PointerLookup {
             let known = match lookup.query(foreign, ATTRIBUTES, count)? {
                 Answer::Invalid => continue,
                 Answer::Values(_) => count,
-                // The driver may miss a context before it looks at the attributes.
+                // The driver may fail for want of a context before it reads the attributes.
                 Answer::NoContext => count | UNSEEN,
             };
             lookup.known.store(known, Ordering::Release);
@@ -162,9 +164,9 @@ impl PointerLookup {
         mut attributes: [CuPointerAttribute; N],
         count: u32,
     ) -> Result<Answer<N>> {
-        // Zeroed and as wide as the widest attribute: what the driver writes narrower reads back
-        // the same (little-endian), and what it does not write reads as the null that it
-        // documents.
+        // Zeroed, and as wide as the widest attribute. A narrower value that the driver writes
+        // reads back the same (little-endian). A value that it does not write reads as the
+        // documented null.
         const { assert!(cfg!(target_endian = "little")) };
         let mut values = [0u64; N];
         let mut places = values.each_mut().map(|value| std::ptr::from_mut(value).cast::<c_void>());
@@ -189,12 +191,13 @@ impl PointerLookup {
         }
     }
 
-    /// Queries; if this thread has no context and the driver wants one, queries again in those that
-    /// exist.
+    /// Queries the driver. If the driver needs a context and this thread has none, queries again in
+    /// each existing primary context.
     ///
     /// `cuda.h`: INVALID_CONTEXT is the answer for an address that no context with unified
-    /// addressing knows. A thread without a current context gets it from some drivers for any
-    /// address, device memory included; so may one whose current context was destroyed.
+    /// addressing knows. Some drivers return it for any address on a thread without a current
+    /// context, device memory included. The same may hold for a thread whose current context was
+    /// destroyed.
     ///
     /// With such a driver, a thread without a context makes six calls for each device whose primary
     /// context the process has. Retaining it longer would keep it from being destroyed.
@@ -236,10 +239,10 @@ impl PointerLookup {
                 self.known.store((count - 1) | UNSEEN, Ordering::Release);
                 self.find(address)
             }
-            // Not "foreign": that is an answer to a query of one attribute. `cuda.h` on this one:
-            // it "will not return an error when the ptr encountered is not a valid CUDA pointer",
-            // and `new` has seen that it does not. If device memory were taken for foreign, the CPU
-            // would write to it.
+            // This does not mean "foreign": only a query of a single attribute returns it for
+            // foreign addresses. `cuda.h` on this call: it "will not return an error when the ptr
+            // encountered is not a valid CUDA pointer", and `new` has checked that. If device
+            // memory were taken for foreign memory, the CPU would write to it.
             Answer::Invalid => Err(Error::new(ErrorKind::Driver, "cuPointerGetAttributes")
                 .iface(IfaceKind::CUDA)
                 .driver_code(
@@ -248,7 +251,7 @@ impl PointerLookup {
                 )
                 .context(
                     "reason",
-                    "the driver refuses a question that it answered when the iface was opened",
+                    "the driver refuses a query that it answered when the iface was opened",
                 )
                 .context("address", address)),
         }
@@ -267,8 +270,8 @@ impl PointerLookup {
             sys::CU_MEMORYTYPE_HOST => AllocationKind::Host,
             sys::CU_MEMORYTYPE_DEVICE if pool != 0 => AllocationKind::StreamOrdered,
             sys::CU_MEMORYTYPE_DEVICE if context.is_null() => AllocationKind::Virtual,
-            // No document says that VMM memory has no context. Legacy handles are for what was
-            // "created with cuMemAlloc", which spares the next query.
+            // No document says that VMM memory has no context. Memory with legacy IPC handles was
+            // "created with cuMemAlloc", so that the next query is not needed.
             sys::CU_MEMORYTYPE_DEVICE
                 if legacy == 0
                     && !self.contexts.allocations.is_imported(Address(start))
@@ -284,7 +287,8 @@ impl PointerLookup {
             // Application memory that was page-locked may be known under the device's alias only.
             // The CPU accesses it as memory of the system, and so does a NIC.
             if kind == AllocationKind::Host {
-                tracing::debug!(%address, %range, "page-locked memory without a range of its own: left to the system");
+                tracing::debug!(%address, %range, "page-locked memory without a range of its own \
+                                                   is handled as system memory");
                 return Ok(None);
             }
             return Err(inconsistent(address).context("range", range));
@@ -300,12 +304,13 @@ impl PointerLookup {
             }
             _ => {}
         }
-        // Host memory belongs to no device, managed memory to several. A negative ordinal is none.
+        // Host memory belongs to no device, and managed memory to several. A negative ordinal means
+        // no device.
         let device = match kind {
             AllocationKind::Host | AllocationKind::HostRegistered | AllocationKind::Managed => None,
             _ => u32::try_from(ordinal as i32).ok().map(DeviceId),
         };
-        // The context of a reservation does not decide when its physical memory goes.
+        // The context of a reservation does not determine when its physical memory is freed.
         let context = if kind == AllocationKind::Virtual { CuContext::NULL } else { context };
         let id = AllocationId(buffer);
         let allocation = Allocation { iface: IfaceKind::CUDA, range, device, kind, id };
@@ -316,8 +321,8 @@ impl PointerLookup {
     /// `cuMemRetainAllocationHandle`, "If the address requested is not mapped, the function will
     /// fail", mapped meaning `cuMemMap`.
     ///
-    /// A driver without the call gets true: handling memory as VMM memory is right for every kind.
-    /// It is exported by its mappings, and never cached.
+    /// Returns true for a driver without the call: it is correct to handle any memory as VMM
+    /// memory, which is exported by its mappings and never cached.
     fn has_handle(&self, address: Address) -> Result<bool> {
         let functions = &self.contexts.driver.functions;
         if functions.mem_retain_allocation_handle.is_none() || functions.mem_release.is_none() {
@@ -350,7 +355,7 @@ impl PointerLookup {
         let functions = &self.contexts.driver.functions;
         let query = || {
             let mut flags = 0;
-            // SAFETY: `flags` is writable; the address is looked up, not followed.
+            // SAFETY: `flags` is writable; the address is only looked up, never dereferenced.
             let code = unsafe {
                 (functions.mem_host_get_flags)(&mut flags, range.start().0 as *mut c_void)
             };
@@ -402,7 +407,7 @@ impl PointerLookup {
         Ok(context.map_or(CuContext::NULL, |context| CuContext(context as usize)))
     }
 
-    /// Returns an attribute of the memory at an address, or `None` if the driver does not say it.
+    /// Returns an attribute of the memory at an address, or `None` if the driver does not know it.
     pub(crate) fn attribute(
         &self,
         address: Address,
@@ -428,13 +433,14 @@ pub(crate) fn with_handle<T>(
         return Ok(None);
     };
     let mut handle = 0;
-    // SAFETY: `handle` is writable; the address is looked up, not followed.
+    // SAFETY: `handle` is writable; the address is only looked up, never dereferenced.
     match unsafe { retain(&mut handle, address.0 as *mut c_void) } {
         CuResult::CUDA_ERROR_INVALID_VALUE | CuResult::CUDA_ERROR_NOT_SUPPORTED => Ok(None),
         code => {
             check(code, "cuMemRetainAllocationHandle")?;
             let result = with(handle);
-            // SAFETY: retained once above, released once.
+            // SAFETY: `mem_retain_allocation_handle` above retained the handle, which is released
+            // once here.
             check(unsafe { release(handle) }, "cuMemRelease")?;
             result.map(Some)
         }

@@ -1,15 +1,15 @@
 //! Monitor: detects frees of CUDA memory.
 //!
-//! The driver has no callback for frees. It has identities: no two allocations of a process get the
-//! same buffer id, so that one call shows whether the registered memory is still at an address.
+//! The driver has no callback for frees. It has identities: no two allocations of a process have
+//! the same buffer id. So one query shows whether the registered memory is still at an address.
 //!
-//! These frees are notified of besides, before the memory goes:
+//! Some frees also notify the subscribers before the memory is freed:
 //!
 //! - frees through this iface;
 //! - frees that the application announces ([`Cuda::while_freeing`](crate::Cuda::while_freeing));
 //! - frees through hooked functions of the driver ([`FreeHooks`]).
 //!
-//! [`CudaMonitorKind`] selects which of them cached registrations rely on.
+//! [`CudaMonitorKind`] selects the detection on which cached registrations rely.
 //!
 //! VMM memory is not monitored. The identity belongs to the reservation, and an application can map
 //! other memory there without changing it (PyTorch's expandable segments do).
@@ -32,7 +32,7 @@ use parking_lot::Mutex;
 
 use crate::{hooks::FreeHooks, lookup::PointerLookup};
 
-/// Detection that cached registrations of CUDA memory rely on.
+/// Detection of frees for cached registrations of CUDA memory.
 ///
 /// # Examples
 /// ```
@@ -46,15 +46,15 @@ use crate::{hooks::FreeHooks, lookup::PointerLookup};
 #[non_exhaustive]
 pub enum CudaMonitorKind {
     /// Queries the driver for the identity at each hit. If the driver's frees can be hooked, they
-    /// invalidate before the memory goes as well. Detects every free.
+    /// also invalidate before the memory is freed. Detects every free.
     #[default]
     Auto,
-    /// The hooks alone, so that a hit costs no call of the driver. For applications that free
-    /// through the driver's exported functions: a free that [`FreeHooks`] does not see leaves a
-    /// stale registration. The identity of stream-ordered memory is queried all the same, as such
-    /// memory goes when its stream gets there.
+    /// Relies on the hooks alone, so that a hit costs no driver call. It is for applications that
+    /// free through the driver's exported functions: a free that [`FreeHooks`] does not see leaves
+    /// a stale registration. The identity of stream-ordered memory is queried all the same, since
+    /// its free takes effect later, when its stream reaches the free.
     Hooks,
-    /// The identity alone: no code is patched.
+    /// Relies on the identity alone. No code is patched.
     Identity,
 }
 
@@ -103,34 +103,40 @@ pub(crate) struct CudaMonitors {
 }
 
 impl MonitorSource for CudaMonitors {
-    /// The driver has no callback for frees. Hooking its functions is up to the monitor.
+    /// The driver has no callback for frees. Only a monitor hooks its functions.
     fn detection(&self) -> DetectionMethod {
         DetectionMethod::Identity
     }
 
     /// # Errors
-    /// The reason why frees cannot be hooked, if hooks were selected by name.
+    /// Fails if frees cannot be hooked and hooks were selected by name, with the reason.
     fn start(&self) -> Result<Arc<dyn Monitor>> {
-        const ASKED: &str = "the driver is asked for the identity at each hit";
+        const ASKED: &str = "the driver is queried for the identity at each hit";
         let (kind, functions) = (self.kind, &self.lookup.driver().functions);
         let (hooks, why) = match kind {
-            CudaMonitorKind::Identity => (None, format!("{ASKED}; no other was asked for")),
+            CudaMonitorKind::Identity => (None, format!("{ASKED}; hooks were not selected")),
             CudaMonitorKind::Hooks => {
                 let hooks = FreeHooks::start(functions)?;
-                let why = "the driver's frees are hooked, and a hit asks nothing, as was asked for; memory of graph nodes \
-                           and frees that the CUDA runtime makes by tables of its own are not seen";
+                let why = "the driver's frees are hooked, and a hit queries nothing, as selected; \
+                           memory of graph nodes and frees that the CUDA runtime makes by tables \
+                           of its own are not seen";
                 (Some(hooks), why.to_owned())
             }
-            // Whose code it is, only the application knows.
-            CudaMonitorKind::Auto if !functions.is_loaded() => {
-                (None, format!("{ASKED}; functions that were injected are not patched unasked"))
-            }
+            // Only the application knows to which library injected functions belong.
+            CudaMonitorKind::Auto if !functions.is_loaded() => (
+                None,
+                format!(
+                    "{ASKED}; injected functions are patched only if hooks are selected \
+                                by name"
+                ),
+            ),
             CudaMonitorKind::Auto => match FreeHooks::start(functions) {
                 Ok(hooks) => {
                     let count = hooks.functions().len();
                     let why = format!(
-                        "{ASKED}, since the CUDA runtime may free by other ways; frees through {count} hooked functions of \
-                         the driver are told before the memory goes"
+                        "{ASKED}, since the CUDA runtime may free by other functions; frees \
+                         through {count} hooked functions of the driver notify before the memory \
+                         is freed"
                     );
                     (Some(hooks), why)
                 }
@@ -157,10 +163,10 @@ struct CudaMonitor {
     lookup: Weak<PointerLookup>,
     subscriptions: Weak<FreeSubscriptions>,
     hooks: Option<Arc<FreeHooks>>,
-    /// Hits rely on the hooks, and not on the identity.
+    /// True if hits rely on the hooks, and not on the identity.
     by_hooks: bool,
     why: String,
-    /// Subscriptions of the hooks, by those of this monitor.
+    /// Subscriptions to the hooks, by subscription to this monitor.
     hooked: Mutex<HashMap<u64, Subscription>>,
 }
 
@@ -176,7 +182,8 @@ impl CudaMonitor {
             }
             Err(error) if self.by_hooks => Err(error),
             Err(error) => {
-                tracing::warn!(%error, "cannot hook CUDA frees; cache hits query the allocation identity instead");
+                tracing::warn!(%error, "cannot hook CUDA frees; cache hits query the allocation \
+                                        identity instead");
                 Ok(())
             }
         }
@@ -233,8 +240,8 @@ impl Monitor for CudaMonitor {
                 .context("range", range)
                 .remedy(remedy))
         };
-        // Looked up after it was added: a free from here on notifies, and an earlier one is seen
-        // here.
+        // The query follows the subscription: a later free notifies, and this query detects an
+        // earlier one.
         let subscription = subscriptions.add(range, Arc::clone(&invalidator));
         let found = match self.hook(subscription, invalidator) {
             Ok(()) => lookup.find(range.start()),
@@ -255,11 +262,11 @@ impl Monitor for CudaMonitor {
         match found?.map(|found| found.allocation.kind) {
             None => refuse("only live allocations of CUDA can be watched"),
             Some(AllocationKind::HostRegistered) => {
-                refuse("the application's own pages are watched by the monitors of system memory")
+                refuse("the monitor of system memory watches the application's own pages")
             }
             Some(_) => refuse(
-                "other memory can be mapped into a reservation without its identity changing: VMM memory is \
-                 registered uncached",
+                "other memory can be mapped into a reservation without its identity changing: VMM \
+                 memory is registered uncached",
             ),
         }
     }
@@ -274,7 +281,7 @@ impl Monitor for CudaMonitor {
     fn valid(&self, allocation: &Allocation) -> Result<bool> {
         match allocation.kind {
             AllocationKind::Virtual | AllocationKind::HostRegistered => Ok(false),
-            // Its free takes effect when its stream gets there, after the hook has run.
+            // Its free takes effect after the hook has run, when its stream reaches the free.
             AllocationKind::StreamOrdered => self.is_same(allocation),
             _ if self.by_hooks && self.lookup.strong_count() > 0 => Ok(true),
             _ => self.is_same(allocation),
@@ -288,7 +295,7 @@ impl CudaMonitor {
         iface.ok_or_else(|| {
             Error::new(ErrorKind::Unavailable, "monitor")
                 .iface(IfaceKind::CUDA)
-                .remedy("the iface was closed: its memory is not watched any longer")
+                .remedy("the iface was closed: its memory is no longer watched")
         })
     }
 

@@ -9,20 +9,23 @@ use hmem_core::{
 
 use crate::sys::Functions;
 
-/// Hooks of the driver's frees. There are none for this target, and no value of this type.
+/// Hooks of the driver's frees. This target has none, so no value of this type exists.
 #[derive(Debug)]
 pub enum FreeHooks {}
 
 impl FreeHooks {
-    /// Fails.
+    /// Fails on this target.
     ///
     /// # Errors
-    /// Unsupported, always.
+    /// Always Unsupported.
     pub fn start(_: &Functions) -> Result<Arc<Self>> {
         Err(Error::new(ErrorKind::Unsupported, "cuda-hooks")
             .iface(IfaceKind::CUDA)
             .context("architecture", std::env::consts::ARCH)
-            .remedy("functions are patched with glibc on x86-64 and aarch64: watch CUDA memory by identity"))
+            .remedy(
+                "functions are patched with glibc on x86-64 and aarch64: watch CUDA memory by \
+                     identity",
+            ))
     }
 
     /// Never called.
@@ -53,7 +56,7 @@ impl FreeHooks {
     }
 }
 
-/// Runs a call. There are no hooks that could notify of it.
+/// Runs a call. Without hooks, no subscriber is notified of it.
 pub(crate) fn without_notifying<T>(call: impl FnOnce() -> T) -> T {
     call()
 }

@@ -34,7 +34,7 @@ impl HostRegistrar for PageLocker {
             check(code, "cuMemHostRegister_v2")
         };
         let undo = |()| {
-            // SAFETY: registered just now.
+            // SAFETY: `cuMemHostRegister_v2` above registered the range.
             check(unsafe { (functions.mem_host_unregister)(pointer) }, "cuMemHostUnregister")
         };
         let locked = work_context
@@ -59,11 +59,11 @@ impl HostRegistrar for PageLocker {
         let mut unlocked = false;
         let result = self.context_of(locked).and_then(|work_context| {
             work_context.run(|| {
-                // SAFETY: registered by this driver and unregistered once: the table's entry is
-                // gone.
+                // SAFETY: this driver registered the range, and removing the table's entry lets
+                // only one thread unregister it.
                 let code = unsafe { (self.lookup.driver().functions.mem_host_unregister)(pointer) };
                 let ended = if code == CuResult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED {
-                    tracing::debug!(%range, "the page-locking went with its context");
+                    tracing::debug!(%range, "the driver ended the page-locking with its context");
                     Ok(())
                 } else {
                     check(code, "cuMemHostUnregister")

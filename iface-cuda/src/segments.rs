@@ -1,4 +1,4 @@
-//! Parts of a range that NICs reach each by itself.
+//! Division of a range into segments, each of which is exported by itself.
 
 use std::sync::Arc;
 
@@ -21,8 +21,8 @@ pub(crate) struct Segments {
 }
 
 impl SegmentMap for Segments {
-    /// Returns the mappings in a range, and whether each was created to be exported. No property
-    /// says it of memory that is not VMM memory: only an export shows it.
+    /// Returns the mappings in a range, and whether each was created to be exported. Memory that is
+    /// not VMM memory has no such property: only an export shows it.
     fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
         let outside = || {
             Error::new(ErrorKind::OutOfBounds, "segments")
@@ -87,7 +87,8 @@ impl Segments {
                     .driver_code(code.name().unwrap_or_default(), code.0.into())
                     .context("address", address)
                     .remedy(
-                        "no memory is mapped there (cuMemMap): map it, or register the mapped parts",
+                        "no memory is mapped there (cuMemMap): map it, or register the mapped \
+                         parts",
                     ))
             }
             code => check(code, "cuMemGetAddressRange_v2")
@@ -112,7 +113,7 @@ impl Segments {
             check(code, "cuMemGetAllocationPropertiesFromHandle")
                 .map(|()| of_memory.gpu_direct_rdma_capable != 0)
         })?;
-        // Other memory than VMM memory has no handle.
+        // Only VMM memory has a handle.
         Ok(capable.unwrap_or(true))
     }
 }

@@ -1,4 +1,4 @@
-//! Streams and events: creating, waiting, destroying, and those that a context keeps.
+//! Streams and events of copies: creation, waiting, destruction, and reuse.
 
 use hmem_core::Result;
 
@@ -11,7 +11,7 @@ use crate::{
 #[derive(Debug, Default)]
 pub(crate) struct ContextStreams {
     /// Stream of asynchronous copies, which end in the order in which they began. Null until the
-    /// first of them.
+    /// first copy.
     pub(crate) ordered: CuStream,
     /// Streams that are not in use. Each thread that waits for its own work takes one.
     pub(crate) spare: Vec<CuStream>,
@@ -36,7 +36,7 @@ impl ContextStreams {
             self.spare.pop();
         }
         if !self.ordered.is_null() {
-            // Copies that still run on it end before it goes.
+            // The driver destroys the stream after the copies that still run on it.
             destroy_stream(functions, self.ordered)?;
             self.ordered = CuStream::NULL;
         }
@@ -73,12 +73,12 @@ pub(crate) fn synchronize(functions: &Functions, stream: CuStream) -> Result<()>
 
 /// Destroys a stream of [`new_stream`] that no thread uses.
 pub(crate) fn destroy_stream(functions: &Functions, stream: CuStream) -> Result<()> {
-    // SAFETY: the stream is one of `new_stream`, which its caller destroys once.
+    // SAFETY: `new_stream` created the stream, and its owner destroys it once.
     check(unsafe { (functions.stream_destroy)(stream) }, "cuStreamDestroy_v2")
 }
 
 /// Destroys an event of [`new_event`] that no copy waits for.
 pub(crate) fn destroy_event(functions: &Functions, event: CuEvent) -> Result<()> {
-    // SAFETY: the event is one of `new_event`, which its caller destroys once.
+    // SAFETY: `new_event` created the event, and its owner destroys it once.
     check(unsafe { (functions.event_destroy)(event) }, "cuEventDestroy_v2")
 }

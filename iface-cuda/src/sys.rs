@@ -1,4 +1,4 @@
-//! libcuda.so.1: its function table, and the layouts and constants of `cuda.h`, laid out by hand.
+//! Function table of libcuda.so.1, and layouts and constants of `cuda.h`, written by hand.
 //!
 //! Public, so that other functions can be injected with [`Functions::from_lookup`].
 //!
@@ -26,13 +26,15 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 pub use self::{codes::CuResult, layout::*};
 
-/// A function of the driver: its symbol, and the types of its arguments as they are written here.
+/// A function of the driver: symbol and types of its arguments, as this module spells them.
 pub type Signature = (&'static str, &'static [&'static str]);
 
 macro_rules! functions {
     (
         required { $($(#[doc = $doc:literal])+ $field:ident: $symbol:ident($($argument:ty),*);)+ }
-        optional { $($(#[doc = $odoc:literal])+ $ofield:ident: $osymbol:ident($($oargument:ty),*);)+ }
+        optional {
+            $($(#[doc = $odoc:literal])+ $ofield:ident: $osymbol:ident($($oargument:ty),*);)+
+        }
     ) => {
         /// The functions of libcuda.so.1 that this crate calls. Each returns a [`CuResult`].
         #[derive(Clone, Debug)]
@@ -41,16 +43,19 @@ macro_rules! functions {
             loaded: bool,
             frees: Arc<[(&'static str, usize)]>,
             $($(#[doc = $doc])+ pub $field: unsafe extern "C" fn($($argument),*) -> CuResult,)+
-            $($(#[doc = $odoc])+ pub $ofield: Option<unsafe extern "C" fn($($oargument),*) -> CuResult>,)+
+            $(
+                $(#[doc = $odoc])+
+                pub $ofield: Option<unsafe extern "C" fn($($oargument),*) -> CuResult>,
+            )+
         }
 
         impl Functions {
-            /// Every symbol that the library must have.
+            /// Symbols that the library must have.
             pub const SYMBOLS: &[&str] = &[$(stringify!($symbol)),+];
-            /// The symbols that newer drivers have; without one of them the operations that need it
-            /// are [`ErrorKind::Unsupported`], naming it.
+            /// Symbols that older drivers lack. An operation that needs an absent one fails with
+            /// [`ErrorKind::Unsupported`] and names it.
             pub const OPTIONAL_SYMBOLS: &[&str] = &[$(stringify!($osymbol)),+];
-            /// All of them with the types of their arguments.
+            /// All functions with the types of their arguments.
             pub const SIGNATURES: &[Signature] = &[
                 $((stringify!($symbol), &[$(stringify!($argument)),*]),)+
                 $((stringify!($osymbol), &[$(stringify!($oargument)),*]),)+
@@ -73,20 +78,18 @@ macro_rules! functions {
                     $($field: {
                         let address = lookup(stringify!($symbol))
                             .ok_or_else(|| lacks_symbol(library, stringify!($symbol)))?;
+                        type Function = unsafe extern "C" fn($($argument),*) -> CuResult;
                         // SAFETY: the caller promises that what it returns under this name is a
                         // function with the signature that the header declares for it, which is the
                         // one in this table.
-                        unsafe {
-                            mem::transmute::<*const (), unsafe extern "C" fn($($argument),*) -> CuResult>(address)
-                        }
+                        unsafe { mem::transmute::<*const (), Function>(address) }
                     },)+
                     $($ofield: lookup(stringify!($osymbol)).map(|address| {
+                        type Function = unsafe extern "C" fn($($oargument),*) -> CuResult;
                         // SAFETY: the caller promises that what it returns under this name is a
                         // function with the signature that the header declares for it, which is the
                         // one in this table.
-                        unsafe {
-                            mem::transmute::<*const (), unsafe extern "C" fn($($oargument),*) -> CuResult>(address)
-                        }
+                        unsafe { mem::transmute::<*const (), Function>(address) }
                     }),)+
                 })
             }
@@ -127,9 +130,13 @@ functions! {
         /// `cuCtxPopCurrent_v2(context)`
         ctx_pop_current: cuCtxPopCurrent_v2(*mut CuContext);
         /// `cuPointerGetAttributes(count, attributes, data, pointer)`
-        pointer_get_attributes: cuPointerGetAttributes(c_uint, *mut CuPointerAttribute, *mut *mut c_void, CuDevicePtr);
+        pointer_get_attributes: cuPointerGetAttributes(
+            c_uint, *mut CuPointerAttribute, *mut *mut c_void, CuDevicePtr
+        );
         /// `cuPointerSetAttribute(value, attribute, pointer)`
-        pointer_set_attribute: cuPointerSetAttribute(*const c_void, CuPointerAttribute, CuDevicePtr);
+        pointer_set_attribute: cuPointerSetAttribute(
+            *const c_void, CuPointerAttribute, CuDevicePtr
+        );
         /// `cuMemGetAddressRange_v2(base, size, pointer)`
         mem_get_address_range: cuMemGetAddressRange_v2(*mut CuDevicePtr, *mut usize, CuDevicePtr);
         /// `cuMemAlloc_v2(pointer, size)`
@@ -175,7 +182,9 @@ functions! {
     }
     optional {
         /// `cuMemGetHandleForAddressRange(handle, pointer, size, type, flags)`
-        mem_get_handle_for_address_range: cuMemGetHandleForAddressRange(*mut c_void, CuDevicePtr, usize, c_uint, u64);
+        mem_get_handle_for_address_range: cuMemGetHandleForAddressRange(
+            *mut c_void, CuDevicePtr, usize, c_uint, u64
+        );
         /// `cuFlushGPUDirectRDMAWrites(target, scope)`
         flush_gpu_direct_rdma_writes: cuFlushGPUDirectRDMAWrites(c_uint, c_uint);
         /// `cuCtxGetFlags(flags)`
@@ -187,7 +196,9 @@ functions! {
         /// `cuMemFreeAsync(pointer, stream)`
         mem_free_async: cuMemFreeAsync(CuDevicePtr, CuStream);
         /// `cuMemGetAllocationGranularity(granularity, properties, option)`
-        mem_get_allocation_granularity: cuMemGetAllocationGranularity(*mut usize, *const CuMemAllocationProp, c_uint);
+        mem_get_allocation_granularity: cuMemGetAllocationGranularity(
+            *mut usize, *const CuMemAllocationProp, c_uint
+        );
         /// `cuMemAddressReserve(pointer, size, alignment, wanted, flags)`
         mem_address_reserve: cuMemAddressReserve(*mut CuDevicePtr, usize, usize, CuDevicePtr, u64);
         /// `cuMemAddressFree(pointer, size)`
@@ -200,12 +211,14 @@ functions! {
         mem_map: cuMemMap(CuDevicePtr, usize, usize, CuMemHandle, u64);
         /// `cuMemUnmap(pointer, size)`
         mem_unmap: cuMemUnmap(CuDevicePtr, usize);
-        /// `cuMemSetAccess(pointer, size, who, count)`
+        /// `cuMemSetAccess(pointer, size, descriptions, count)`
         mem_set_access: cuMemSetAccess(CuDevicePtr, usize, *const CuMemAccessDesc, usize);
         /// `cuMemRetainAllocationHandle(handle, address)`
         mem_retain_allocation_handle: cuMemRetainAllocationHandle(*mut CuMemHandle, *mut c_void);
         /// `cuMemGetAllocationPropertiesFromHandle(properties, handle)`
-        mem_get_allocation_properties: cuMemGetAllocationPropertiesFromHandle(*mut CuMemAllocationProp, CuMemHandle);
+        mem_get_allocation_properties: cuMemGetAllocationPropertiesFromHandle(
+            *mut CuMemAllocationProp, CuMemHandle
+        );
     }
 }
 
@@ -213,8 +226,8 @@ impl Functions {
     /// Name by which the dynamic loader finds the library.
     pub const LIBRARY: &str = "libcuda.so.1";
 
-    /// Symbols of functions that free memory, which a cache monitor hooks if the library has them.
-    /// This crate calls few of them.
+    /// Symbols of functions that free memory. A cache monitor hooks those that the library has;
+    /// this crate calls only a few.
     pub const FREES: &[&str] = &[
         "cuMemFree",
         "cuMemFree_v2",
@@ -269,7 +282,8 @@ impl Functions {
         Ok(Self { loaded: true, ..functions })
     }
 
-    /// Fills the table from a lookup closure, for a driver of a test, say.
+    /// Fills the table from a lookup closure. A test passes the functions of its own driver, for
+    /// example.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup` has
@@ -282,7 +296,7 @@ impl Functions {
     pub unsafe fn from_lookup(
         lookup: impl FnMut(&'static str) -> Option<*const ()>,
     ) -> Result<Self> {
-        // SAFETY: the same promise, made by the caller.
+        // SAFETY: the caller of this function makes the promise that `fill` asks for.
         unsafe { Self::fill("(injected)", lookup) }
     }
 
@@ -309,7 +323,10 @@ fn not_loaded(library: &str, reason: libloading::Error) -> Error {
     let error = Error::new(ErrorKind::Unavailable, "load library")
         .iface(IfaceKind::CUDA)
         .context("library", library)
-        .remedy("install NVIDIA's driver, or name its library with Cuda::builder().library(path) or HMEM_CUDA_LIBRARY");
+        .remedy(
+            "install NVIDIA's driver, or name its library with Cuda::builder().library(path) \
+                 or HMEM_CUDA_LIBRARY",
+        );
     match reason {
         libloading::Error::DlOpen { source } => error.caused_by(source),
         other => error.caused_by(other),
@@ -321,5 +338,8 @@ fn lacks_symbol(library: &str, symbol: &'static str) -> Error {
         .iface(IfaceKind::CUDA)
         .context("library", library)
         .context("symbol", symbol)
-        .remedy("the library has no such symbol: it is not NVIDIA's driver library, or older than CUDA 11.0")
+        .remedy(
+            "the library has no such symbol: it is not NVIDIA's driver library, or older than \
+                 CUDA 11.0",
+        )
 }

@@ -1,4 +1,4 @@
-//! Memory that the iface obtained from the driver and must give back.
+//! Table of memory that the iface obtained from the driver and must release.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -12,12 +12,11 @@ use parking_lot::Mutex;
 
 use crate::sys::CuMemHandle;
 
-/// Allocations and page-locked ranges that were not given back yet.
+/// Allocations and page-locked ranges that were not released yet.
 #[derive(Debug, Default)]
 pub(crate) struct AllocationTable {
     entries: Mutex<Entries>,
-    /// Number of allocations of other processes. It spares most lookups the lock, under which it
-    /// changes.
+    /// Number of imports. It changes under the lock; while it is 0, lookups need no lock.
     imported: AtomicUsize,
 }
 
@@ -37,7 +36,7 @@ pub(crate) struct PageLockedRange {
     pub(crate) device: Option<DeviceId>,
 }
 
-/// One allocation to give back.
+/// An allocation to release.
 #[derive(Clone, Debug)]
 pub(crate) struct OwnedAllocation {
     pub(crate) id: AllocationId,
@@ -46,7 +45,7 @@ pub(crate) struct OwnedAllocation {
     pub(crate) origin: Origin,
 }
 
-/// Call that an allocation came from, which decides how it is given back.
+/// Call that made an allocation, which determines the call that releases it.
 #[derive(Clone, Debug)]
 pub(crate) enum Origin {
     /// `cuMemAlloc`, `cuMemAllocManaged`.
@@ -55,22 +54,22 @@ pub(crate) enum Origin {
     Host,
     /// `cuMemAllocAsync`.
     Pool,
-    /// `cuMemAddressReserve` of `size` bytes, `cuMemCreate` and `cuMemMap`. `left` is what is to be
-    /// undone before the handle is released.
+    /// `cuMemAddressReserve` of `size` bytes, `cuMemCreate` and `cuMemMap`. `left` is the part that
+    /// is still to be undone.
     Virtual { size: usize, handle: CuMemHandle, left: Left },
-    /// `cuIpcOpenMemHandle`. `opened` counts the opens that can still be closed, `closing` the
-    /// closes on their way to the driver.
+    /// `cuIpcOpenMemHandle`. `opened` counts opens that can still be closed, `closing` counts
+    /// closes that are in flight.
     Imported { opened: u64, closing: u64 },
 }
 
 /// Steps that are left to free VMM memory. The driver may refuse each of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Left {
-    /// Addresses, and the handle mapped at them.
+    /// Mapping, reservation and handle.
     Mapping,
-    /// Addresses alone.
+    /// Reservation and handle.
     Reservation,
-    /// Neither.
+    /// Handle alone.
     Handle,
 }
 
@@ -117,8 +116,8 @@ impl AllocationTable {
         self.entries.lock().owned.insert(owned.range.start().0, owned);
     }
 
-    /// Takes an allocation out, so that of two threads that free it only one reaches the driver.
-    /// Another allocation at its address stays.
+    /// Removes an allocation, so that only one of two threads that free it calls the driver. A
+    /// newer allocation at the same address stays.
     ///
     /// # Errors
     /// InvalidArgument if it is not in the table, or of another process.
@@ -137,7 +136,7 @@ impl AllocationTable {
         self.entries.lock().page_locked.insert(locked.range.start().0, locked);
     }
 
-    /// Takes a page-locked range out. `None` if exactly this range is not in the table.
+    /// Removes a page-locked range. Returns `None` if exactly this range is not in the table.
     pub(crate) fn take_page_locked(&self, range: AddressRange) -> Option<PageLockedRange> {
         let mut entries = self.entries.lock();
         entries.page_locked.get(&range.start().0).filter(|locked| locked.range == range)?;
@@ -157,15 +156,16 @@ impl AllocationTable {
             // The driver closed the previous allocation here, and `end_close` has not run yet.
             *owned = fresh;
         }
-        // `cuda.h`: a handle that is open already counts its opens and gives the same address.
+        // `cuda.h`: opening a handle that is open already returns the same address and counts the
+        // opens.
         if let Origin::Imported { opened, .. } = &mut owned.origin {
             *opened += 1;
         }
     }
 
-    /// Takes one open out for a close, so that each of two threads that close at once has its own.
-    /// The entry stays until the driver has closed the last open: until then the memory is an
-    /// import. Returns the device and whether this is the last open.
+    /// Takes one open for a close, so that two threads that close at once each have their own. The
+    /// entry stays until the driver has closed the last open: until then the memory is an import.
+    /// Returns the device, and true for the last open.
     pub(crate) fn begin_close(&self, allocation: &Allocation) -> Result<(DeviceId, bool)> {
         let refused = || not_live("ipc_close", allocation);
         let mut entries = self.entries.lock();
@@ -206,7 +206,7 @@ impl Drop for AllocationTable {
     }
 }
 
-/// Returns the entry of an allocation, and not of another at its address.
+/// Returns the entry of an allocation, or `None` if a newer allocation is at its address.
 fn live<'a>(entries: &'a mut Entries, allocation: &Allocation) -> Option<&'a mut OwnedAllocation> {
     entries.owned.get_mut(&allocation.base().0).filter(|owned| owned.id == allocation.id)
 }
@@ -218,7 +218,8 @@ pub(crate) fn not_live(operation: &'static str, allocation: &Allocation) -> Erro
         .context("allocation", allocation.range)
         .context("identity", allocation.id.0)
         .remedy(
-            "not a live allocation of this iface: freed already, or allocated by somebody else, who frees it",
+            "not a live allocation of this iface: it was freed, or the application allocated it \
+             and frees it itself",
         )
 }
 
@@ -228,7 +229,7 @@ mod tests {
 
     use super::*;
 
-    /// Two threads free the same memory, and a third gets its address in between.
+    /// Two threads free the same memory, and a third one allocates at its address in between.
     #[test]
     fn take_ignores_a_newer_allocation_at_the_same_address() {
         let range = AddressRange::new(Address(0x1000), 64).expect("a range");

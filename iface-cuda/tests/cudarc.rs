@@ -1,5 +1,5 @@
-//! The real `cudarc` crate over the fake driver library: its slices are registered and reached
-//! through the software NIC.
+//! The real `cudarc` crate over the fake driver library. The tests register its slices and access
+//! them through the software NIC.
 //!
 //! `CUDARC_CUDA_VERSION=12080 cargo test -p hmem-iface-cuda --features cudarc --test cudarc`
 #![cfg(feature = "cudarc")]
@@ -17,12 +17,13 @@ use hmem_iface_cuda::{Cuda, cudarc::CudarcBuffer};
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_loopback::Loopback;
 
-/// Runs the test `name` in a process in which both cudarc and this library find the fake driver.
+/// Runs the test `name` in a child process in which both cudarc and this library load the fake
+/// driver.
 fn with_the_fake_driver(name: &str, show: impl FnOnce()) {
     if std::env::var_os("HMEM_CUDA_CHILD").is_some() {
         return show();
     }
-    // Named so that the library is built.
+    // This use makes cargo build the library.
     let _: fn() -> Vec<hmem_fake_cuda::Profile> = hmem_fake_cuda::Profile::all;
     let test = std::env::current_exe().expect("this test");
     let library = test.parent().expect("a folder").join("libhmem_fake_cuda.so");
@@ -85,15 +86,15 @@ impl Link {
 fn slice(values: &[u32]) -> (Arc<CudaStream>, CudaSlice<u32>) {
     let stream =
         CudaContext::new(0).expect("cudarc finds the driver").new_stream().expect("a stream");
-    // SAFETY: written whole before anybody reads it.
+    // SAFETY: the test writes all of it before it reads any of it.
     let mut slice = unsafe { stream.alloc::<u32>(values.len()) }.expect("allocate");
     stream.memcpy_htod(values, &mut slice).expect("copy");
     (stream, slice)
 }
 
 #[test]
-fn a_slice_is_owned_by_its_region_and_comes_back() {
-    with_the_fake_driver("a_slice_is_owned_by_its_region_and_comes_back", || {
+fn slice_is_owned_by_its_region_until_close_returns_it() {
+    with_the_fake_driver("slice_is_owned_by_its_region_until_close_returns_it", || {
         let link = Link::open();
         let (stream, slice) = slice(&[7; 1000]);
         let buffer = CudarcBuffer::new(&link.iface, slice).expect("a buffer");
@@ -101,7 +102,8 @@ fn a_slice_is_owned_by_its_region_and_comes_back() {
         let mut before = [0; 4];
         region.read(8, &mut before).expect("read");
         assert_eq!(u32::from_le_bytes(before), 7);
-        // Memory of a pool: the driver lets no NIC reach it, and the decision says so.
+        // Memory of a pool: the driver does not export it to NICs, and the decision gives that
+        // reason.
         assert_eq!(region.decision().expect("decision").path, Path::Staged);
         link.put(&region.key().expect("key"), &[1; 4000]);
         let slice = region.close().expect("close").into_slice();
@@ -113,8 +115,8 @@ fn a_slice_is_owned_by_its_region_and_comes_back() {
 }
 
 #[test]
-fn a_slice_is_lent_for_a_closure() {
-    with_the_fake_driver("a_slice_is_lent_for_a_closure", || {
+fn slice_is_borrowed_for_a_closure() {
+    with_the_fake_driver("slice_is_borrowed_for_a_closure", || {
         let link = Link::open();
         let (stream, mut slice) = slice(&[7; 16]);
         let lent = hmem_iface_cuda::cudarc::scope(
@@ -140,8 +142,8 @@ fn a_slice_is_lent_for_a_closure() {
 }
 
 #[test]
-fn another_iface_is_refused_and_the_slice_comes_back() {
-    with_the_fake_driver("another_iface_is_refused_and_the_slice_comes_back", || {
+fn other_iface_is_refused_and_the_slice_is_returned() {
+    with_the_fake_driver("other_iface_is_refused_and_the_slice_is_returned", || {
         let system: Arc<dyn Iface> = Arc::new(hmem_iface_system::System::new());
         let (_stream, slice) = slice(&[1]);
         let refused = CudarcBuffer::new(&system, slice).expect_err("not CUDA's");

@@ -1,5 +1,5 @@
-//! `tests/gpu/run`, over programs that stand in for what it carries: a failure of one hides nothing
-//! of the others.
+//! Tests of `tests/gpu/run` over substitutes for the programs that it carries. A failure of one
+//! program must not hide the results of the others.
 
 use std::{
     fs,
@@ -20,7 +20,8 @@ const BYTES: &str = r#"case "$1" in
 esac"#;
 const HMEM: &str = r#"echo "hmem $*""#;
 
-/// A folder as `--carry` makes it, with these programs in it. It goes with the value.
+/// A folder as `--carry` makes it, with these programs in it. Dropping the value deletes the
+/// folder.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -71,14 +72,14 @@ const WHOLE: [&str; 7] = [
 ];
 
 #[test]
-fn what_passes_is_reported_whole() {
+fn passing_run_is_reported_completely() {
     let (status, report) = Folder::new("passes", GPU, SUITE, HMEM).run();
     holds(&report, &WHOLE);
     assert_eq!(status, Some(0), "{report}");
 }
 
 #[test]
-fn a_failing_test_is_reported_with_what_it_said_and_hides_nothing() {
+fn failing_test_is_reported_with_its_output_beside_all_others() {
     let suite = format!("if [[ $2 == a_1 ]]; then echo why it failed; kill -SEGV $$; fi\n{SUITE}");
     let (status, report) = Folder::new("suite", GPU, &suite, HMEM).run();
     holds(&report, &["| a_1 | FAILED: exit status 139 |", "    why it failed"]);
@@ -87,7 +88,7 @@ fn a_failing_test_is_reported_with_what_it_said_and_hides_nothing() {
 }
 
 #[test]
-fn a_failing_part_or_check_hides_nothing() {
+fn failing_part_or_check_is_reported_beside_all_others() {
     let gpu = format!("{GPU}\n[[ $1 != machine ]] || exit 1");
     let (status, report) = Folder::new("part", &gpu, SUITE, HMEM).run();
     holds(&report, &WHOLE);
@@ -100,14 +101,14 @@ fn a_failing_part_or_check_hides_nothing() {
 }
 
 #[test]
-fn a_suite_that_does_not_start_is_a_failure() {
+fn suite_that_does_not_start_is_a_failure() {
     let (status, report) = Folder::new("list", GPU, "exit 127", HMEM).run();
     holds(&report, &["part copies", "| the suite lists no test | FAILED |", WHOLE[4]]);
     assert_eq!(status, Some(1), "{report}");
 }
 
 #[test]
-fn a_part_that_hangs_is_ended() {
+fn hanging_part_is_killed_and_reported() {
     let gpu = format!("[[ $1 != machine ]] || exec tail -f /dev/null\n{GPU}");
     let folder = Folder::new("hangs", &gpu, SUITE, HMEM);
     let output =
@@ -119,7 +120,7 @@ fn a_part_that_hangs_is_ended() {
 }
 
 #[test]
-fn a_test_that_hangs_is_ended() {
+fn hanging_test_is_killed_and_reported() {
     let suite = format!("[[ $2 != a_1 ]] || exec tail -f /dev/null\n{SUITE}");
     let folder = Folder::new("test-hangs", GPU, &suite, HMEM);
     let output =
@@ -130,9 +131,9 @@ fn a_test_that_hangs_is_ended() {
     assert_eq!(output.status.code(), Some(1), "{report}");
 }
 
-/// What kills is not said to be the limit.
+/// A process that was killed must not be reported as one that reached its time limit.
 #[test]
-fn what_is_killed_is_said_to_be_and_hides_nothing() {
+fn killed_process_is_reported_beside_all_others() {
     let killed = "was killed, as the system does where memory runs out";
     let gpu = format!("{GPU}\n[[ $1 != copies ]] || kill -KILL $$");
     let suite = format!("[[ $2 != a_1 ]] || kill -KILL $$\n{SUITE}");
@@ -141,14 +142,14 @@ fn what_is_killed_is_said_to_be_and_hides_nothing() {
         (format!("Part copies failed: {killed}."), format!("| a_1 | FAILED: {killed} |"));
     holds(&report, &[&part, &test, WHOLE[3], WHOLE[4], WHOLE[5]]);
     assert_eq!(status, Some(1), "{report}");
-    // What says 124 by itself did not run to the limit either.
+    // A program may also exit with 124 itself, without reaching the limit.
     let gpu = format!("{GPU}\n[[ $1 != machine ]] || exit 124");
     let (_, report) = Folder::new("says-124", &gpu, SUITE, HMEM).run();
     holds(&report, &["Part machine failed: exit status 124."]);
 }
 
 #[test]
-fn a_gpu_that_is_gone_after_the_first_part_is_a_failure_and_hides_nothing() {
+fn gpu_lost_after_the_first_part_is_a_failure_beside_all_others() {
     let gpu = format!("{GPU}\n[[ $1 != copies ]] || exit 3");
     let (status, report) = Folder::new("gone", &gpu, SUITE, HMEM).run();
     holds(&report, &WHOLE);
@@ -157,7 +158,7 @@ fn a_gpu_that_is_gone_after_the_first_part_is_a_failure_and_hides_nothing() {
 }
 
 #[test]
-fn without_a_gpu_the_status_is_3_and_no_test_is_run() {
+fn without_a_gpu_the_status_is_3_and_no_test_runs() {
     let gpu = format!("[[ $1 != machine ]] || exit 3\n{GPU}");
     let (status, report) = Folder::new("none", &gpu, SUITE, HMEM).run();
     assert_eq!((status, report.as_str()), (Some(3), ""));

@@ -63,7 +63,8 @@ fn c_type(rust: &str) -> &'static str {
     }
 }
 
-/// Arguments that the table has as plain integers and the header as enumerations of the same width.
+/// Arguments that are plain integers in the table, and enumerations of the same width in the
+/// header.
 const ENUMERATIONS: [(&str, usize, &str); 4] = [
     ("cuMemGetHandleForAddressRange", 3, "CUmemRangeHandleType"),
     ("cuFlushGPUDirectRDMAWrites", 0, "CUflushGPUDirectRDMAWritesTarget"),
@@ -71,7 +72,7 @@ const ENUMERATIONS: [(&str, usize, &str); 4] = [
     ("cuMemGetAllocationGranularity", 2, "CUmemAllocationGranularity_flags"),
 ];
 
-/// One pointer to each function, of the type that the table gives it.
+/// C code with one pointer to each function, of the type in the table.
 fn signatures() -> String {
     let mut code = String::new();
     for (symbol, arguments) in Functions::SIGNATURES {
@@ -94,7 +95,7 @@ fn signatures() -> String {
     code
 }
 
-/// What the C compiler is asked, and what this crate says.
+/// Expressions for the C compiler, with the values of this crate.
 fn questions(header: &str, release: &str) -> BTreeMap<String, i128> {
     let mut ours = BTreeMap::new();
     let codes = CuResult::ALL.iter().map(|code| (code.name().expect("named"), u64::from(code.0)));
@@ -197,14 +198,14 @@ fn compare(release: &str) {
         assert_eq!(value.parse::<i128>().expect("a number"), ours[name], "{release}: {name}");
     }
 
-    // A pointer of another type is an error with -Werror; the assignment runs nothing and links
-    // nothing.
+    // A pointer of another type is an error with -Werror. The code is compiled only, never linked
+    // or run.
     let arguments = ["-c", "-o", object.to_str().expect("utf-8")];
     let code = format!("{head}{}", signatures());
     if let Err(errors) = compile(&folder, &header, &code, &arguments) {
         panic!("{release}: a signature differs from the header:\n{errors}");
     }
-    // And it would notice: the same with one argument changed does not compile.
+    // A check of the check: with one argument changed the code does not compile.
     let wrong = code
         .replace("p_cuMemAlloc_v2)(CUdeviceptr *, size_t)", "p_cuMemAlloc_v2)(CUdeviceptr *, int)");
     assert_ne!(wrong, code);
@@ -213,11 +214,11 @@ fn compare(release: &str) {
 }
 
 #[test]
-fn constants_layouts_and_signatures_are_those_of_cuda_12_9() {
+fn constants_layouts_and_signatures_equal_cuda_12_9() {
     compare("12.9");
 }
 
 #[test]
-fn constants_layouts_and_signatures_are_those_of_cuda_13_5() {
+fn constants_layouts_and_signatures_equal_cuda_13_5() {
     compare("13.5");
 }

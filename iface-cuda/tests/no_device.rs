@@ -1,5 +1,5 @@
-//! The real `libcuda.so.1` of two releases, without a device: what it truly does.
-//! `HMEM_CUDA=driver` makes its absence a failure.
+//! Behaviour of the real `libcuda.so.1` of two releases without a device. `HMEM_CUDA=driver` makes
+//! its absence a failure.
 
 mod support;
 
@@ -23,7 +23,7 @@ fn drivers() -> Vec<(&'static str, PathBuf)> {
         .collect()
 }
 
-/// Two of them in one process would share what is global to it: each in a process of its own.
+/// Two releases in one process would share global state, so each is loaded in a process of its own.
 fn alone(name: &str, show: impl Fn(&str, &std::path::Path)) {
     const RELEASE: &str = "HMEM_CUDA_RELEASE";
     for (release, path) in drivers() {
@@ -51,10 +51,10 @@ fn machine_has_a_gpu() -> bool {
 
 /// HM-04
 #[test]
-fn the_real_driver_without_a_device_is_unavailable_and_says_so() {
-    alone("the_real_driver_without_a_device_is_unavailable_and_says_so", |release, path| {
+fn real_driver_without_a_device_is_unavailable() {
+    alone("real_driver_without_a_device_is_unavailable", |release, path| {
         if machine_has_a_gpu() {
-            return eprintln!("skipped: this machine has a driver of its own");
+            return eprintln!("skipped: this machine has its own driver");
         }
         let error = Cuda::builder().library(path).open().expect_err("no device");
         assert_eq!(
@@ -71,19 +71,20 @@ fn the_real_driver_without_a_device_is_unavailable_and_says_so() {
 
 /// HM-04
 ///
-/// Every symbol of the table is there, optional ones included, and the answers before a
-/// successful `cuInit` are those that the fake driver gives as recorded.
+/// The library has every symbol of the table, optional ones included. Its answers before a
+/// successful `cuInit` equal those of the fake driver.
 #[test]
-fn the_real_driver_answers_as_recorded_before_it_started() {
-    alone("the_real_driver_answers_as_recorded_before_it_started", |release, path| {
+fn real_driver_before_start_answers_as_recorded() {
+    alone("real_driver_before_start_answers_as_recorded", |release, path| {
         if machine_has_a_gpu() {
-            return eprintln!("skipped: this machine has a driver of its own");
+            return eprintln!("skipped: this machine has its own driver");
         }
         let f = Functions::load(path).expect("load");
         let not_started = CuResult::CUDA_ERROR_NOT_INITIALIZED;
         let (mut number, mut pointer): (c_int, CuDevicePtr) = (7, 7);
         let mut context = CuContext(7);
-        // SAFETY: every place is writable; nothing is started, so that no call reaches a device.
+        // SAFETY: every output is writable. The driver is not started, so that no call reaches a
+        // device.
         unsafe {
             assert_eq!((f.init)(0), CuResult::CUDA_ERROR_NO_DEVICE, "{release}");
             assert_eq!((f.device_get_count)(&mut number), not_started);
@@ -108,7 +109,7 @@ fn the_real_driver_answers_as_recorded_before_it_started() {
             );
             assert!((f.driver_get_version)(&mut number).is_success());
             let version = if release == "535" { 12_020 } else { 12_040 };
-            assert_eq!(number, version, "the version that the fake's profile has");
+            assert_eq!(number, version, "the version of the fake's profile");
         }
         for optional in [
             f.flush_gpu_direct_rdma_writes.is_some(),
@@ -122,7 +123,7 @@ fn the_real_driver_answers_as_recorded_before_it_started() {
     });
 }
 
-/// Counts what it is told of.
+/// Counts notifications.
 #[derive(Debug, Default)]
 struct Told(std::sync::Mutex<Vec<AddressRange>>);
 
@@ -145,15 +146,14 @@ impl Invalidator for Told {
 
 /// MON-07
 ///
-/// The entries of the real library can be hooked, every one of them; callers that got a
-/// function by `cuGetProcAddress` are seen too; answers stay the driver's own; and the code is as
-/// it was afterwards.
+/// Every entry of the real library can be hooked, and the hooks see callers that got a function by
+/// `cuGetProcAddress`. The results stay those of the driver. Afterwards the code is restored.
 #[cfg(target_arch = "x86_64")]
 #[test]
-fn the_real_drivers_frees_are_hooked_whoever_looked_them_up() {
-    alone("the_real_drivers_frees_are_hooked_whoever_looked_them_up", |release, path| {
+fn real_driver_frees_are_hooked_for_every_lookup() {
+    alone("real_driver_frees_are_hooked_for_every_lookup", |release, path| {
         if machine_has_a_gpu() {
-            return eprintln!("skipped: this machine has a driver of its own");
+            return eprintln!("skipped: this machine has its own driver");
         }
         let f = Functions::load(path).expect("load");
         let missing: Vec<_> = Functions::FREES
@@ -168,8 +168,7 @@ fn the_real_drivers_frees_are_hooked_whoever_looked_them_up() {
             std::ptr::with_exposed_provenance::<[u8; 16]>(entry).read_unaligned()
         };
         let untouched: Vec<_> = f.frees().iter().map(|(_, entry)| code(*entry)).collect();
-        // The whole entry: a comparison, a branch, and a jump to where the library's own table
-        // leads.
+        // The whole entry: a comparison, a branch, and a jump through the library's own table.
         for (bytes, (name, _)) in untouched.iter().zip(f.frees()) {
             assert_eq!(
                 (&bytes[..2], &bytes[10..11]),
@@ -188,7 +187,7 @@ fn the_real_drivers_frees_are_hooked_whoever_looked_them_up() {
         let mut found = 0;
         // SAFETY: the place is writable.
         assert!(unsafe { find(c"cuMemFree".as_ptr(), &mut found, 12_000, 0) }.is_success());
-        // SAFETY: what the driver names as `cuMemFree` of CUDA 12.
+        // SAFETY: the driver returned it as `cuMemFree` of CUDA 12.
         let by_name: unsafe extern "C" fn(CuDevicePtr) -> CuResult =
             unsafe { std::mem::transmute(std::ptr::with_exposed_provenance::<()>(found)) };
 
@@ -196,14 +195,14 @@ fn the_real_drivers_frees_are_hooked_whoever_looked_them_up() {
         let hooks = FreeHooks::start(&f).expect("hooked");
         assert_eq!(hooks.functions().len(), f.frees().len());
         let subscription = hooks.subscribe(Arc::clone(&told) as _).expect("subscribed");
-        // SAFETY: nothing is started, so that no call frees anything.
+        // SAFETY: the driver is not started, so that no call frees memory.
         let free = |times| unsafe {
             for _ in 0..times {
                 assert_eq!((f.mem_free)(0x1000), not_started, "{release}");
                 assert_eq!(by_name(0x1000), not_started, "{release}");
                 assert_eq!((f.mem_free_host)(0x2000 as *mut _), not_started, "{release}");
                 assert_eq!((f.primary_ctx_release)(0), not_started, "{release}");
-                assert_eq!((f.mem_free)(0), not_started, "null is nothing, and nobody is told");
+                assert_eq!((f.mem_free)(0), not_started, "a free of null notifies nobody");
             }
         };
         free(3);
@@ -213,7 +212,7 @@ fn the_real_drivers_frees_are_hooked_whoever_looked_them_up() {
         assert_eq!(told.0.lock().unwrap().len(), 12, "{release}");
         drop(hooks);
         let left: Vec<_> = f.frees().iter().map(|(_, entry)| code(*entry)).collect();
-        assert!(left == untouched, "{release}: the code is not what it was");
+        assert!(left == untouched, "{release}: the code is not restored");
         free(1);
     });
 }

@@ -1,4 +1,4 @@
-//! Allocating and freeing memory, and page-locking of the application's own.
+//! Allocation and free of memory, and page-locking of the application's memory.
 
 use std::{ffi::c_void, ptr, sync::Arc};
 
@@ -50,7 +50,7 @@ impl Allocator for PoolAllocator {
                 return refuse("the runtime has no stream-ordered pools: HIP makes them");
             }
             AllocationKind::Imported => {
-                return refuse("another process's memory is opened, not allocated");
+                return refuse("memory of another process is opened with ipc_open, not allocated");
             }
             _ => return refuse("the system iface allocates this kind"),
         }
@@ -59,8 +59,8 @@ impl Allocator for PoolAllocator {
 
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
         let mut origin = self.lookup.table.take("free", allocation, false)?;
-        // SAFETY: the table had it as live and this iface's own, and of two threads one takes it.
-        // The caller promises that nothing uses the memory.
+        // SAFETY: `take` removed the live allocation from the table, so that only one thread frees
+        // it. The caller promises that nothing uses the memory.
         let freed = unsafe { self.release(allocation.base(), &mut origin) };
         freed.map_err(|error| {
             self.lookup.table.own(*allocation, origin);
@@ -89,16 +89,16 @@ impl PoolAllocator {
         let base = Address(base.expose_provenance() as u64);
         let entered = self.enter(base, request, origin);
         if entered.is_err()
-            // SAFETY: allocated just now, and passed to no caller.
+            // SAFETY: this call allocated the memory, and no caller has it.
             && let Err(error) = unsafe { self.release(base, &mut origin) }
         {
-            tracing::error!(%error, "an allocation that failed stays allocated");
+            tracing::error!(%error, "cannot free the memory of a failed allocation");
         }
         entered
     }
 
     fn enter(&self, base: Address, request: &AllocRequest, origin: Origin) -> Result<Allocation> {
-        // The requested length: the runtime may have rounded it up.
+        // The requested length; the runtime may have rounded it up.
         let range = AddressRange::new(base, request.len)?;
         let device = (request.kind != AllocationKind::Host).then_some(request.device);
         let kind = request.kind;
@@ -111,7 +111,7 @@ impl PoolAllocator {
                         .context("address", base)
                         .context(
                             "reason",
-                            "the runtime does not know memory that it allocated just now",
+                            "the runtime does not recognise memory that it has allocated",
                         )
                 };
                 found.ok_or_else(unknown)?.id
@@ -124,14 +124,14 @@ impl PoolAllocator {
         Ok(allocation)
     }
 
-    /// Maps one handle into a reservation of its own, which its device may access.
+    /// Maps one handle into a reservation of its own, and lets its device access it.
     fn allocate_virtual(&self, device: &DeviceEntry, len: usize) -> Result<(*mut c_void, Origin)> {
         let f = &self.lookup.runtime.functions;
         let reserve = symbol(f.vmem_reserve, "hsa_amd_vmem_address_reserve")?;
         let create = symbol(f.vmem_create, "hsa_amd_vmem_handle_create")?;
         let map = symbol(f.vmem_map, "hsa_amd_vmem_map")?;
         let set_access = symbol(f.vmem_set_access, "hsa_amd_vmem_set_access")?;
-        // `release` calls these.
+        // `release` calls these functions.
         symbol(f.vmem_unmap, "hsa_amd_vmem_unmap")?;
         symbol(f.vmem_unreserve, "hsa_amd_vmem_address_free")?;
         symbol(f.vmem_release, "hsa_amd_vmem_handle_release")?;
@@ -147,36 +147,36 @@ impl PoolAllocator {
             let code = unsafe { reserve(&mut base, size, 0, 0) };
             check(code, "hsa_amd_vmem_address_reserve")?;
             left = Left::Reservation;
-            // SAFETY: the reservation is new and of this size, and so is the handle.
+            // SAFETY: the calls above made the reservation and the handle, both of this size.
             check(unsafe { map(base, size, 0, handle, 0) }, "hsa_amd_vmem_map")?;
             left = Left::Mapping;
             let access =
                 sys::AccessDesc { permissions: sys::HSA_ACCESS_PERMISSION_RW, agent: device.agent };
-            // SAFETY: the whole range was mapped just now; `access` is one description.
+            // SAFETY: the call above mapped the whole range; `access` is one description.
             let code = unsafe { set_access(base, size, &access, 1) };
             check(code, "hsa_amd_vmem_set_access")
         };
         let mapped = map_at_new_addresses();
         let mut origin = Origin::Virtual { size, handle, left };
         mapped.map(|()| (base, origin)).inspect_err(|_| {
-            // SAFETY: made just now, and passed to no caller.
+            // SAFETY: this call made the parts, and no caller has them.
             let released = unsafe { self.release(Address(base.addr() as u64), &mut origin) };
             if let Err(error) = released {
-                tracing::error!(%error, "parts of virtual memory that failed stay behind");
+                tracing::error!(%error, "cannot release the parts of a failed virtual allocation");
             }
         })
     }
 
-    /// Frees memory by the call that belongs to its origin. After a refusal `origin` has the steps
-    /// that are left, and the next call goes on from there.
+    /// Frees memory by the call that matches its origin. After a refusal, `origin` holds the
+    /// remaining steps, and the next call continues there.
     ///
     /// # Safety
-    /// The memory is of this iface, is freed once, and nothing uses it any longer.
+    /// The memory belongs to this iface, is freed once, and nothing uses it any longer.
     unsafe fn release(&self, base: Address, origin: &mut Origin) -> Result<()> {
         let runtime = &self.lookup.runtime;
         let pointer = ptr::with_exposed_provenance_mut::<c_void>(base.0 as usize);
         let Origin::Virtual { size, handle, left } = origin else {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promises that the memory is freed once and unused.
             return unsafe { runtime.free(pointer) };
         };
         let f = &runtime.functions;
@@ -207,7 +207,7 @@ impl HostRegistrar for PoolAllocator {
         let f = &self.lookup.runtime.functions;
         let lock = symbol(f.memory_lock, "hsa_amd_memory_lock")?;
         symbol(f.memory_unlock, "hsa_amd_memory_unlock")?;
-        // Unlocking by address cannot say which of two locks it ends.
+        // Unlocking by address could not tell two locks at one address apart.
         if !self.lookup.table.begin_lock(range) {
             return Err(Error::new(ErrorKind::Busy, OPERATION)
                 .iface(IfaceKind::ROCR)
@@ -237,8 +237,8 @@ impl HostRegistrar for PoolAllocator {
         let f = &self.lookup.runtime.functions;
         let pointer = ptr::with_exposed_provenance_mut::<c_void>(range.start().0 as usize);
         symbol(f.memory_unlock, "hsa_amd_memory_unlock")
-            // SAFETY: locked by this runtime at this address and unlocked once: the table's entry
-            // is gone. The caller of `register` keeps it mapped until now.
+            // SAFETY: this runtime locked the range at this address, and removing the table's entry
+            // lets only one thread unlock it. The caller of `register` keeps it mapped until now.
             .and_then(|unlock| check(unsafe { unlock(pointer) }, "hsa_amd_memory_unlock"))
             .map_err(|error| {
                 self.lookup.table.end_lock(range, Some(agent_address));
@@ -254,5 +254,5 @@ fn no_pool() -> Error {
 fn too_large() -> Error {
     Error::new(ErrorKind::OutOfResources, "allocate")
         .iface(IfaceKind::ROCR)
-        .remedy("no machine has that much memory")
+        .remedy("ask for less: the length exceeds the address space")
 }

@@ -1,8 +1,7 @@
-//! The causes of refusals that only this driver gives, and general causes with this driver's
-//! remedies.
+//! Causes of refusals by this driver, and general causes with remedies for this driver.
 
 use hmem_core::{
-    ErrorKind, Path,
+    Path,
     cause::{Answer, Facts, Needs, RefusalCause, Step},
     iface::DmaBufMapping,
 };
@@ -11,7 +10,7 @@ fn lacks_options(facts: &Facts) -> bool {
     ["DMABUF_MOVE_NOTIFY", "PCI_P2PDMA"].iter().any(|name| facts.has_option(name) == Some(false))
 }
 
-/// The causes of refusals that ROCr's driver gives.
+/// Causes of refusals by ROCr's driver.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "rocr-file-descriptors",
@@ -20,7 +19,8 @@ pub const CAUSES: &[RefusalCause] = &[
         steps: &[Step::Export],
         // `HSA_STATUS_ERROR_OUT_OF_RESOURCES`
         answers: &[Answer::Driver(&[0x1008])],
-        cause: "the runtime could not make the dma-buf's file descriptor: the process is out of them, or the kernel out of memory",
+        cause: "the runtime could not make the dma-buf's file descriptor: the process is out of \
+                descriptors, or the kernel out of memory",
         remedy: "raise the limit (`ulimit -n`), or close registrations",
         ..RefusalCause::ANY
     },
@@ -31,9 +31,10 @@ pub const CAUSES: &[RefusalCause] = &[
         steps: &[Step::Export],
         // `HSA_STATUS_ERROR_INVALID_ALLOCATION`, `HSA_STATUS_ERROR_INVALID_AGENT`
         answers: &[Answer::Driver(&[0x1003, 0x1004])],
-        cause: "the runtime exports memory of a GPU's pools only, whole in one allocation: not what was freed meanwhile, and not \
-                what another process shares",
-        remedy: "allocate from a GPU's pool (hipMalloc, hsa_amd_memory_pool_allocate) and register before it is freed",
+        cause: "the runtime exports only memory of a GPU's pools, and only ranges inside one \
+                allocation; it exports no freed memory and no memory of another process",
+        remedy: "allocate from a GPU's pool (hipMalloc, hsa_amd_memory_pool_allocate), and free \
+                 the memory after the region is closed",
         ..RefusalCause::ANY
     },
     RefusalCause {
@@ -45,21 +46,13 @@ pub const CAUSES: &[RefusalCause] = &[
         // `HSA_STATUS_ERROR_NOT_SUPPORTED`
         answers: &[Answer::Driver(&[0x2f])],
         cause: "the device's BAR does not hold all of its memory, which the PCIe mapping needs",
-        remedy: "nothing where the default mapping works, which is tried next; else switch resizable BAR and decoding above 4 GiB \
-                 on in the firmware",
+        remedy: "nothing where the default mapping works, which is tried next; else switch \
+                 resizable BAR and decoding above 4 GiB on in the firmware",
         ..RefusalCause::ANY
     },
     RefusalCause {
-        name: "no-pcie-mapping",
-        rank: 50,
-        paths: &[Path::DmaBuf],
-        steps: &[Step::Export],
-        mapping: Some(DmaBufMapping::Pcie),
-        answers: &[Answer::UNSUPPORTED, Answer::Kind(&[ErrorKind::InvalidArgument])],
         cause: "the driver or the device has no PCIe mapping for exports (ROCr from 7.2)",
-        remedy: "none needed if the default mapping works, which is tried next; otherwise update \
-                 the driver",
-        ..RefusalCause::ANY
+        ..RefusalCause::NO_PCIE_MAPPING
     },
     RefusalCause {
         name: "rocr-old-runtime",
@@ -81,31 +74,20 @@ pub const CAUSES: &[RefusalCause] = &[
             "the kernel was built without DMABUF_MOVE_NOTIFY or PCI_P2PDMA",
             lacks_options,
         ),
-        cause: "amdgpu exports dma-bufs to other devices only in kernels with CONFIG_DMABUF_MOVE_NOTIFY and CONFIG_PCI_P2PDMA",
+        cause: "amdgpu exports dma-bufs to other devices only in kernels with \
+                CONFIG_DMABUF_MOVE_NOTIFY and CONFIG_PCI_P2PDMA",
         remedy: "run a kernel that has both options",
         ..RefusalCause::ANY
     },
     RefusalCause {
-        name: "device-without-dma-buf",
-        rank: 160,
-        paths: &[Path::DmaBuf],
-        steps: &[Step::Export],
-        answers: &[Answer::Errno(&[38, 95]), Answer::UNSUPPORTED],
-        cause: "the device, its driver or this kind of memory has no dma-buf export",
-        remedy: "use a driver that exports (ROCr 5.6 or newer) and device memory; or load a peer-memory client",
-        ..RefusalCause::ANY
+        remedy: "use a driver that exports (ROCr 5.6 or newer) and device memory; or load a \
+                 peer-memory client",
+        ..RefusalCause::DEVICE_WITHOUT_DMA_BUF
     },
     RefusalCause {
-        name: "device-files",
-        rank: 310,
         paths: &[Path::DmaBuf, Path::PeerMemory, Path::Staged],
-        steps: &[Step::Segments, Step::ExportWhole, Step::Export, Step::Register],
-        answers: &[
-            Answer::Errno(&[1, 13]),
-            Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied]),
-        ],
-        cause: "the process may not use the device's files, or the buffer was opened read-only",
-        remedy: "give the user (or container) /dev/infiniband/uverbs*, /dev/kfd and /dev/dri/renderD*, and export for writing",
-        ..RefusalCause::ANY
+        remedy: "give the user (or container) /dev/infiniband/uverbs*, /dev/kfd and \
+                 /dev/dri/renderD*, and export for writing",
+        ..RefusalCause::DEVICE_FILES
     },
 ];

@@ -1,11 +1,11 @@
 //! Copies between host memory and memory of the devices.
 //!
-//! A device's copy engine reads and writes memory of that device, and host memory that it was given
-//! access to: what this iface allocated or page-locked. Other host memory goes through a buffer of
-//! this crate, and so does memory of another device: page-locking the application's memory for a
-//! copy would meddle with its own page-locking.
+//! A device's copy engine accesses memory of that device, and host memory that this iface allocated
+//! or page-locked. Other host memory and memory of another device is copied through a buffer of
+//! this crate. Page-locking the application's memory for a copy would interfere with its own
+//! page-locking.
 //!
-//! Copies are not ordered behind work of the application: the application waits for its own work
+//! Copies are not ordered after work of the application: the application waits for its own work
 //! that writes the source.
 
 use std::{cell::Cell, ffi::c_void, fmt, ptr, sync::Arc};
@@ -23,7 +23,7 @@ use crate::{
     table::Origin,
 };
 
-/// Bytes of a buffer between host memory and a device.
+/// Length in bytes of a buffer between host memory and a device.
 const CHUNK: u64 = 1 << 20;
 
 /// Copies memory. The buffers are shared with each copy in flight.
@@ -46,13 +46,13 @@ struct Buffer(usize);
 /// Memory on one side of a copy.
 #[derive(Clone, Copy, Debug)]
 enum Side {
-    /// A device's.
+    /// Memory of a device.
     Device(Agent),
-    /// Host memory that every device reaches at this address.
+    /// Host memory that every device can access at this address.
     Shared(usize),
-    /// Page-locked or allocated host memory that this iface knows no more of.
+    /// Host memory that the runtime knows, without an address for every device.
     Known,
-    /// Host memory, as far as the runtime knows.
+    /// Memory that the runtime does not know: host memory.
     Unknown,
 }
 
@@ -82,7 +82,7 @@ impl CopyEngine for Copier {
         len: u64,
     ) -> Result<Box<dyn CopyEvent>> {
         let copy = CopyRange { to, from, len };
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller of this function makes the same promise.
         let started = unsafe { self.start(copy) }.map_err(|error| copy.described(error))?;
         Ok(match started {
             Some(in_flight) => Box::new(in_flight),
@@ -111,30 +111,34 @@ impl Copier {
     }
 
     /// # Safety
-    /// As [`hmem_core::Iface::copy`].
+    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
         let copy = CopyRange { to, from, len };
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller of this function makes the same promise.
         unsafe { self.start(copy) }
             .and_then(|started| started.map_or(Ok(()), |mut in_flight| in_flight.finish()))
             .map_err(|error| copy.described(error))
     }
 
-    /// Starts a copy. Returns `None` if it has ended. A copy through buffers is in flight with its
-    /// last part only.
+    /// Starts a copy. Returns `None` if it has ended. Only the last part of a copy through buffers
+    /// is in flight on return.
     ///
     /// # Safety
-    /// As [`hmem_core::Iface::copy`], until the copy has ended.
+    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`] until the copy has
+    /// ended.
     unsafe fn start(&self, copy: CopyRange) -> Result<Option<CopyInFlight>> {
         let (to, from) = (self.side(copy.to, copy.len)?, self.side(copy.from, copy.len)?);
         let agent = match (to, from) {
             (Side::Device(agent), _) | (_, Side::Device(agent)) => agent,
             (Side::Unknown, Side::Unknown) => {
-                // The address of freed memory may belong to host memory by now.
+                // Host memory may be at the address of freed memory by now.
                 return Err(Error::new(ErrorKind::OutOfBounds, "copy")
                     .iface(IfaceKind::ROCR)
-                    .context("why", "neither side is memory that the runtime knows")
-                    .remedy("copy memory of this iface before it is freed, and host memory with the system iface"));
+                    .context("why", "the runtime knows neither side")
+                    .remedy(
+                        "copy memory of this iface before it is freed, and host memory with \
+                             the system iface",
+                    ));
             }
             _ => {
                 // SAFETY: both sides are host memory, which the caller promises to be valid.
@@ -150,7 +154,7 @@ impl Copier {
             return Err(Error::new(ErrorKind::InvalidArgument, "copy")
                 .iface(IfaceKind::ROCR)
                 .context("why", "the sides overlap, and a copy engine copies in no order")
-                .remedy("copy by a third place"));
+                .remedy("copy through other memory"));
         }
         let direct = |side| match side {
             Side::Device(of) => of == agent,
@@ -174,7 +178,7 @@ impl Copier {
         }
     }
 
-    /// Finds out whose memory one side is. Memory of this iface holds the whole range.
+    /// Returns the kind of memory on one side. Fails if the range exceeds its allocation.
     fn side(&self, address: Address, len: u64) -> Result<Side> {
         let lookup = &self.0.lookup;
         let range = AddressRange::new(address, len)?;
@@ -183,16 +187,18 @@ impl Copier {
         }
         let own = lookup.table.own_around(address);
         let Some(found) = lookup.find(address)? else {
-            // Neither the CPU nor the runtime can access memory that the runtime has forgotten.
+            // The runtime has forgotten memory of this iface, which neither the CPU nor the runtime
+            // can access.
             return match own {
                 None => Ok(Side::Unknown),
                 Some((allocation, _)) => Err(Error::new(ErrorKind::Driver, "copy")
                     .iface(IfaceKind::ROCR)
-                    .context("reason", "the runtime does not know memory that it allocated")
+                    .context("reason", "the runtime does not recognise memory that it allocated")
                     .context("allocation", allocation.range)),
             };
         };
-        // A part of the application's own pages may be page-locked, and the CPU copies them.
+        // Possibly only a part of the application's pages is page-locked, so that the CPU copies
+        // them.
         if found.kind == AllocationKind::HostRegistered {
             return Ok(Side::Known);
         }
@@ -218,7 +224,7 @@ impl Copier {
 }
 
 impl CopyBuffers {
-    /// Starts one part of a copy, of which one side is a device's.
+    /// Starts one part of a copy with at least one side on a device.
     fn begin(self: &Arc<Self>, copy: CopyRange, to: Side, from: Side) -> Result<CopyInFlight> {
         let (device_to, device_from) = (copy.to.0 as usize, copy.from.0 as usize);
         let mut in_flight = CopyInFlight {
@@ -254,7 +260,7 @@ impl CopyBuffers {
                 unsafe { copy_host(CopyRange { to: Address(buffer as u64), ..copy }) };
                 in_flight.submit((device_to, agent), (buffer, host), copy.len)?;
             }
-            // `start` copies host memory.
+            // `start` copies between two sides of host memory.
             _ => {}
         }
         Ok(in_flight)
@@ -272,7 +278,8 @@ impl CopyBuffers {
     fn release(&self) -> Result<()> {
         let mut spare = self.spare.lock();
         while let Some(Buffer(buffer)) = spare.last().copied() {
-            // SAFETY: allocated by `take_buffer`, freed once, and no copy uses it.
+            // SAFETY: `take_buffer` allocated the buffer, and no copy uses it. It leaves the list
+            // once freed.
             unsafe { self.lookup.runtime.free(ptr::with_exposed_provenance_mut(buffer)) }?;
             spare.pop();
         }
@@ -285,7 +292,8 @@ impl CopyBuffers {
     }
 
     fn destroy(&self, signal: Signal) -> Result<()> {
-        // SAFETY: created by `submit`, destroyed once, and no copy uses it any longer.
+        // SAFETY: `submit` created the signal, its owner destroys it once, and no copy uses it any
+        // longer.
         let code = unsafe { (self.lookup.runtime.functions.signal_destroy)(signal) };
         check(code, "hsa_signal_destroy")
     }
@@ -294,19 +302,19 @@ impl CopyBuffers {
 impl Drop for CopyBuffers {
     fn drop(&mut self) {
         if let Err(error) = self.release() {
-            tracing::warn!(%error, "buffers for copies stay allocated");
+            tracing::warn!(%error, "cannot free the buffers for copies");
         }
     }
 }
 
-/// A copy of a copy engine. Dropping it waits for the end of the copy, so that its memory is not
-/// freed meanwhile.
+/// A copy that a copy engine runs. Dropping it waits for the end of the copy, so that its memory is
+/// not freed meanwhile.
 struct CopyInFlight {
     buffers: Arc<CopyBuffers>,
-    /// Falls below 1 when the copy ends; none once the copy was waited for.
+    /// Falls below 1 when the copy ends. Handle 0 once the copy was waited for.
     signal: Signal,
     buffer: Option<Buffer>,
-    /// Copy from the buffer to the host memory that it is for.
+    /// Copy from the buffer to its destination in host memory.
     out: Cell<Option<CopyRange>>,
 }
 
@@ -324,8 +332,7 @@ impl CopyInFlight {
         Ok(buffer.0)
     }
 
-    /// Hands a copy to a copy engine. Both sides are memory that one of the agents' devices can
-    /// access.
+    /// Submits a copy to a copy engine, which can access both sides.
     fn submit(&mut self, to: (usize, Agent), from: (usize, Agent), len: u64) -> Result<()> {
         let f = &self.buffers.lookup.runtime.functions;
         let start = symbol(f.async_copy, "hsa_amd_memory_async_copy")?;
@@ -374,12 +381,13 @@ impl CopyInFlight {
         Ok(())
     }
 
-    /// Destroys the signal. One that the runtime keeps is destroyed when the iface closes: the copy
-    /// has ended all the same.
+    /// Destroys the signal. If the runtime refuses, the signal is destroyed when the iface closes:
+    /// the copy has ended all the same.
     fn destroy_signal(&mut self) {
         let signal = std::mem::take(&mut self.signal);
         if let Err(error) = self.buffers.destroy(signal) {
-            tracing::warn!(%error, "the signal of a copy is destroyed later");
+            tracing::warn!(%error, "cannot destroy the signal of a copy; closing the iface \
+                                    retries");
             self.buffers.undestroyed.lock().push(signal);
         }
     }
@@ -425,7 +433,7 @@ impl CopyEvent for CopyInFlight {
 impl Drop for CopyInFlight {
     fn drop(&mut self) {
         if let Err(error) = self.finish() {
-            tracing::warn!(%error, "a copy that nobody waited for");
+            tracing::warn!(%error, "a copy failed whose event was dropped without a wait");
         }
     }
 }

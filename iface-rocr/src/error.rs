@@ -1,4 +1,4 @@
-//! Driver codes as errors: the one place that gives them a kind.
+//! Conversion of driver codes to errors with a kind and a remedy.
 
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 
@@ -9,12 +9,12 @@ pub(crate) fn unavailable(operation: &'static str, library: &str) -> Error {
     Error::new(ErrorKind::Unavailable, operation).iface(IfaceKind::ROCR).context("library", library)
 }
 
-/// Returns the error for an operation that this crate does not have.
+/// Returns the error for an operation that the runtime or this crate lacks.
 pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
     Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::ROCR).context("reason", reason)
 }
 
-/// Returns the driver's code as an error, or Ok for success.
+/// Converts the driver's code to an error, or to Ok for success.
 pub(crate) fn check(code: HsaStatus, operation: &'static str) -> Result<()> {
     let kind = match code {
         HsaStatus::HSA_STATUS_SUCCESS | HsaStatus::HSA_STATUS_INFO_BREAK => return Ok(()),
@@ -39,12 +39,12 @@ pub(crate) fn check(code: HsaStatus, operation: &'static str) -> Result<()> {
     Err(coded(Error::new(kind, operation).iface(IfaceKind::ROCR), code))
 }
 
-/// Adds the driver's code with its name.
+/// Adds the driver's code and its name to an error.
 pub(crate) fn coded(error: Error, code: HsaStatus) -> Error {
     error.driver_code(code.name().unwrap_or_default(), code.0.into())
 }
 
-/// Returns a function that older runtimes lack.
+/// Returns an optional function, or the error that it is absent.
 pub(crate) fn symbol<F>(function: Option<F>, symbol: &'static str) -> Result<F> {
     function.ok_or_else(|| lacks_symbol(symbol, symbol))
 }
@@ -54,15 +54,15 @@ pub(crate) fn lacks_symbol(operation: &'static str, symbol: &'static str) -> Err
     lacks(operation, "the library lacks the function").context("symbol", symbol)
 }
 
-/// Returns the code of an export as an error, with the remedy for a refusal.
+/// Converts the code of an export to an error with a remedy.
 pub(crate) fn refused(code: HsaStatus, call: &'static str) -> Result<()> {
     check(code, call).map_err(|error| match code {
         HsaStatus::HSA_STATUS_ERROR_INVALID_AGENT => {
-            error.remedy("the memory is of a device that exports none: allocate it from a GPU's pool")
+            error.remedy("the device of the memory exports none: allocate it from a GPU's pool")
         }
         HsaStatus::HSA_STATUS_ERROR_INVALID_ALLOCATION => error.remedy(
-            "the runtime exports memory of its pools, whole in one allocation: not of reserved addresses, and not what was \
-             freed meanwhile",
+            "the runtime exports ranges inside one live allocation of a pool: no reserved \
+             addresses, and no freed memory",
         ),
         HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES => {
             error.remedy("the process may be out of file descriptors (`ulimit -n`)")

@@ -73,16 +73,17 @@ impl DmaBufExporter for Exporter {
         })
     }
 
-    /// Closes the fd by the runtime's call, where the runtime has it.
+    /// Closes the fd by the runtime's call, if the runtime has one.
     fn release(&self, export: DmaBufExport) -> Result<()> {
         let Some(close) = self.lookup.runtime.functions.close_dmabuf else { return Ok(()) };
-        // SAFETY: the fd is owned and given away here. The call closes it whatever it returns.
+        // SAFETY: `export` owns the fd and gives it to the call, which closes it whatever it
+        // returns.
         check(unsafe { close(export.fd.into_raw_fd()) }, "hsa_amd_portable_close_dmabuf")
     }
 }
 
 impl PeerMemoryExporter for Exporter {
-    /// The driver's kernel client knows the addresses of devices as they are. Only a registration
+    /// Returns the device address: the driver's peer-memory client resolves it. Only a registration
     /// shows whether the client is loaded.
     fn export(&self, range: AddressRange, _nic: &Nic) -> Result<PeerMemoryExport> {
         self.exportable(Facet::PeerMemory.operation(), range)?;
@@ -152,7 +153,7 @@ impl Exporter {
         }
         let Some(allocation) = self.lookup.find(range.start())? else {
             return refuse(outside(
-                "the runtime does not know the address: it was freed, or is not memory of ROCr",
+                "the runtime does not know the address: it was freed, or does not belong to ROCr",
             ));
         };
         if !allocation.range.contains_range(range) {
@@ -169,18 +170,18 @@ impl Exporter {
     }
 }
 
-/// Takes the fd of a call that succeeded.
+/// Returns the fd of a successful call.
 fn owned(fd: c_int, call: &'static str) -> Result<OwnedFd> {
     if fd < 0 {
         return Err(Error::new(ErrorKind::Driver, call)
             .iface(IfaceKind::ROCR)
-            .context("reason", "the call succeeded and gave no fd"));
+            .context("reason", "the call succeeded and returned no fd"));
     }
-    // SAFETY: the runtime made the fd for this call and keeps no other use of it.
+    // SAFETY: the runtime made the fd for this call, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Returns the error for a runtime without a call that exports. The number tells it from a driver
+/// Returns the error for a runtime without an export function. Its errno tells it from a driver
 /// that exports nothing.
 pub(crate) fn no_export_call() -> Error {
     let error = lacks_symbol(Facet::DmaBuf.operation(), "hsa_amd_portable_export_dmabuf");
@@ -194,12 +195,14 @@ fn no_dma_buf() -> Error {
     lacks(Facet::DmaBuf.operation(), "the driver exports no dma-bufs")
         .context("attribute", "HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED")
         .remedy(
-            "dma-bufs need amdgpu of Linux 6.2 or newer, or of ROCm 5.6 or newer; else load its peer-memory client",
+            "dma-bufs need amdgpu of Linux 6.2 or newer, or of ROCm 5.6 or newer; else load its \
+             peer-memory client",
         )
 }
 
 fn no_pcie_mapping(call: &'static str) -> Error {
-    lacks(call, "refused under the PCIe mapping")
-        .context("mapping", "pcie")
-        .remedy("export with the default mapping: where that is refused too, it is not the mapping that is refused")
+    lacks(call, "refused under the PCIe mapping").context("mapping", "pcie").remedy(
+        "export with the default mapping; if that is refused too, the memory is at fault and not \
+         the mapping",
+    )
 }

@@ -69,7 +69,7 @@ pub struct Builder {
 
 #[derive(Debug)]
 enum Driver {
-    /// The library that the environment names, else the one that the dynamic loader finds.
+    /// The library that the environment names, or else the library that the dynamic loader finds.
     Found,
     Library(PathBuf),
     Functions(Box<Functions>),
@@ -92,9 +92,9 @@ impl Builder {
     /// Starts the driver and lists its devices.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] without the library, without a symbol of it, without a device, or
-    /// with a driver that does not start. The error names the library, and the driver's code if
-    /// there is one. Otherwise the error of a device that was asked for its properties.
+    /// - [`ErrorKind::Unavailable`] if the library, a required symbol or a device is absent, or the
+    ///   driver does not start. The error names the library, and the driver's code if there is one.
+    /// - Otherwise the error of a query for the properties of a device.
     pub fn open(self) -> Result<Rocr> {
         let functions = match self.driver {
             Driver::Library(path) => Functions::load(&path)?,
@@ -118,7 +118,7 @@ impl Rocr {
     /// finds.
     ///
     /// # Errors
-    /// As [`Builder::open`].
+    /// The errors of [`Builder::open`].
     pub fn open() -> Result<Self> {
         Self::builder().open()
     }
@@ -128,17 +128,20 @@ impl Rocr {
         Builder { driver: Driver::Found }
     }
 
-    /// Frees the buffers for copies, and gives the iface's one count of the runtime back.
+    /// Frees the buffers for copies, and releases the iface's reference count of the runtime.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] while memory that it allocated, opened or page-locked is not given back,
-    /// or a copy is in flight. Otherwise the runtime's error. The iface comes back, still working.
+    /// - [`ErrorKind::Busy`] while memory of this iface is allocated, opened or page-locked, or a
+    ///   copy is in flight.
+    /// - Otherwise the runtime's error.
+    ///
+    /// The error holds the iface, which still works.
     pub fn close(self) -> Result<(), Rejected<Self>> {
         let busy = |what: &'static str, count: usize| {
             Error::new(ErrorKind::Busy, "close")
                 .iface(IfaceKind::ROCR)
                 .context(what, count)
-                .remedy("free what was allocated and wait for copies before the iface is closed")
+                .remedy("free its memory and wait for its copies before closing the iface")
         };
         let (allocations, copies) = (self.lookup.table.owned(), self.copier.in_flight());
         let closed = match (allocations, copies) {
@@ -164,10 +167,10 @@ impl Rocr {
     }
 }
 
-// SAFETY: `query` returns what the runtime knows of an address now, with an identity that ends in
-// the callback for its free. Allocations are the runtime's own, entered in a table until they are
-// freed. `Copier::side` checks both ends of a copy, whose event waits for its signal. Exports are
-// made by the runtime, which keeps the memory behind them.
+// SAFETY: `query` returns the runtime's present answer about an address, with an identity that ends
+// in the callback for its free. Allocations are the runtime's own, and stay in a table until they
+// are freed. `Copier::side` checks both ends of a copy, whose event waits for its signal. The
+// runtime makes the exports and keeps the memory behind them.
 unsafe impl Iface for Rocr {
     fn kind(&self) -> IfaceKind {
         IfaceKind::ROCR
@@ -186,11 +189,11 @@ unsafe impl Iface for Rocr {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller of this function makes the same promise.
         unsafe { self.copier.copy(to, from, len) }
     }
 
-    // No `address_span`: page-locked host memory is found too, and lies anywhere.
+    // No `address_span`: queries also find page-locked host memory, which lies anywhere.
 
     fn has_identities(&self) -> bool {
         self.lookup.has_identities()
@@ -253,15 +256,15 @@ impl Rocr {
     }
 }
 
-/// Writes the device's register that flushes what came in over PCIe and is not in its memory yet.
-/// Does nothing if the runtime names no such register.
+/// Flushes inbound PCIe writes by writing a register of the device. Does nothing if the runtime
+/// names no such register.
 impl InboundFlush for Rocr {
     fn flush(&self, device: DeviceId) -> Result<()> {
         let register = self.lookup.runtime.device("flush_inbound", device)?.flush_register;
         if register != 0 {
             let register = std::ptr::with_exposed_provenance_mut::<u32>(register);
             // SAFETY: the runtime maps the register for as long as it is started, and this iface
-            // holds a count of it. Any thread may write 1, and reading it waits for the write.
+            // holds a count of it. Any thread may write 1, and the read waits for the write.
             unsafe {
                 register.write_volatile(1);
                 register.read_volatile();

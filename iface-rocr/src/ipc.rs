@@ -1,5 +1,5 @@
-//! Allocations for other processes: the runtime's handle, with the device and the length that it
-//! lacks.
+//! Exchange of allocations with other processes: the runtime's handle, extended by device and
+//! length.
 
 use std::{ffi::c_void, ptr, sync::Arc};
 
@@ -28,11 +28,11 @@ const MAGIC: [u8; 4] = *b"HMR\x02";
 #[derive(Debug, PartialEq, Eq)]
 struct Body {
     handle: IpcMemory,
-    /// Bytes that were asked for.
+    /// Requested length in bytes.
     len: u64,
-    /// Bytes of the whole allocation, which the runtime may round up.
+    /// Length of the allocation in the runtime, which may be rounded up.
     whole: u64,
-    /// Name that the device has in every process.
+    /// PCI bus id of the device, which is the same in every process.
     pci_bus_id: String,
 }
 
@@ -74,17 +74,17 @@ impl Ipc for IpcExchange {
                 .context("range", allocation.range))
         };
         if allocation.kind != AllocationKind::Device {
-            return refuse("the runtime hands out device memory of its pools only");
+            return refuse("the runtime shares device memory of its pools only");
         }
         let create = symbol(self.lookup.runtime.functions.ipc_create, "hsa_amd_ipc_memory_create")?;
         let found = self.lookup.find(allocation.base())?;
         let found = found.filter(|found| found.id == allocation.id).filter(|found| {
-            // The call wants the whole allocation, by its first byte.
+            // The call requires the first byte of the whole allocation.
             found.base() == allocation.base()
         });
         let found = found.ok_or_else(|| not_live(OPERATION, allocation))?;
         let device = found.device.ok_or_else(|| not_live(OPERATION, allocation))?;
-        // The call wants the length that the runtime gives the allocation, which may be rounded up.
+        // The call requires the full length in the runtime, which may be rounded up.
         let info = self.lookup.pointer_info(found.base())?;
         if Address::of_ptr(info.agent_base) != found.base() || (info.len as u64) < found.range.len()
         {
@@ -136,20 +136,20 @@ impl Ipc for IpcExchange {
             let (kind, device) = (AllocationKind::Imported, Some(entry.description.id));
             let id = self.lookup.table.next_id();
             let allocation = Allocation { iface: IfaceKind::ROCR, range, device, kind, id };
-            // "each attach may return a different address": the same one is counted by the
-            // runtime, and could not be told from the first.
+            // "each attach may return a different address": if the runtime returns the same
+            // address, it counts the attach, and the two could not be told apart here.
             if self.lookup.table.own_around(base).is_some() {
                 return Err(Error::new(ErrorKind::Busy, OPERATION)
                     .iface(IfaceKind::ROCR)
                     .context("range", range)
-                    .remedy("this process has the memory open already: use it there"));
+                    .remedy("this process has opened the memory already: use that address"));
             }
             self.lookup.table.own(allocation, Origin::Imported);
             Ok(allocation)
         };
         enter().inspect_err(|_| {
             if let Err(error) = self.detach(base) {
-                tracing::error!(%error, "an opened allocation that failed stays open");
+                tracing::error!(%error, "cannot close an allocation after a failed ipc_open");
             }
         })
     }
@@ -167,15 +167,16 @@ impl IpcExchange {
     fn detach(&self, base: Address) -> Result<()> {
         const CALL: &str = "hsa_amd_ipc_memory_detach";
         let detach = symbol(self.lookup.runtime.functions.ipc_detach, CALL)?;
-        // SAFETY: attached by this runtime, and detached as often: the table has each once, and one
-        // that failed to be entered was passed to no caller.
+        // SAFETY: this runtime attached the memory. The table has each attach once, so that it is
+        // detached once. An attach that could not be entered into the table was returned to no
+        // caller.
         let code = unsafe { detach(ptr::with_exposed_provenance_mut(base.0 as usize)) };
         check(code, CALL)
     }
 }
 
-/// Returns the result of attaching memory, with the remedy for a refusal. The runtime answers
-/// INVALID_ARGUMENT for memory that is gone.
+/// Returns the result of attaching memory, with the remedy for a refusal. The runtime returns
+/// INVALID_ARGUMENT for memory that was freed.
 fn opened(code: HsaStatus) -> Result<()> {
     const CALL: &str = "hsa_amd_ipc_memory_attach";
     refused(code, CALL).map_err(|error| match code {
@@ -183,7 +184,8 @@ fn opened(code: HsaStatus) -> Result<()> {
             .iface(IfaceKind::ROCR)
             .driver_code(code.name().unwrap_or_default(), code.0.into())
             .remedy(
-                "the memory was freed, the process that owned it has ended, or it is this process's own: use it as it is",
+                "the memory was freed, the process that owned it has ended, or the memory belongs \
+                 to this process: use its address",
             ),
         _ => error,
     })

@@ -23,9 +23,9 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `sys`, `causes`: function table, layouts and constants; the meaning of the driver's refusals
+//! - `sys`, `causes`: function table, layouts and constants; the causes of the driver's refusals
 //! - `error`: driver codes as errors
-//! - `runtime`, `table`: the opened runtime, its agents and devices; allocations that were seen
+//! - `runtime`, `table`: the opened runtime with its agents and devices; the known allocations
 //! - `memory`: the allocation around an address
 //! - `allocate`, `copy`, `export`, `ipc`, `monitor`: one facet each
 //! - `iface`: [`Rocr`], which opens the runtime and holds the components
@@ -35,28 +35,28 @@
 //! - Pools of a GPU, coarse- and fine-grained (`hsa_amd_memory_pool_allocate`, `hipMalloc`): device
 //!   memory. Dma-bufs, or peer memory.
 //! - Pools of a CPU (`hipHostMalloc`): page-locked host memory. Host pages.
-//! - Locked host memory (`hsa_amd_memory_lock`, `hipHostRegister`): the application's own, which is
+//! - Locked host memory (`hsa_amd_memory_lock`, `hipHostRegister`): pages of the application,
 //!   registered and monitored as system memory.
-//! - Reserved addresses (`hsa_amd_vmem_*`): virtual memory. This iface's own is exported by its
-//!   handle and never cached. Other such memory is refused by name, since the runtime does not say
-//!   where it begins.
-//! - Memory of another process: opened by this iface, it ends with `ipc_close`; opened by others, it
-//!   is never cached.
-//! - Managed memory (`hipMallocManaged`) is host pages with attributes, unknown to the runtime's
-//!   lookup: system memory.
+//! - Reserved addresses (`hsa_amd_vmem_*`): virtual memory. This iface exports its own virtual
+//!   memory by its handle and never caches it. Virtual memory of the application is refused by
+//!   name, since the runtime does not say where it begins.
+//! - Memory of another process: never cached. This iface closes the memory that it opened with
+//!   `ipc_close`.
+//! - Managed memory (`hipMallocManaged`) is host pages with attributes, which the runtime's lookup
+//!   does not know. It is system memory.
 //!
 //! # Identities
 //!
-//! The runtime has none. An allocation gets one here when it is seen for the first time, together
-//! with a deallocation callback, of which it has one at most. The callback ends the identity and
-//! invalidates what is cached. Callbacks are not deregistered: the runtime would take those of
-//! another iface of the process with them. One that comes after the iface was closed does nothing.
+//! The runtime has no identities. The iface assigns one to an allocation at its first lookup, and
+//! registers one deallocation callback for it. The callback ends the identity and invalidates
+//! cached registrations. Callbacks are not deregistered, since that would also remove those of
+//! another iface in the process. A callback after the iface was closed does nothing.
 //!
 //! # Limits of this crate
 //!
-//! - It holds one count of the runtime, and never unloads the library.
-//! - It does not order copies behind work of the application.
-//! - Sides of a copy on one device must not overlap.
+//! - It holds one reference count of the runtime (`hsa_init`), and never unloads the library.
+//! - It does not order copies after work of the application.
+//! - The two sides of a copy on one device must not overlap.
 
 #![deny(unsafe_code)]
 

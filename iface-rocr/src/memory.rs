@@ -14,7 +14,7 @@ use crate::{
     table::{AllocationTable, Origin, on_free},
 };
 
-/// Identity of memory in a runtime without deallocation callbacks.
+/// Identity of all memory if the runtime has no deallocation callbacks.
 const NO_IDENTITY: AllocationId = AllocationId(0);
 
 /// Looks addresses up in the runtime.
@@ -28,15 +28,15 @@ impl Lookup {
     /// Returns the allocation around an address, or `None` if the runtime does not know the
     /// address.
     pub(crate) fn find(&self, address: Address) -> Result<Option<Allocation>> {
-        // The runtime calls the null pointer an invalid argument.
+        // The runtime refuses the null pointer as an invalid argument.
         if address.0 == 0 {
             return Ok(None);
         }
         let Some((kind, allocation)) = self.describe(address)? else { return Ok(None) };
         match kind {
             sys::HSA_EXT_POINTER_TYPE_HSA => self.identify(address, allocation).map(Some),
-            // Without a callback the free would go unnoticed, so each lookup returns a new
-            // identity, which never hits.
+            // Memory of this type has no callback, so that a free is not detected. Each lookup
+            // returns a new identity, which never hits.
             _ if allocation.id == NO_IDENTITY && self.has_identities() => {
                 Ok(Some(Allocation { id: self.table.next_id(), ..allocation }))
             }
@@ -49,18 +49,18 @@ impl Lookup {
         self.runtime.functions.register_deallocation.is_some()
     }
 
-    /// Returns the type that the runtime gives to an address, and the allocation around it. It has
-    /// an identity if it is in the table and has no callback.
+    /// Returns the type of an address in the runtime, and the allocation around it. The allocation
+    /// has an identity only if it is in the table.
     fn describe(&self, address: Address) -> Result<Option<(u32, Allocation)>> {
         let info = self.pointer_info(address)?;
-        // Of an unknown address nothing but the type is written: read it first.
+        // For an unknown address the runtime writes the type only, so the type is read first.
         let (kind, device) = match info.kind {
             sys::HSA_EXT_POINTER_TYPE_UNKNOWN => return Ok(None),
             sys::HSA_EXT_POINTER_TYPE_LOCKED => (AllocationKind::HostRegistered, None),
             sys::HSA_EXT_POINTER_TYPE_HSA
             | sys::HSA_EXT_POINTER_TYPE_GRAPHICS
             | sys::HSA_EXT_POINTER_TYPE_IPC => {
-                // Shared memory may come from a device that this process does not see.
+                // Imported memory may belong to a device that is not visible in this process.
                 let device = self.runtime.device_of(info.owner);
                 let device = device.map(|device| device.description.id);
                 if info.kind == sys::HSA_EXT_POINTER_TYPE_IPC {
@@ -77,7 +77,7 @@ impl Lookup {
             let range = AddressRange::new(Address::of_ptr(base), info.len as u64).ok()?;
             (!base.is_null() && range.contains(address)).then_some(range)
         };
-        // Locked memory has one address for the CPU and may have another for agents.
+        // Locked memory has one address for the CPU and possibly another one for agents.
         let locked = kind == AllocationKind::HostRegistered;
         let base = if locked { info.host_base } else { info.agent_base };
         let Some(range) = within(base) else {
@@ -88,7 +88,7 @@ impl Lookup {
                 )
                 .context("address", address)
                 .context("host address", Address::of_ptr(info.host_base))
-                .remedy("name the memory by its host address"));
+                .remedy("use the host address of the memory"));
             }
             return Err(Error::new(ErrorKind::Driver, "query")
                 .iface(IfaceKind::ROCR)
@@ -101,7 +101,7 @@ impl Lookup {
                 .context("length", info.len));
         };
         let found = Allocation { iface: IfaceKind::ROCR, range, device, kind, id: NO_IDENTITY };
-        // A runtime may round the length up. The rest of the last page is nobody's.
+        // The runtime may round the length up. The rest of the last page belongs to no allocation.
         let own = self.table.own_at(range.start());
         let own = own.filter(|own| own.kind == kind && range.contains_range(own.range));
         Ok(match own {
@@ -110,8 +110,8 @@ impl Lookup {
         })
     }
 
-    /// Returns this iface's own VMM memory. The runtime does not say where other such memory
-    /// begins: it gives the queried address itself as the base, or that of the reservation.
+    /// Returns this iface's own VMM memory. Refuses other VMM memory, since the runtime does not
+    /// say where it begins: it returns the queried address or the reservation as the base.
     fn own_or_refuse(&self, address: Address, kind: u32) -> Result<Option<(u32, Allocation)>> {
         if let Some((allocation, Origin::Virtual { .. })) = self.table.own_around(address) {
             return Ok(Some((kind, allocation)));
@@ -139,8 +139,8 @@ impl Lookup {
             owner: Agent::default(),
             global_flags: 0,
         };
-        // SAFETY: `info` is writable and says its size; without an allocator no list of agents is
-        // written. The address is only looked up, never dereferenced.
+        // SAFETY: `info` is writable and says its size; without an allocator the runtime writes no
+        // list of agents. The address is only looked up, never dereferenced.
         let code = unsafe {
             (self.runtime.functions.pointer_info)(
                 ptr::without_provenance::<c_void>(address.0 as usize),
@@ -155,8 +155,8 @@ impl Lookup {
             .map_err(|error| error.context("address", address))
     }
 
-    /// Gives an allocation of a pool its identity. An allocation that is seen for the first time
-    /// gets a callback for its free.
+    /// Assigns the identity of an allocation of a pool. At the first lookup of an allocation,
+    /// registers a callback for its free.
     fn identify(&self, address: Address, seen: Allocation) -> Result<Allocation> {
         let Some(register) = self.runtime.functions.register_deallocation else {
             return Ok(seen);
@@ -170,21 +170,23 @@ impl Lookup {
         }
         let (id, notice) = self.table.begin(seen.base());
         let base = ptr::with_exposed_provenance_mut::<c_void>(seen.base().0 as usize);
-        // SAFETY: the address is only looked up. The runtime has `notice` until it calls `on_free`,
-        // which holds nothing but a weak reference; this crate never deregisters it.
+        // SAFETY: the address is only looked up. The runtime owns `notice` until it calls
+        // `on_free`. `notice` holds a weak reference only, and this crate never deregisters the
+        // callback.
         let code = unsafe { register(base, on_free, notice) };
         if let Err(error) = check(code, "hsa_amd_register_deallocation_callback") {
-            // SAFETY: `begin` made it, and the runtime refused it.
+            // SAFETY: `begin` made `notice`, and the runtime refused to take it.
             unsafe { self.table.cancel(seen.base(), id, notice) };
-            tracing::debug!(%error, range = %seen.range, "memory whose free cannot be noticed");
+            tracing::debug!(%error, range = %seen.range, "cannot register a callback for the free \
+                                                          of this memory");
             return Ok(Allocation { id, ..seen });
         }
-        // The callback is that of whatever is there now.
+        // The callback belongs to the allocation that is there now, which may be a new one.
         let now = self.describe(address)?;
         let now = now.map_or(seen, |(_, now)| now);
         let known = Allocation { id, ..now };
         if known.base() != seen.base() || !self.table.describe(known) {
-            // Freed meanwhile: returns the first answer under an identity that no other lookup gets.
+            // Freed meanwhile: the first answer gets an identity that no other lookup returns.
             drop(registering);
             return Ok(Allocation { id, ..seen });
         }

@@ -27,7 +27,7 @@ impl MonitorSource for CallbackMonitors {
     }
 }
 
-/// A monitor. It does not keep its iface open.
+/// A monitor of ROCr memory. It does not keep its iface open.
 #[derive(Debug)]
 struct CallbackMonitor {
     lookup: Weak<Lookup>,
@@ -39,8 +39,9 @@ impl Monitor for CallbackMonitor {
     }
 
     fn rationale(&self) -> String {
-        "the runtime calls back when an allocation of a pool is freed, so that a hit asks nothing; reserved addresses, graphics \
-         memory and memory that others opened have no callback and are registered uncached"
+        "the runtime calls back when an allocation of a pool is freed, so that a hit queries \
+         nothing; reserved addresses, graphics memory and memory of other processes have no \
+         callback and are registered uncached"
             .to_owned()
     }
 
@@ -66,18 +67,18 @@ impl Monitor for CallbackMonitor {
         let Some(lookup) = self.lookup.upgrade() else {
             return refuse(
                 ErrorKind::Unavailable,
-                "the iface was closed: its memory is not watched any longer",
+                "the iface was closed: its memory is no longer watched",
             );
         };
         let unsupported = |remedy| refuse(ErrorKind::Unsupported, remedy);
         match lookup.find(range.start())?.map(|found| found.kind) {
-            Some(AllocationKind::HostRegistered) => unsupported(
-                "the application's own pages are watched by the monitors of system memory",
-            ),
+            Some(AllocationKind::HostRegistered) => {
+                unsupported("the monitor of system memory watches the application's own pages")
+            }
             Some(AllocationKind::Virtual) => {
                 unsupported("the runtime does not call back when a reserved address is unmapped")
             }
-            // A free from here on notifies; after an earlier one there is nothing to watch.
+            // A later free notifies. If the memory was freed before, nothing is left to watch.
             _ => lookup.table.watch(range, invalidator).map_or_else(
                 || unsupported("only live allocations whose free calls back can be watched"),
                 Ok,

@@ -14,7 +14,7 @@ use crate::{
     sys::{self, Agent, Attribute, Functions, HsaStatus, MemoryPool},
 };
 
-/// One count of the runtime, with what was found out about it.
+/// A reference count of the runtime, with its functions, agents and devices.
 #[derive(Debug)]
 pub(crate) struct Runtime {
     pub(crate) functions: Functions,
@@ -22,13 +22,13 @@ pub(crate) struct Runtime {
     pub(crate) devices: Vec<DeviceEntry>,
     /// The CPUs.
     cpus: Vec<Agent>,
-    /// Memory of the first CPU that every agent can be given access to, with its agent.
+    /// Pool of the first CPU, to which every agent can get access, with the agent of that CPU.
     pub(crate) host: Option<(Agent, MemoryPool)>,
-    /// Dma-bufs can be exported.
+    /// True if the runtime exports dma-bufs.
     pub(crate) dma_buf: bool,
-    /// Reserved addresses can be mapped.
+    /// True if the runtime has virtual memory calls.
     pub(crate) vmm: bool,
-    /// True while the count is held.
+    /// True while the reference count is held.
     held: Mutex<bool>,
 }
 
@@ -37,7 +37,7 @@ pub(crate) struct Runtime {
 pub(crate) struct DeviceEntry {
     pub(crate) agent: Agent,
     pub(crate) description: iface::Device,
-    /// The memory to allocate from, and the bytes that its allocations are rounded up to.
+    /// The pool to allocate from, and the granularity of its allocations in bytes.
     pub(crate) pool: Option<(MemoryPool, usize)>,
     /// The register that flushes inbound writes, as an address; 0 without one.
     pub(crate) flush_register: usize,
@@ -47,9 +47,9 @@ impl Runtime {
     /// Starts a runtime and lists its devices.
     ///
     /// # Errors
-    /// As [`Builder::open`](crate::Builder::open).
+    /// The errors of [`Builder::open`](crate::Builder::open).
     pub(crate) fn start(functions: Functions) -> Result<Self> {
-        // SAFETY: takes a count of the runtime; any thread may call it any number of times.
+        // SAFETY: the call adds a reference count; any thread may call it any number of times.
         let code = unsafe { (functions.init)() };
         if code != HsaStatus::HSA_STATUS_SUCCESS {
             return Err(coded(unavailable("hsa_init", functions.library()), code).remedy(
@@ -62,7 +62,7 @@ impl Runtime {
                 },
             ));
         }
-        // From here on, dropping it gives the count back.
+        // From here on, dropping the value releases the count.
         let mut runtime = Self {
             functions,
             devices: Vec::new(),
@@ -97,7 +97,7 @@ impl Runtime {
             };
             runtime.host = pool(functions, cpu, rank)?.map(|found| (cpu, found.pool));
         }
-        // A runtime that does not know the attribute may export all the same.
+        // A runtime that does not know the attribute may still export.
         runtime.dma_buf =
             supports(functions, sys::HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED)?.unwrap_or(true);
         runtime.vmm = supports(functions, sys::HSA_AMD_SYSTEM_INFO_VIRTUAL_MEM_API_SUPPORTED)?
@@ -110,22 +110,21 @@ impl Runtime {
         Ok(runtime)
     }
 
-    /// Gives the count back.
+    /// Releases the reference count.
     ///
     /// # Errors
-    /// The runtime's error: the count is still held.
+    /// The runtime's error. The count is still held then.
     pub(crate) fn release(&self) -> Result<()> {
         let mut held = self.held.lock();
         if *held {
-            // SAFETY: gives back the one count that `start` took; `held` says that it is still
-            // there.
+            // SAFETY: `start` added the count, and `held` shows that it was not released yet.
             check(unsafe { (self.functions.shut_down)() }, "hsa_shut_down")?;
             *held = false;
         }
         Ok(())
     }
 
-    /// Returns the device of a number.
+    /// Returns the device with a number.
     pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&DeviceEntry> {
         self.devices.get(device.0 as usize).ok_or_else(|| {
             Error::new(ErrorKind::InvalidArgument, operation)
@@ -136,7 +135,7 @@ impl Runtime {
         })
     }
 
-    /// Returns the device of an agent; `None` for an agent that is no device of this process.
+    /// Returns the device of an agent, or `None` if the agent is no device in this process.
     pub(crate) fn device_of(&self, agent: Agent) -> Option<&DeviceEntry> {
         self.devices.iter().find(|device| device.agent == agent)
     }
@@ -146,7 +145,7 @@ impl Runtime {
         self.cpus.contains(&agent)
     }
 
-    /// Allocates from a pool. Its own agent alone can access the memory.
+    /// Allocates from a pool. Only the agent of the pool can access the memory.
     pub(crate) fn allocate(&self, pool: MemoryPool, len: usize) -> Result<*mut c_void> {
         let mut base = ptr::null_mut();
         // SAFETY: the pool is one of this runtime's that allow allocation, and `base` is writable.
@@ -163,7 +162,7 @@ impl Runtime {
         })?;
         let base = self.allocate(pool, len)?;
         let agents: Vec<Agent> = self.devices.iter().map(|device| device.agent).collect();
-        // SAFETY: the list has as many agents as it says, and the memory was allocated just now.
+        // SAFETY: the list has as many agents as it says, and the call above allocated the memory.
         let code = unsafe {
             (self.functions.agents_allow_access)(
                 agents.len() as u32,
@@ -173,9 +172,9 @@ impl Runtime {
             )
         };
         check(code, "hsa_amd_agents_allow_access").map(|()| base).inspect_err(|_| {
-            // SAFETY: allocated just now, and passed to no caller.
+            // SAFETY: the call above allocated the memory, and no caller has it.
             if let Err(error) = unsafe { self.free(base) } {
-                tracing::error!(%error, "host memory that no device can access stays allocated");
+                tracing::error!(%error, "cannot free host memory that no device can access");
             }
         })
     }
@@ -185,7 +184,8 @@ impl Runtime {
     /// # Safety
     /// The memory is freed once, and nothing uses it any longer.
     pub(crate) unsafe fn free(&self, base: *mut c_void) -> Result<()> {
-        // SAFETY: the caller's promise; the address is one that the runtime returned.
+        // SAFETY: the runtime returned the address, and the caller promises that the memory is
+        // freed once and unused.
         check(unsafe { (self.functions.memory_pool_free)(base) }, "hsa_amd_memory_pool_free")
     }
 }
@@ -193,21 +193,22 @@ impl Runtime {
 impl Drop for Runtime {
     fn drop(&mut self) {
         if let Err(error) = self.release() {
-            tracing::warn!(%error, "a count of the HSA runtime stays behind");
+            tracing::warn!(%error, "cannot release the reference count of the HSA runtime");
         }
     }
 }
 
-/// Returns the remedy for a runtime that finds no driver, by the error of opening the driver's file.
+/// Returns the remedy for a runtime that finds no driver. `opened` is the error of opening the
+/// driver's file.
 fn no_driver(opened: Option<io::ErrorKind>) -> &'static str {
     match opened {
         Some(io::ErrorKind::PermissionDenied) => {
-            "this user may not open /dev/kfd: add the user to the group `render` (or `video`), or pass the device to the \
-             container with --device=/dev/kfd --device=/dev/dri"
+            "this user may not open /dev/kfd: add the user to the group `render` (or `video`), or \
+             pass the device to the container with --device=/dev/kfd --device=/dev/dri"
         }
         Some(io::ErrorKind::NotFound) => {
-            "there is no /dev/kfd: load the kernel module amdgpu, or pass the device to the container with --device=/dev/kfd \
-             --device=/dev/dri"
+            "there is no /dev/kfd: load the kernel module amdgpu, or pass the device to the \
+             container with --device=/dev/kfd --device=/dev/dri"
         }
         _ => "see `rocminfo` for the state of the driver",
     }
@@ -242,19 +243,20 @@ fn describe(functions: &Functions, agent: Agent, id: DeviceId) -> Result<DeviceE
     Ok(DeviceEntry { agent, description, pool, flush_register: flush.memory.expose_provenance() })
 }
 
-/// A pool that allocations can be made from.
+/// A pool that allows allocations.
 #[derive(Clone, Copy)]
 struct Pool {
     pool: MemoryPool,
     size: usize,
 }
 
-/// Returns the global pool that allows allocation and has the lowest rank, by its flags. Pools of
-/// one agent are views of the same memory.
+/// Returns the global pool that allows allocations and whose flags have the lowest rank. All pools
+/// of one agent are views of the same memory.
 fn pool(functions: &Functions, agent: Agent, rank: impl Fn(u32) -> u32) -> Result<Option<Pool>> {
     let mut pools: Vec<MemoryPool> = Vec::new();
     let into = ptr::from_mut(&mut pools).cast();
-    // SAFETY: the callback gets the vector that it casts to, and is not called after the return.
+    // SAFETY: `into` is the vector to which the callback casts, and the callback is not called
+    // after the return.
     let code =
         unsafe { (functions.agent_iterate_memory_pools)(agent, collect::<MemoryPool>, into) };
     check(code, "hsa_amd_agent_iterate_memory_pools")?;
@@ -278,9 +280,9 @@ fn pool(functions: &Functions, agent: Agent, rank: impl Fn(u32) -> u32) -> Resul
 /// Adds an item to a vector.
 ///
 /// # Safety
-/// `into` points to a `Vec<T>`, which nothing else touches meanwhile.
+/// `into` points to a `Vec<T>`, which nothing else accesses meanwhile.
 unsafe extern "C" fn collect<T>(item: T, into: *mut c_void) -> HsaStatus {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promises a `Vec<T>` that nothing else accesses meanwhile.
     unsafe { &mut *into.cast::<Vec<T>>() }.push(item);
     HsaStatus::HSA_STATUS_SUCCESS
 }
@@ -288,7 +290,8 @@ unsafe extern "C" fn collect<T>(item: T, into: *mut c_void) -> HsaStatus {
 fn agents(functions: &Functions) -> Result<Vec<Agent>> {
     let mut agents: Vec<Agent> = Vec::new();
     let into = ptr::from_mut(&mut agents).cast();
-    // SAFETY: the callback gets the vector that it casts to, and is not called after the return.
+    // SAFETY: `into` is the vector to which the callback casts, and the callback is not called
+    // after the return.
     check(unsafe { (functions.iterate_agents)(collect::<Agent>, into) }, "hsa_iterate_agents")?;
     Ok(agents)
 }
@@ -317,7 +320,7 @@ fn pool_info<T: Copy>(
         .map_err(|error| of(error, attribute.number))
 }
 
-/// Returns an ability of the system, or `None` if the runtime does not know the attribute.
+/// Returns a boolean attribute of the system, or `None` if the runtime does not know it.
 fn supports(functions: &Functions, attribute: Attribute<u8>) -> Result<Option<bool>> {
     let mut value = attribute.empty;
     // SAFETY: `value` is writable and of the type that the attribute's constant ties to its number.
@@ -349,7 +352,7 @@ mod tests {
 
     /// DIAG-03
     #[test]
-    fn driver_that_is_absent_and_one_that_is_not_permitted_have_their_own_remedies() {
+    fn absent_and_forbidden_drivers_have_their_own_remedies() {
         assert!(no_driver(Some(io::ErrorKind::PermissionDenied)).contains("group `render`"));
         assert!(no_driver(Some(io::ErrorKind::NotFound)).contains("kernel module amdgpu"));
         assert!(no_driver(None).contains("rocminfo"));

@@ -1,7 +1,7 @@
-//! libhsa-runtime64.so.1: its function table, and the layouts and constants of `hsa.h` and
-//! `hsa_ext_amd.h`, laid out by hand.
+//! Function table of libhsa-runtime64.so.1, and layouts and constants of `hsa.h` and
+//! `hsa_ext_amd.h`, written by hand.
 //!
-//! Public so that a driver of one's own can be injected with [`Functions::from_lookup`].
+//! Public, so that other functions can be injected with [`Functions::from_lookup`].
 //!
 //! ```
 //! use hmem_iface_rocr::sys::{HsaStatus, Functions};
@@ -9,7 +9,8 @@
 //! // SAFETY: the lookup returns nothing, so there is nothing that it must vouch for.
 //! let error = unsafe { Functions::from_lookup(|_| None) }.unwrap_err();
 //! assert_eq!(error.context_value("symbol"), Some(Functions::SYMBOLS[0]));
-//! assert_eq!(HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES.name(), Some("HSA_STATUS_ERROR_OUT_OF_RESOURCES"));
+//! let code = HsaStatus::HSA_STATUS_ERROR_FATAL;
+//! assert_eq!(code.name(), Some("HSA_STATUS_ERROR_FATAL"));
 //! ```
 
 use std::{ffi::c_void, mem, path::Path, sync::Arc};
@@ -17,7 +18,7 @@ use std::{ffi::c_void, mem, path::Path, sync::Arc};
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
-/// `hsa_status_t`: what every call of the runtime returns.
+/// `hsa_status_t`: result of a call of the runtime.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HsaStatus(pub u32);
@@ -30,10 +31,10 @@ macro_rules! codes {
                 pub const $name: Self = Self($code);
             )+
 
-            /// Every code with a name.
+            /// All codes with a name.
             pub const ALL: &[Self] = &[$(Self::$name),+];
 
-            /// The name in `hsa.h` and `hsa_ext_amd.h`, where it has one.
+            /// Returns the name in `hsa.h` or `hsa_ext_amd.h`, or `None` for an unknown code.
             #[must_use]
             pub const fn name(self) -> Option<&'static str> {
                 match self.0 {
@@ -91,7 +92,7 @@ codes! {
     HSA_STATUS_ERROR_FATAL = 0x1026,
 }
 
-/// `hsa_agent_t`: a CPU or GPU as the runtime names it.
+/// `hsa_agent_t`: handle of a CPU or GPU.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Agent {
@@ -99,22 +100,22 @@ pub struct Agent {
     pub handle: u64,
 }
 
-/// `hsa_amd_memory_pool_t`: memory of an agent to allocate from.
+/// `hsa_amd_memory_pool_t`: pool of an agent's memory for allocations.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryPool {
-    /// Opaque.
+    /// Opaque value of the driver.
     pub handle: u64,
 }
 
-/// `hsa_amd_pointer_info_t`. Newer runtimes have more after these members and write no more than
-/// [`Self::size`] says.
+/// `hsa_amd_pointer_info_t`. Newer runtimes have more members after these, and write no more than
+/// [`Self::size`] bytes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct PointerInfo {
-    /// Bytes of this structure; the runtime lowers it if it knows fewer.
+    /// Size of this structure in bytes. The runtime lowers it if it knows fewer members.
     pub size: u32,
-    /// An `HSA_EXT_POINTER_TYPE_*`. For `HSA_EXT_POINTER_TYPE_UNKNOWN` the rest is stale.
+    /// An `HSA_EXT_POINTER_TYPE_*`. For `HSA_EXT_POINTER_TYPE_UNKNOWN` the other members are stale.
     pub kind: u32,
     /// The first address for agents.
     pub agent_base: *mut c_void,
@@ -122,15 +123,15 @@ pub struct PointerInfo {
     pub host_base: *mut c_void,
     /// Bytes of the allocation.
     pub len: usize,
-    /// The application's own.
+    /// Data that the application associated with the allocation.
     pub user_data: *mut c_void,
-    /// The agent whose memory it is; handle 0 if that agent is not in this process.
+    /// The agent that owns the memory; handle 0 if that agent is not in this process.
     pub owner: Agent,
     /// `hsa_amd_memory_pool_global_flag_t` bits.
     pub global_flags: u32,
 }
 
-/// `hsa_signal_t`: a value that the runtime lowers when a copy ends.
+/// `hsa_signal_t`: handle of a value that the runtime lowers when a copy ends.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Signal {
@@ -138,11 +139,11 @@ pub struct Signal {
     pub handle: u64,
 }
 
-/// `hsa_amd_vmem_alloc_handle_t`: physical memory that can be mapped.
+/// `hsa_amd_vmem_alloc_handle_t`: handle of physical memory that can be mapped.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VmemHandle {
-    /// Opaque.
+    /// Opaque value of the driver.
     pub handle: u64,
 }
 
@@ -156,31 +157,31 @@ pub struct AccessDesc {
     pub agent: Agent,
 }
 
-/// `hsa_amd_ipc_memory_t`: an allocation as another process can attach it.
+/// `hsa_amd_ipc_memory_t`: handle by which another process attaches an allocation.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IpcMemory {
-    /// Opaque.
+    /// Opaque value of the driver.
     pub handle: [u32; 8],
 }
 
-/// `hsa_amd_hdp_flush_t`: registers that flush what came in over PCIe.
+/// `hsa_amd_hdp_flush_t`: registers that flush inbound PCIe writes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct HdpFlush {
     /// Writing 1 makes earlier writes to the device's memory visible to the device. Null on a
     /// device without it.
     pub memory: *mut u32,
-    /// The register that does so for writes to the device's registers. Null on a device without it.
+    /// Like `memory`, for writes to the device's registers. Null on a device without it.
     pub registers: *mut u32,
 }
 
-/// An attribute of an agent, a pool or the system, with the type that the header gives it.
+/// An attribute of an agent, a pool or the system, with its type in the header.
 #[derive(Clone, Copy, Debug)]
 pub struct Attribute<T> {
     /// The number in the header.
     pub number: u32,
-    /// A value of its type, to be written over.
+    /// A value of its type, which a query overwrites.
     pub(crate) empty: T,
 }
 
@@ -246,9 +247,9 @@ constants! {
     HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_KERNARG_INIT: u32 = 1;
     HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_FINE_GRAINED: u32 = 2;
     HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_COARSE_GRAINED: u32 = 4;
-    /// Not memory of the runtime.
+    /// The runtime does not know the address.
     HSA_EXT_POINTER_TYPE_UNKNOWN: u32 = 0;
-    /// From one of the runtime's allocators.
+    /// Memory from one of the runtime's allocators.
     HSA_EXT_POINTER_TYPE_HSA: u32 = 1;
     /// Host memory that was page-locked for agents.
     HSA_EXT_POINTER_TYPE_LOCKED: u32 = 2;
@@ -256,10 +257,11 @@ constants! {
     HSA_EXT_POINTER_TYPE_GRAPHICS: u32 = 3;
     /// Shared by another process.
     HSA_EXT_POINTER_TYPE_IPC: u32 = 4;
-    /// A reserved address range, of which the runtime does not say what is mapped there. From
-    /// version 1.12 of the AMD extension on.
+    /// A reserved address range; the runtime does not say what is mapped there. From version 1.12
+    /// of the AMD extension on.
     HSA_EXT_POINTER_TYPE_RESERVED_ADDR: u32 = 5;
-    /// Mapped into a reserved address range. From version 1.12 of the AMD extension on.
+    /// Memory that is mapped into a reserved address range. From version 1.12 of the AMD extension
+    /// on.
     HSA_EXT_POINTER_TYPE_HSA_VMEM: u32 = 6;
     HSA_SIGNAL_CONDITION_LT: u32 = 2;
     HSA_WAIT_STATE_BLOCKED: u32 = 0;
@@ -270,7 +272,7 @@ constants! {
     HSA_AMD_DMABUF_MAPPING_TYPE_PCIE: u64 = 1;
 }
 
-/// Every constant of this module by its name in the headers, the attributes' numbers first.
+/// All constants of this module by their names in the headers, numbers of attributes first.
 pub const CONSTANTS: [&[(&str, u64)]; 2] = [ATTRIBUTES, PLAIN];
 
 /// Callback of `hsa_iterate_agents`, called for each agent.
@@ -279,8 +281,7 @@ pub type AgentCallback = unsafe extern "C" fn(Agent, *mut c_void) -> HsaStatus;
 pub type PoolCallback = unsafe extern "C" fn(MemoryPool, *mut c_void) -> HsaStatus;
 /// Callback of `hsa_amd_register_deallocation_callback`: the address and the user's data.
 pub type DeallocationCallback = unsafe extern "C" fn(*mut c_void, *mut c_void);
-/// Allocator that `hsa_amd_pointer_info` would use for its list of agents; this crate asks for
-/// none.
+/// Allocator of `hsa_amd_pointer_info` for its list of agents. This crate passes none.
 pub type ListAllocator = Option<unsafe extern "C" fn(usize) -> *mut c_void>;
 
 const _: () = assert!(size_of::<HsaStatus>() == 4);
@@ -309,20 +310,20 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// Every symbol that the library must have.
+            /// Symbols that the library must have.
             pub const SYMBOLS: &[&str] = &[$(stringify!($symbol)),+];
 
             /// Symbols without which a facet is missing.
             pub const OPTIONAL_SYMBOLS: &[&str] = &[$(stringify!($osymbol)),+];
 
-            /// Each symbol with the types of its arguments and of its result.
+            /// All symbols with the types of their arguments and results.
             pub const SIGNATURES: &[(&str, &[&str], &str)] = &[
                 $((stringify!($symbol), &[$(stringify!($argument)),*], stringify!($returns)),)+
                 $((stringify!($osymbol), &[$(stringify!($oargument)),*], stringify!($oreturns)),)+
             ];
 
             /// # Safety
-            /// As [`Functions::from_lookup`].
+            /// The caller upholds the safety contract of [`Functions::from_lookup`].
             unsafe fn fill(
                 library: &str,
                 mut lookup: impl FnMut(&'static str) -> Option<*const ()>,
@@ -333,20 +334,18 @@ macro_rules! functions {
                     $($field: {
                         let address = lookup(stringify!($symbol))
                             .ok_or_else(|| lacks_symbol(library, stringify!($symbol)))?;
+                        type Function = unsafe extern "C" fn($($argument),*) -> $returns;
                         // SAFETY: the caller promises that what it returns under this name is a
                         // function with the signature that the header declares for it, which is the
                         // one in this table.
-                        unsafe {
-                            mem::transmute::<*const (), unsafe extern "C" fn($($argument),*) -> $returns>(address)
-                        }
+                        unsafe { mem::transmute::<*const (), Function>(address) }
                     },)+
                     $($ofield: lookup(stringify!($osymbol)).map(|address| {
+                        type Function = unsafe extern "C" fn($($oargument),*) -> $oreturns;
                         // SAFETY: the caller promises that what it returns under this name is a
                         // function with the signature that the header declares for it, which is the
                         // one in this table.
-                        unsafe {
-                            mem::transmute::<*const (), unsafe extern "C" fn($($oargument),*) -> $oreturns>(address)
-                        }
+                        unsafe { mem::transmute::<*const (), Function>(address) }
                     }),)+
                 })
             }
@@ -361,41 +360,67 @@ functions! {
         system_get_info: hsa_system_get_info(u32, *mut c_void) -> HsaStatus;
         iterate_agents: hsa_iterate_agents(AgentCallback, *mut c_void) -> HsaStatus;
         agent_get_info: hsa_agent_get_info(Agent, u32, *mut c_void) -> HsaStatus;
-        agent_iterate_memory_pools: hsa_amd_agent_iterate_memory_pools(Agent, PoolCallback, *mut c_void) -> HsaStatus;
-        memory_pool_get_info: hsa_amd_memory_pool_get_info(MemoryPool, u32, *mut c_void) -> HsaStatus;
-        memory_pool_allocate: hsa_amd_memory_pool_allocate(MemoryPool, usize, u32, *mut *mut c_void) -> HsaStatus;
+        agent_iterate_memory_pools: hsa_amd_agent_iterate_memory_pools(
+            Agent, PoolCallback, *mut c_void
+        ) -> HsaStatus;
+        memory_pool_get_info: hsa_amd_memory_pool_get_info(
+            MemoryPool, u32, *mut c_void
+        ) -> HsaStatus;
+        memory_pool_allocate: hsa_amd_memory_pool_allocate(
+            MemoryPool, usize, u32, *mut *mut c_void
+        ) -> HsaStatus;
         memory_pool_free: hsa_amd_memory_pool_free(*mut c_void) -> HsaStatus;
-        agents_allow_access: hsa_amd_agents_allow_access(u32, *const Agent, *const u32, *const c_void) -> HsaStatus;
-        pointer_info: hsa_amd_pointer_info(*const c_void, *mut PointerInfo, ListAllocator, *mut u32, *mut *mut Agent) -> HsaStatus;
+        agents_allow_access: hsa_amd_agents_allow_access(
+            u32, *const Agent, *const u32, *const c_void
+        ) -> HsaStatus;
+        pointer_info: hsa_amd_pointer_info(
+            *const c_void, *mut PointerInfo, ListAllocator, *mut u32, *mut *mut Agent
+        ) -> HsaStatus;
         signal_create: hsa_signal_create(i64, u32, *const Agent, *mut Signal) -> HsaStatus;
         signal_destroy: hsa_signal_destroy(Signal) -> HsaStatus;
         signal_load: hsa_signal_load_scacquire(Signal) -> i64;
         signal_wait: hsa_signal_wait_scacquire(Signal, u32, i64, u64, u32) -> i64;
     }
     optional {
-        async_copy: hsa_amd_memory_async_copy(*mut c_void, Agent, *const c_void, Agent, usize, u32, *const Signal, Signal) -> HsaStatus;
-        register_deallocation: hsa_amd_register_deallocation_callback(*mut c_void, DeallocationCallback, *mut c_void) -> HsaStatus;
-        memory_lock: hsa_amd_memory_lock(*mut c_void, usize, *mut Agent, i32, *mut *mut c_void) -> HsaStatus;
+        async_copy: hsa_amd_memory_async_copy(
+            *mut c_void, Agent, *const c_void, Agent, usize, u32, *const Signal, Signal
+        ) -> HsaStatus;
+        register_deallocation: hsa_amd_register_deallocation_callback(
+            *mut c_void, DeallocationCallback, *mut c_void
+        ) -> HsaStatus;
+        memory_lock: hsa_amd_memory_lock(
+            *mut c_void, usize, *mut Agent, i32, *mut *mut c_void
+        ) -> HsaStatus;
         memory_unlock: hsa_amd_memory_unlock(*mut c_void) -> HsaStatus;
-        export_dmabuf: hsa_amd_portable_export_dmabuf(*const c_void, usize, *mut i32, *mut u64) -> HsaStatus;
-        export_dmabuf_v2: hsa_amd_portable_export_dmabuf_v2(*const c_void, usize, *mut i32, *mut u64, u64) -> HsaStatus;
+        export_dmabuf: hsa_amd_portable_export_dmabuf(
+            *const c_void, usize, *mut i32, *mut u64
+        ) -> HsaStatus;
+        export_dmabuf_v2: hsa_amd_portable_export_dmabuf_v2(
+            *const c_void, usize, *mut i32, *mut u64, u64
+        ) -> HsaStatus;
         close_dmabuf: hsa_amd_portable_close_dmabuf(i32) -> HsaStatus;
         ipc_create: hsa_amd_ipc_memory_create(*mut c_void, usize, *mut IpcMemory) -> HsaStatus;
-        ipc_attach: hsa_amd_ipc_memory_attach(*const IpcMemory, usize, u32, *const Agent, *mut *mut c_void) -> HsaStatus;
+        ipc_attach: hsa_amd_ipc_memory_attach(
+            *const IpcMemory, usize, u32, *const Agent, *mut *mut c_void
+        ) -> HsaStatus;
         ipc_detach: hsa_amd_ipc_memory_detach(*mut c_void) -> HsaStatus;
         vmem_reserve: hsa_amd_vmem_address_reserve(*mut *mut c_void, usize, u64, u64) -> HsaStatus;
         vmem_unreserve: hsa_amd_vmem_address_free(*mut c_void, usize) -> HsaStatus;
-        vmem_create: hsa_amd_vmem_handle_create(MemoryPool, usize, u32, u64, *mut VmemHandle) -> HsaStatus;
+        vmem_create: hsa_amd_vmem_handle_create(
+            MemoryPool, usize, u32, u64, *mut VmemHandle
+        ) -> HsaStatus;
         vmem_release: hsa_amd_vmem_handle_release(VmemHandle) -> HsaStatus;
         vmem_map: hsa_amd_vmem_map(*mut c_void, usize, usize, VmemHandle, u64) -> HsaStatus;
         vmem_unmap: hsa_amd_vmem_unmap(*mut c_void, usize) -> HsaStatus;
-        vmem_set_access: hsa_amd_vmem_set_access(*mut c_void, usize, *const AccessDesc, usize) -> HsaStatus;
+        vmem_set_access: hsa_amd_vmem_set_access(
+            *mut c_void, usize, *const AccessDesc, usize
+        ) -> HsaStatus;
         vmem_export: hsa_amd_vmem_export_shareable_handle(*mut i32, VmemHandle, u64) -> HsaStatus;
     }
 }
 
 impl Functions {
-    /// The name by which the dynamic loader finds the library.
+    /// Name by which the dynamic loader finds the library.
     pub const LIBRARY: &str = "libhsa-runtime64.so.1";
 
     /// Loads the library at `path` and fills the table from it.
@@ -427,7 +452,8 @@ impl Functions {
         Ok(functions)
     }
 
-    /// Fills the table from a lookup closure: a driver of the caller's own, such as a test's.
+    /// Fills the table from a lookup closure. A test passes the functions of its own driver, for
+    /// example.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup` has
@@ -435,16 +461,16 @@ impl Functions {
     ///
     /// # Safety
     /// Each address that `lookup` returns is a function with the signature that `hsa.h` and
-    /// `hsa_ext_amd.h` declares for that name, and stays callable from any thread for as long
-    /// as a copy of the table exists.
+    /// `hsa_ext_amd.h` declare for that name, and stays callable from any thread for as long as a
+    /// copy of the table exists.
     pub unsafe fn from_lookup(
         lookup: impl FnMut(&'static str) -> Option<*const ()>,
     ) -> Result<Self> {
-        // SAFETY: the same promise, made by the caller.
+        // SAFETY: the caller of this function makes the promise that `fill` asks for.
         unsafe { Self::fill("(injected)", lookup) }
     }
 
-    /// The library that the functions came from, as it was named.
+    /// Returns the name of the library that the functions came from.
     #[must_use]
     pub fn library(&self) -> &str {
         &self.library
@@ -456,7 +482,8 @@ fn not_loaded(library: &str, reason: libloading::Error) -> Error {
         .iface(IfaceKind::ROCR)
         .context("library", library)
         .remedy(
-            "install AMD's HSA runtime, or name its library with Rocr::builder().library(path) or HMEM_ROCR_LIBRARY",
+            "install AMD's HSA runtime, or name its library with Rocr::builder().library(path) or \
+             HMEM_ROCR_LIBRARY",
         );
     match reason {
         libloading::Error::DlOpen { source } => error.caused_by(source),
@@ -469,5 +496,8 @@ fn lacks_symbol(library: &str, symbol: &'static str) -> Error {
         .iface(IfaceKind::ROCR)
         .context("library", library)
         .context("symbol", symbol)
-        .remedy("the library has no such symbol: it is not AMD's HSA runtime library, or older than ROCm 5")
+        .remedy(
+            "the library has no such symbol: it is not AMD's HSA runtime library, or older \
+                 than ROCm 5",
+        )
 }

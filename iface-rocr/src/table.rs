@@ -1,12 +1,11 @@
-//! Allocations that the iface has seen: their identities, those who watch them, and what is to be
-//! given back.
+//! Table of known allocations: their identities, their subscribers, and the memory to release.
 //!
-//! The runtime calls back when it frees memory, and has no identities. So each allocation gets an
-//! identity here when it is seen first, and loses it in the callback: another allocation at the
-//! same address is seen anew.
+//! The runtime calls back when it frees memory, and has no identities. So the table assigns an
+//! identity at the first lookup of an allocation and removes it in the callback. A new allocation
+//! at the same address gets a new identity.
 //!
-//! The lock is never held during a call of the runtime, which may hold a lock of its own around the
-//! callback.
+//! The lock is never held during a call of the runtime, which may hold a lock of its own while it
+//! calls back.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -49,20 +48,20 @@ struct Entry {
     /// `None` until the callback is registered.
     allocation: Option<Allocation>,
     origin: Origin,
-    /// The runtime calls back when it frees the memory.
+    /// True if the runtime calls back when it frees the memory.
     callback: bool,
     watchers: Vec<(u64, Arc<dyn Invalidator>)>,
 }
 
-/// Call that an allocation came from, which decides how it is given back.
+/// Call that made an allocation, which determines the call that releases it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
-    /// Allocated by somebody else.
+    /// Allocated by the application.
     Foreign,
     /// `hsa_amd_memory_pool_allocate`.
     Pool,
     /// `hsa_amd_vmem_address_reserve` of `size` bytes, `hsa_amd_vmem_handle_create` and
-    /// `hsa_amd_vmem_map`. `left` is what is to be undone before the handle is released.
+    /// `hsa_amd_vmem_map`. `left` is the part that is still to be undone.
     Virtual { size: usize, handle: VmemHandle, left: Left },
     /// `hsa_amd_ipc_memory_attach`.
     Imported,
@@ -71,15 +70,15 @@ pub(crate) enum Origin {
 /// Steps that are left to free VMM memory. The runtime may refuse each of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Left {
-    /// Addresses, and the handle mapped at them.
+    /// Mapping, reservation and handle.
     Mapping,
-    /// Addresses alone.
+    /// Reservation and handle.
     Reservation,
-    /// Neither.
+    /// Handle alone.
     Handle,
 }
 
-/// User data of a deallocation callback. The runtime has it until it calls back.
+/// User data of a deallocation callback. The runtime owns it until it calls back.
 struct Notice {
     table: Weak<AllocationTable>,
     base: u64,
@@ -87,12 +86,12 @@ struct Notice {
 }
 
 impl AllocationTable {
-    /// Returns a number that no allocation had or will have.
+    /// Returns an identity that no allocation had or will have.
     pub(crate) fn next_id(&self) -> AllocationId {
         self.entries.lock().next_id()
     }
 
-    /// Returns the identity of an allocation that is in the table. Its own identity is not compared.
+    /// Returns the identity of an allocation in the table. The identity of `seen` is ignored.
     pub(crate) fn id_of(&self, seen: &Allocation) -> Option<AllocationId> {
         let entries = self.entries.lock();
         let entry = entries.live.get(&seen.base().0)?;
@@ -100,7 +99,7 @@ impl AllocationTable {
         entry.allocation.filter(|known| same(*known)).map(|_| entry.id)
     }
 
-    /// Makes room for the allocation at `base`, which replaces any other there. Returns its new
+    /// Adds an entry for the allocation at `base` in place of any older one. Returns its new
     /// identity and the user data for its callback.
     pub(crate) fn begin(self: &Arc<Self>, base: Address) -> (AllocationId, *mut c_void) {
         let mut entries = self.entries.lock();
@@ -120,8 +119,8 @@ impl AllocationTable {
         (id, Box::into_raw(Box::new(notice)).cast())
     }
 
-    /// Enters what is known of the allocation with this identity. Returns false if it was freed
-    /// meanwhile.
+    /// Records the range and kind of the allocation with this identity. Returns false if it was
+    /// freed meanwhile.
     pub(crate) fn describe(&self, allocation: Allocation) -> bool {
         let mut entries = self.entries.lock();
         let entry = entries.live.get_mut(&allocation.base().0);
@@ -129,12 +128,12 @@ impl AllocationTable {
         entry.map(|entry| entry.allocation = Some(allocation)).is_some()
     }
 
-    /// Takes an allocation out whose callback could not be registered.
+    /// Removes an allocation whose callback could not be registered.
     ///
     /// # Safety
-    /// `notice` is from [`begin`](Self::begin), and the runtime does not have it.
+    /// [`begin`](Self::begin) made `notice`, and the runtime does not own it.
     pub(crate) unsafe fn cancel(&self, base: Address, id: AllocationId, notice: *mut c_void) {
-        // SAFETY: the caller's promise: nobody else takes it back.
+        // SAFETY: the caller promises that `begin` made it and that nothing else frees it.
         drop(unsafe { Box::from_raw(notice.cast::<Notice>()) });
         let removed = self.entries.lock().free(base.0, Some(id));
         drop(removed);
@@ -172,11 +171,12 @@ impl AllocationTable {
         entry.allocation.filter(|_| entry.origin != Origin::Foreign)
     }
 
-    /// Disowns an allocation, so that of two threads that give it back only one reaches the
-    /// runtime. Memory without a callback leaves the table, and its watchers are notified.
+    /// Disowns an allocation, so that only one of two threads that free it calls the runtime.
+    /// Memory without a callback is removed from the table, and its subscribers are notified.
     ///
     /// # Errors
-    /// InvalidArgument if it is not this iface's own, or to be given back by the other call.
+    /// InvalidArgument if it does not belong to this iface, or if the other call (`free`,
+    /// `ipc_close`) must release it.
     pub(crate) fn take(
         &self,
         operation: &'static str,
@@ -203,14 +203,14 @@ impl AllocationTable {
         Ok(origin)
     }
 
-    /// Returns the number of allocations and page-locked ranges to give back.
+    /// Returns the number of allocations and page-locked ranges to release.
     pub(crate) fn owned(&self) -> usize {
         let entries = self.entries.lock();
         let own = entries.live.values().filter(|entry| entry.origin != Origin::Foreign).count();
         own + entries.page_locked.len()
     }
 
-    /// Watches the live allocation around a range. `None` if there is none.
+    /// Subscribes to the live allocation around a range. Returns `None` if there is none.
     pub(crate) fn watch(
         &self,
         range: AddressRange,
@@ -227,7 +227,7 @@ impl AllocationTable {
         Some(Subscription(subscription))
     }
 
-    /// Ends a subscription. Waits for the callback that notifies it.
+    /// Ends a subscription. Waits for a callback that notifies it.
     pub(crate) fn unwatch(&self, Subscription(subscription): Subscription) {
         let mut entries = self.entries.lock();
         let Some(base) = entries.watched.remove(&subscription) else { return };
@@ -236,12 +236,12 @@ impl AllocationTable {
             Some(entry.watchers.swap_remove(at))
         });
         drop(entries);
-        // Dropped without the lock: it may be the last reference to a cache.
+        // Dropped after the lock is released, since it may be the last reference to a cache.
         drop(unwatched);
     }
 
-    /// Reserves the entry of a range that is about to be page-locked. Returns false if there is one
-    /// that begins there.
+    /// Reserves the entry of a range before it is page-locked. Returns false if the table has a
+    /// range at the same first address.
     pub(crate) fn begin_lock(&self, range: AddressRange) -> bool {
         let mut entries = self.entries.lock();
         let free = !entries.page_locked.contains_key(&range.start().0);
@@ -251,7 +251,7 @@ impl AllocationTable {
         free
     }
 
-    /// Enters a page-locked range with its address for devices, or gives its entry up.
+    /// Enters the device address of a page-locked range, or removes the reserved entry.
     pub(crate) fn end_lock(&self, range: AddressRange, agent_address: Option<usize>) {
         let mut entries = self.entries.lock();
         match agent_address {
@@ -260,7 +260,7 @@ impl AllocationTable {
         };
     }
 
-    /// Takes a page-locked range out. `None` if exactly this range is not in the table.
+    /// Removes a page-locked range. Returns `None` if exactly this range is not in the table.
     pub(crate) fn take_page_locked(&self, range: AddressRange) -> Option<usize> {
         let mut entries = self.entries.lock();
         let (locked, agent_address) = *entries.page_locked.get(&range.start().0)?;
@@ -269,7 +269,7 @@ impl AllocationTable {
         Some(agent_address)
     }
 
-    /// Returns the devices' address of a part of a page-locked range.
+    /// Returns the address for devices of a part of a page-locked range.
     pub(crate) fn page_locked(&self, range: AddressRange) -> Option<usize> {
         let entries = self.entries.lock();
         let (base, (locked, agent_address)) =
@@ -294,9 +294,9 @@ impl Entries {
         AllocationId(self.last_id)
     }
 
-    /// Takes the allocation at `base` out and notifies its watchers; with an identity, only if it
-    /// has that one. The caller drops the entry without the lock: a watcher may be the last
-    /// reference to a cache.
+    /// Removes the allocation at `base` and notifies its subscribers. With an identity, only if the
+    /// allocation has that one. The caller drops the entry after releasing the lock, since a
+    /// subscriber may be the last reference to a cache.
     #[must_use]
     fn free(&mut self, base: u64, id: Option<AllocationId>) -> Option<Entry> {
         self.live.get(&base).filter(|entry| id.is_none_or(|id| entry.id == id))?;
@@ -310,14 +310,14 @@ impl Entries {
     }
 }
 
-/// Notifies the watchers of memory that is freed. The runtime calls it on the thread that frees.
+/// Notifies the subscribers of freed memory. The runtime calls it on the thread that frees.
 ///
 /// # Safety
-/// `notice` is from [`AllocationTable::begin`] and was registered with this function, which the
+/// [`AllocationTable::begin`] made `notice`. It was registered with this function, which the
 /// runtime calls once.
 pub(crate) unsafe extern "C" fn on_free(_pointer: *mut c_void, notice: *mut c_void) {
-    // SAFETY: the caller's promise: "callbacks are automatically deregistered when they are
-    // invoked", so this is the only one to take it back.
+    // SAFETY: `begin` made it, and only this call frees it: "callbacks are automatically
+    // deregistered when they are invoked".
     let notice = unsafe { Box::from_raw(notice.cast::<Notice>()) };
     if let Some(table) = notice.table.upgrade() {
         let removed = table.entries.lock().free(notice.base, Some(notice.id));
@@ -332,6 +332,7 @@ pub(crate) fn not_live(operation: &'static str, allocation: &Allocation) -> Erro
         .context("allocation", allocation.range)
         .context("identity", allocation.id.0)
         .remedy(
-            "not a live allocation of this iface: freed already, or allocated by somebody else, who frees it",
+            "not a live allocation of this iface: it was freed, or the application allocated it \
+             and frees it itself",
         )
 }

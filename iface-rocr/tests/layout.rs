@@ -21,7 +21,7 @@ use hmem_iface_rocr::sys::{
 };
 use trials::{Outcome, Skipped};
 
-/// Words that 7.2 has and 5.2 does not: a part of each such name.
+/// Parts of names that 7.2 has and 5.2 lacks.
 const LATER: [&str; 11] = [
     "_dmabuf",
     "_vmem_",
@@ -74,8 +74,8 @@ fn c_type(rust: &str) -> &'static str {
     }
 }
 
-/// Arguments that the table has as plain integers and the headers as enumerations of the same
-/// width.
+/// Arguments that are plain integers in the table, and enumerations of the same width in the
+/// headers.
 const ENUMERATIONS: [(&str, usize, &str); 6] = [
     ("hsa_system_get_info", 0, "hsa_system_info_t"),
     ("hsa_agent_get_info", 1, "hsa_agent_info_t"),
@@ -85,7 +85,7 @@ const ENUMERATIONS: [(&str, usize, &str); 6] = [
     ("hsa_amd_vmem_handle_create", 2, "hsa_amd_memory_type_t"),
 ];
 
-/// A C file that compiles only if the headers say what this crate says.
+/// A C file that compiles only if the headers agree with this crate.
 fn program(headers: &str, release: &str) -> String {
     let has = |name: &str| {
         let mut words = headers.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
@@ -123,7 +123,7 @@ fn program(headers: &str, release: &str) -> String {
         ("hsa_amd_vmem_alloc_handle_t", size_of::<VmemHandle>()),
         ("hsa_amd_memory_access_desc_t", size_of::<AccessDesc>()),
     ] {
-        // What 5.2 lacks belongs to functions that it lacks.
+        // Types that 5.2 lacks belong to functions that it lacks.
         if headers.contains(name) {
             same(&format!("sizeof({name})"), size as u64);
         }
@@ -211,7 +211,7 @@ fn read(include: &Path) -> String {
     ["hsa/hsa.h", "hsa/hsa_ext_amd.h"].map(read).concat()
 }
 
-fn headers_of_two_releases_say_the_same() -> Outcome {
+fn headers_of_two_releases_match() -> Outcome {
     for release in ["5.2", "7.2"] {
         let include = include(release)?;
         let code = program(&read(&include), release);
@@ -220,7 +220,7 @@ fn headers_of_two_releases_say_the_same() -> Outcome {
     Ok(())
 }
 
-fn a_wrong_constant_layout_or_signature_is_noticed() -> Outcome {
+fn wrong_constant_layout_or_signature_is_detected() -> Outcome {
     let include = include("7.2")?;
     let code = program(&read(&include), "7.2");
     for (right, wrong) in [
@@ -239,7 +239,7 @@ fn a_wrong_constant_layout_or_signature_is_noticed() -> Outcome {
 
 trials::trials! {
     /// HM-04
-    headers_of_two_releases_say_the_same,
+    headers_of_two_releases_match,
     /// HM-04
-    a_wrong_constant_layout_or_signature_is_noticed,
+    wrong_constant_layout_or_signature_is_detected,
 }

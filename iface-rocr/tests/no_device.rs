@@ -1,5 +1,5 @@
-//! AMD's own runtime without a device: `tests/rocr/run` starts this test through the loader of each
-//! release, which `HMEM_ROCR` names.
+//! AMD's own runtime without a device. `tests/rocr/run` starts this test through the dynamic loader
+//! of each release; `HMEM_ROCR` names the release.
 
 #[path = "../../tests/trials/mod.rs"]
 mod trials;
@@ -30,7 +30,7 @@ fn release() -> Result<String, Skipped> {
     Err(Skipped("no release is named in HMEM_ROCR: see tests/rocr/run".into()))
 }
 
-fn every_function_is_there_but_for_those_that_came_later() -> Outcome {
+fn every_function_of_the_release_is_present() -> Outcome {
     let release = release()?;
     // SAFETY: AMD's runtime, whose initialisers have no precondition.
     let library = unsafe { Library::new(Functions::LIBRARY) }.expect("AMD's runtime");
@@ -46,10 +46,10 @@ fn every_function_is_there_but_for_those_that_came_later() -> Outcome {
     Ok(())
 }
 
-fn runtime_without_a_device_is_unavailable_and_says_so() -> Outcome {
+fn runtime_without_a_device_is_unavailable() -> Outcome {
     let release = release()?;
     if Path::new("/dev/kfd").exists() {
-        return Err(Skipped("this machine has a driver of its own".into()));
+        return Err(Skipped("this machine has its own driver".into()));
     }
     for _ in 0..2 {
         let error = Rocr::open().expect_err("no device");
@@ -66,7 +66,7 @@ fn runtime_without_a_device_is_unavailable_and_says_so() -> Outcome {
 
 trials::trials! {
     /// HM-04
-    every_function_is_there_but_for_those_that_came_later,
+    every_function_of_the_release_is_present,
     /// HM-04
-    runtime_without_a_device_is_unavailable_and_says_so,
+    runtime_without_a_device_is_unavailable,
 }

@@ -1,4 +1,4 @@
-//! Allocating and freeing device, host and shared memory.
+//! Allocation and free of device, host and shared memory.
 
 use std::{ffi::c_void, ptr, sync::Arc};
 
@@ -33,7 +33,7 @@ impl Allocator for DeviceAllocator {
         match request.kind {
             AllocationKind::Device | AllocationKind::Host | AllocationKind::Managed => {}
             AllocationKind::Imported => {
-                let reason = "another process's memory is opened, not allocated";
+                let reason = "memory of another process is opened with ipc_open, not allocated";
                 return Err(described(lacks(OPERATION, reason)));
             }
             _ => return Err(described(lacks(OPERATION, "Level Zero has no such kind of memory"))),
@@ -48,7 +48,7 @@ impl Allocator for DeviceAllocator {
         if entered.is_err()
             && let Err(error) = self.memory.free(entry.driver, Address::of_ptr(base))
         {
-            tracing::error!(%error, "an allocation that failed stays behind");
+            tracing::error!(%error, "cannot free the memory of a failed allocation");
         }
         entered.map_err(described)
     }
@@ -63,8 +63,8 @@ impl Allocator for DeviceAllocator {
 }
 
 impl DeviceAllocator {
-    /// Allocates memory that can be exported. Where the driver exports none, the memory is
-    /// allocated without.
+    /// Allocates memory that can be exported. If the driver does not support that, allocates memory
+    /// that cannot be exported.
     fn call(&self, entry: &DeviceEntry, request: &AllocRequest) -> Result<*mut c_void> {
         let export = ExportDescription {
             flags: sys::ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF,
@@ -78,7 +78,7 @@ impl DeviceAllocator {
             }
             match allocate(exportable) {
                 Err(error) if error.is_unsupported() => {
-                    tracing::debug!(%error, "allocated without a way to export it");
+                    tracing::debug!(%error, "the memory cannot be exported");
                     allocate(ptr::null())
                 }
                 allocated => allocated,
@@ -86,7 +86,7 @@ impl DeviceAllocator {
         })
     }
 
-    /// `next` is null or an [`ExportDescription`].
+    /// Allocates memory. `next` is null or an [`ExportDescription`].
     fn call_with(
         &self,
         context: ContextHandle,
@@ -99,9 +99,9 @@ impl DeviceAllocator {
         let on_device = DeviceMemoryDescription { next, ..DeviceMemoryDescription::default() };
         let on_host = HostMemoryDescription { next, ..HostMemoryDescription::default() };
         let mut base = ptr::null_mut();
-        // SAFETY: the caller keeps the context, which is of the device's driver; each description
-        // says its type, and its chain ends with `next`; `base` is writable. An alignment of 0 is
-        // the driver's choice.
+        // SAFETY: the caller keeps the context, which belongs to the device's driver. Each
+        // description has its type, and its chain ends with `next`. `base` is writable. With an
+        // alignment of 0 the driver chooses one.
         let (code, call) = unsafe {
             match request.kind {
                 AllocationKind::Host => (

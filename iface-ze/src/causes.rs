@@ -1,12 +1,11 @@
-//! The causes of refusals that only this driver gives, and general causes with this driver's
-//! remedies.
+//! Causes of refusals by this driver, and general causes with remedies for this driver.
 
 use hmem_core::{
     ErrorKind, Path,
     cause::{Answer, RefusalCause, Step},
 };
 
-/// The causes of refusals that Level Zero's driver gives.
+/// Causes of refusals by Level Zero's driver.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "ze-not-exportable",
@@ -14,21 +13,17 @@ pub const CAUSES: &[RefusalCause] = &[
         paths: &[Path::DmaBuf],
         steps: &[Step::Export],
         answers: &[Answer::UNSUPPORTED, Answer::Kind(&[ErrorKind::InvalidArgument])],
-        cause: "Level Zero exports only memory that was allocated to be exported, of devices that export any",
-        remedy: "see memoryAllocationExportTypes of the device; allocate with ze_external_memory_export_desc_t and ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF, or through this library",
+        cause: "Level Zero exports only memory that was allocated to be exported, of devices that \
+                export any",
+        remedy: "see memoryAllocationExportTypes of the device; allocate with \
+                 ze_external_memory_export_desc_t and ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF, or \
+                 through this library",
         ..RefusalCause::ANY
     },
     RefusalCause {
-        name: "device-files",
-        rank: 310,
         paths: &[Path::DmaBuf, Path::PeerMemory, Path::Staged],
-        steps: &[Step::Segments, Step::ExportWhole, Step::Export, Step::Register],
-        answers: &[
-            Answer::Errno(&[1, 13]),
-            Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied]),
-        ],
-        cause: "the process may not use the device's files, or the buffer was opened read-only",
-        remedy: "give the user (or container) /dev/infiniband/uverbs* and /dev/dri/renderD*, and export for writing",
-        ..RefusalCause::ANY
+        remedy: "give the user (or container) /dev/infiniband/uverbs* and /dev/dri/renderD*, and \
+                 export for writing",
+        ..RefusalCause::DEVICE_FILES
     },
 ];

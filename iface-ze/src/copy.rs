@@ -1,10 +1,10 @@
 //! Copies between host memory and memory of the devices.
 //!
-//! Each copy of a device runs on a [`Lane`] of its own. The device reads and writes its own memory
-//! and the driver's host memory only. Other host memory goes through the lane's buffer, since a
-//! device need not be able to access it.
+//! Each copy by a device runs on a [`Lane`] of its own. The device accesses its own memory and the
+//! driver's host memory only. Other host memory is copied through the lane's buffer, since a device
+//! may not be able to access it.
 //!
-//! No lane is ordered behind the queues of the application: the application waits for its own work
+//! No lane is ordered after the queues of the application: the application waits for its own work
 //! that writes the source.
 
 use std::{cell::RefCell, fmt, sync::Arc};
@@ -29,21 +29,21 @@ pub(crate) struct Copier(Arc<Lanes>);
 #[derive(Clone, Copy, Debug)]
 enum Side<'a> {
     Device(&'a DeviceEntry),
-    /// Host memory of a driver.
+    /// Host memory that a driver allocated, with the index of the driver.
     DriverHost(usize),
     /// Shared memory, which the CPU accesses.
     Shared,
-    /// Host memory, as far as the drivers know.
+    /// Memory that no driver knows: host memory.
     Unknown,
 }
 
-/// The way of a copy.
+/// Route of a copy.
 enum Route<'a> {
-    /// The CPU has copied.
+    /// The CPU has made the copy.
     Done,
     /// The device accesses both sides.
     Direct(&'a DeviceEntry),
-    /// Through the buffer of a lane of each device: from the first, or to the second.
+    /// The copy runs through a buffer of each device: from the first, or to the second.
     Buffered(Option<&'a DeviceEntry>, Option<&'a DeviceEntry>),
 }
 
@@ -57,29 +57,30 @@ impl Copier {
         Arc::strong_count(&self.0) - 1
     }
 
-    /// Destroys the lanes. The next copy makes new ones.
+    /// Destroys the lanes. The next copy creates new ones.
     pub(crate) fn release(&self) -> Result<()> {
         self.0.release()
     }
 
     /// # Safety
-    /// As [`hmem_core::Iface::copy`].
+    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
         let copy = CopyRange { to, from, len };
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller of this function makes the same promise.
         let copied = match unsafe { self.route(copy) }? {
             Route::Done => Ok(()),
             Route::Direct(entry) => self.0.with_lane(entry, |lane| self.0.run(lane, copy)),
-            // SAFETY: the caller's promise is the same, and sides without a device are host memory.
+            // SAFETY: the caller of this function makes the same promise, and sides without a
+            // device are host memory.
             Route::Buffered(from, to) => unsafe { self.0.run_buffered(copy, from, to) },
         };
         copied.map_err(|error| copy.described(error))
     }
 
-    /// Finds the way of a copy. The CPU copies at once if it can access both sides.
+    /// Returns the route of a copy. The CPU copies at once if it can access both sides.
     ///
     /// # Safety
-    /// As [`hmem_core::Iface::copy`].
+    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
     unsafe fn route(&self, copy: CopyRange) -> Result<Route<'_>> {
         let CopyRange { to, from, len } = copy;
         let (target, source) = (self.side(to, len)?, self.side(from, len)?);
@@ -88,11 +89,11 @@ impl Copier {
         }
         Ok(match (target, source) {
             (Side::Unknown, Side::Unknown) => {
-                // The address of freed memory may belong to host memory by now.
+                // Host memory may be at the address of freed memory by now.
                 return Err(copy.described(
                     Error::new(ErrorKind::OutOfBounds, "copy")
                         .iface(IfaceKind::ZE)
-                        .context("why", "neither side is memory that the driver knows")
+                        .context("why", "the driver knows neither side")
                         .remedy("copy memory of this iface before it is freed"),
                 ));
             }
@@ -103,7 +104,7 @@ impl Copier {
                         Error::new(ErrorKind::InvalidArgument, "copy")
                             .iface(IfaceKind::ZE)
                             .context("why", "the sides overlap, which Level Zero does not allow")
-                            .remedy("copy through memory beside them"),
+                            .remedy("copy through other memory"),
                     ));
                 }
                 Route::Direct(to)
@@ -160,12 +161,12 @@ impl CopyEngine for Copier {
     ) -> Result<Box<dyn CopyEvent>> {
         let copy = CopyRange { to, from, len };
         let finished = || -> Result<Box<dyn CopyEvent>> { Ok(Box::new(FinishedCopy(Ok(())))) };
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller of this function makes the same promise.
         let started = match unsafe { self.route(copy) }? {
             Route::Done => return finished(),
             Route::Direct(entry) => self.begin(entry, |_| Ok((copy, None))),
             Route::Buffered(None, Some(entry)) if len <= BUFFER => self.begin(entry, |buffer| {
-                // SAFETY: the source is host memory, and the buffer is of a lane in use.
+                // SAFETY: the source is host memory, and this copy owns the lane with the buffer.
                 unsafe { copy_host(buffer, from, len) };
                 Ok((CopyRange { from: buffer, ..copy }, None))
             }),
@@ -173,7 +174,8 @@ impl CopyEngine for Copier {
                 let rest = CopyRange { from: buffer, ..copy };
                 Ok((CopyRange { to: buffer, ..copy }, Some(rest)))
             }),
-            // SAFETY: the caller's promise is the same, and sides without a device are host memory.
+            // SAFETY: the caller of this function makes the same promise, and sides without a
+            // device are host memory.
             Route::Buffered(from, to) => match unsafe { self.0.run_buffered(copy, from, to) } {
                 Ok(()) => return finished(),
                 Err(error) => Err(error),
@@ -185,8 +187,8 @@ impl CopyEngine for Copier {
 }
 
 impl Copier {
-    /// Starts a copy of a device. `plan` gets the lane's buffer, and returns the copy of the device
-    /// and the one that the CPU makes after it.
+    /// Starts a copy by a device. `plan` gets the lane's buffer, and returns the copy for the
+    /// device and the copy that the CPU makes afterwards.
     fn begin(
         &self,
         entry: &DeviceEntry,
@@ -215,19 +217,19 @@ impl Copier {
 /// meanwhile.
 struct CopyInFlight {
     lanes: Arc<Lanes>,
-    /// The lane until the copy has ended, and what the CPU copies then.
+    /// The lane until the copy has ended, and the copy that the CPU makes then.
     running: RefCell<Option<(Lane, Option<CopyRange>)>>,
     result: RefCell<Result<()>>,
 }
 
 impl CopyInFlight {
-    /// Waits for the end.
+    /// Waits for the end of the copy.
     fn finish(&self) {
         let Some((mut lane, rest)) = self.running.take() else { return };
         let result = self.lanes.finish(&mut lane);
         if let (Ok(()), Some(rest)) = (&result, rest) {
-            // SAFETY: the buffer is of a lane in use, and the caller of `start_copy` keeps the
-            // other side until the event is done.
+            // SAFETY: this copy owns the lane with the buffer, and the caller of `start_copy` keeps
+            // the other side until the event is done.
             unsafe { copy_host(rest.to, rest.from, rest.len) };
         }
         self.lanes.leave(lane, result.as_ref().err());
@@ -258,7 +260,7 @@ impl Drop for CopyInFlight {
     fn drop(&mut self) {
         self.finish();
         if let Err(error) = &*self.result.borrow() {
-            tracing::warn!(%error, "a copy that nobody waited for");
+            tracing::warn!(%error, "a copy failed whose event was dropped without a wait");
         }
     }
 }

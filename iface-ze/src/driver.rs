@@ -22,17 +22,17 @@ use crate::{
 pub(crate) struct DeviceEntry {
     pub(crate) description: Device,
     pub(crate) handle: DeviceHandle,
-    /// Its sub-devices, whose memory counts as its own.
+    /// Sub-devices. Their memory counts as memory of this device.
     parts: Vec<DeviceHandle>,
-    /// Number of its driver among those with a context.
+    /// Index of its driver among the drivers with a context.
     pub(crate) driver: usize,
-    /// Ways in which its memory can be exported, as `ZE_EXTERNAL_MEMORY_TYPE_FLAG_*` bits.
+    /// Supported types of exports, as `ZE_EXTERNAL_MEMORY_TYPE_FLAG_*` bits.
     pub(crate) exports: u32,
-    /// Ways in which others' memory can be imported, in the same bits.
+    /// Supported types of imports, in the same bits.
     imports: u32,
-    /// Name that the device has in every process.
+    /// UUID of the device, which is the same in every process.
     pub(crate) uuid: [u8; 16],
-    /// Group of queues that copy.
+    /// Ordinal of the queue group for copies.
     pub(crate) copy_group: u32,
 }
 
@@ -53,25 +53,27 @@ impl DeviceEntry {
 pub(crate) struct Driver {
     pub(crate) functions: Functions,
     pub(crate) devices: Vec<DeviceEntry>,
-    /// One context for each driver that has a GPU. Calls that use one hold the lock, so that no
-    /// context is destroyed under them.
+    /// One context for each driver with a GPU. Calls hold the lock while they use a context, so
+    /// that it is not destroyed meanwhile.
     pub(crate) contexts: RwLock<Vec<ContextHandle>>,
 }
 
 impl Driver {
     pub(crate) fn start(functions: Functions) -> Result<Self> {
-        // SAFETY: the flag is one of the header's; any thread may call it any number of times.
+        // SAFETY: the flag is defined in the header; any thread may call it any number of times.
         let code = unsafe { (functions.init)(sys::ZE_INIT_FLAG_GPU_ONLY) };
         if code != ZeResult::ZE_RESULT_SUCCESS {
-            return Err(coded(unavailable("zeInit", functions.library()), code).remedy(match code {
-                ZeResult::ZE_RESULT_ERROR_UNINITIALIZED => {
-                    "no Level Zero driver starts: see whether a GPU driver for Level Zero is installed and this user \
-                     may open /dev/dri/renderD*"
-                }
-                _ => "see ZE_ENABLE_LOADER_DEBUG_TRACE=1 for what the loader tried",
-            }));
+            return Err(coded(unavailable("zeInit", functions.library()), code).remedy(
+                match code {
+                    ZeResult::ZE_RESULT_ERROR_UNINITIALIZED => {
+                        "no Level Zero driver starts: check that a GPU driver for Level Zero is \
+                         installed and that this user may open /dev/dri/renderD*"
+                    }
+                    _ => "see ZE_ENABLE_LOADER_DEBUG_TRACE=1 for what the loader tried",
+                },
+            ));
         }
-        // From here on, dropping it gives the contexts back.
+        // From here on, dropping the value destroys the contexts.
         let mut driver = Self { functions, devices: Vec::new(), contexts: RwLock::default() };
         for (index, handle) in driver.drivers()?.into_iter().enumerate() {
             driver.add(index as u32, handle)?;
@@ -79,12 +81,15 @@ impl Driver {
         if driver.devices.is_empty() {
             return Err(unavailable("zeDeviceGet", driver.functions.library())
                 .context("devices", 0)
-                .remedy("no GPU is visible: see ZE_AFFINITY_MASK, and whether this user may open /dev/dri/renderD*"));
+                .remedy(
+                    "no GPU is visible: see ZE_AFFINITY_MASK, and check that this user may open \
+                         /dev/dri/renderD*",
+                ));
         }
         Ok(driver)
     }
 
-    /// Adds the GPUs of one driver, and a context if it has any.
+    /// Adds the GPUs of one driver, and a context if it has a GPU.
     fn add(&mut self, index: u32, driver: DriverHandle) -> Result<()> {
         let number = self.contexts.read().len();
         let mut found = Vec::new();
@@ -109,7 +114,7 @@ impl Driver {
     /// Returns the entry of a device.
     ///
     /// # Errors
-    /// InvalidArgument for a device that is none.
+    /// InvalidArgument for an unknown device.
     pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&DeviceEntry> {
         let entry = self.devices.iter().find(|entry| entry.description.id == device);
         entry.ok_or_else(|| {
@@ -121,12 +126,12 @@ impl Driver {
         })
     }
 
-    /// Returns the device that a handle, a sub-device's for one, belongs to.
+    /// Returns the root device of a handle, which may be a sub-device.
     pub(crate) fn device_of(&self, handle: DeviceHandle) -> Option<&DeviceEntry> {
         self.devices.iter().find(|entry| entry.handle == handle || entry.parts.contains(&handle))
     }
 
-    /// Calls a function with the context of a driver, which stays for the length of the call.
+    /// Calls a function with the context of a driver, which is not destroyed during the call.
     ///
     /// # Errors
     /// BadState if the iface was closed; otherwise the result of the call.
@@ -139,7 +144,7 @@ impl Driver {
         let context = contexts.get(driver).copied().ok_or_else(|| {
             Error::new(ErrorKind::BadState, "context")
                 .iface(IfaceKind::ZE)
-                .remedy("the iface was closed: open it anew")
+                .remedy("the iface was closed: open it again")
         })?;
         call(context)
     }
@@ -148,7 +153,7 @@ impl Driver {
     pub(crate) fn release(&self) -> Result<()> {
         let mut contexts = self.contexts.write();
         while let Some(context) = contexts.last() {
-            // SAFETY: `add` created it, nobody else knows it, and it leaves the list once
+            // SAFETY: `add` created it, no other code has it, and it leaves the list once
             // destroyed.
             check(unsafe { (self.functions.context_destroy)(*context) }, "zeContextDestroy")?;
             contexts.pop();
@@ -156,7 +161,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Describes a device. Returns `None` if it is no GPU.
+    /// Returns the entry of a device, or `None` if it is no GPU.
     fn describe(
         &self,
         handle: DeviceHandle,
@@ -166,8 +171,7 @@ impl Driver {
         let functions = &self.functions;
         let mut properties = DeviceProperties::default();
         check(
-            // SAFETY: the device is one that its driver listed; the structure says its type and
-            // ends the chain.
+            // SAFETY: its driver listed the device; the structure has its type and ends the chain.
             unsafe { (functions.device_get_properties)(handle, &mut properties) },
             "zeDeviceGetProperties",
         )?;
@@ -176,8 +180,7 @@ impl Driver {
         }
         let mut external = DeviceExternalMemoryProperties::default();
         check(
-            // SAFETY: the device is one that its driver listed; the structure says its type and
-            // ends the chain.
+            // SAFETY: its driver listed the device; the structure has its type and ends the chain.
             unsafe { (functions.device_get_external_memory_properties)(handle, &mut external) },
             "zeDeviceGetExternalMemoryProperties",
         )?;
@@ -199,14 +202,13 @@ impl Driver {
         }))
     }
 
-    /// Returns the PCI address of a device, or `None` if its driver does not say.
+    /// Returns the PCI address of a device, or `None` if its driver does not know it.
     ///
-    /// A driver without the extension says unsupported; Intel's says uninitialized of a device that
-    /// is on no PCI bus.
+    /// A driver without the extension returns UNSUPPORTED_FEATURE. Intel's driver returns
+    /// UNINITIALIZED for a device on no PCI bus.
     fn pci_bus_id(&self, handle: DeviceHandle) -> Option<String> {
         let mut pci = PciProperties::default();
-        // SAFETY: the device is one that its driver listed; the structure says its type and ends
-        // the chain.
+        // SAFETY: its driver listed the device; the structure has its type and ends the chain.
         let code = unsafe { (self.functions.device_pci_get_properties)(handle, &mut pci) };
         match check(code, "zeDevicePciGetPropertiesExt") {
             Ok(()) => Some(format!(
@@ -224,48 +226,45 @@ impl Driver {
     fn memory_of(&self, handle: DeviceHandle) -> Result<u64> {
         let empty = DeviceMemoryProperties::default();
         let memories = list(empty, "zeDeviceGetMemoryProperties", |count, into| {
-            // SAFETY: the device is one that its driver listed; `list` keeps the two pointers'
-            // promises.
+            // SAFETY: its driver listed the device; `list` passes valid pointers.
             unsafe { (self.functions.device_get_memory_properties)(handle, count, into) }
         })?;
         Ok(memories.iter().map(|memory| memory.total_size).fold(0, u64::saturating_add))
     }
 
-    /// Returns the group of queues to copy on: one of copy engines, else one that copies besides.
+    /// Returns the queue group for copies: a group of copy engines if there is one, or else any
+    /// group that copies.
     fn copy_group(&self, handle: DeviceHandle) -> Result<u32> {
         const CALL: &str = "zeDeviceGetCommandQueueGroupProperties";
         let groups = list(QueueGroupProperties::default(), CALL, |count, into| {
-            // SAFETY: the device is one that its driver listed; `list` keeps the two pointers'
-            // promises.
+            // SAFETY: its driver listed the device; `list` passes valid pointers.
             unsafe { (self.functions.device_get_queue_groups)(handle, count, into) }
         })?;
         let copy = sys::ZE_COMMAND_QUEUE_GROUP_PROPERTY_FLAG_COPY;
         let both = copy | sys::ZE_COMMAND_QUEUE_GROUP_PROPERTY_FLAG_COMPUTE;
         let engines = groups.iter().position(|group| group.flags & both == copy);
         let any = || groups.iter().position(|group| group.flags & copy != 0);
-        // Every group of compute queues copies, whatever it says.
+        // Every group of compute queues copies, whatever its flags.
         Ok(engines.or_else(any).unwrap_or(0) as u32)
     }
 
     fn drivers(&self) -> Result<Vec<DriverHandle>> {
         list(DriverHandle::NULL, "zeDriverGet", |count, into| {
-            // SAFETY: `list` keeps the two pointers' promises.
+            // SAFETY: `list` passes valid pointers.
             unsafe { (self.functions.driver_get)(count, into) }
         })
     }
 
     fn handles_of(&self, driver: DriverHandle) -> Result<Vec<DeviceHandle>> {
         list(DeviceHandle::NULL, "zeDeviceGet", |count, into| {
-            // SAFETY: the driver is one that the loader listed; `list` keeps the two pointers'
-            // promises.
+            // SAFETY: the driver is one that the loader listed; `list` passes valid pointers.
             unsafe { (self.functions.device_get)(driver, count, into) }
         })
     }
 
     fn sub_devices(&self, device: DeviceHandle) -> Result<Vec<DeviceHandle>> {
         list(DeviceHandle::NULL, "zeDeviceGetSubDevices", |count, into| {
-            // SAFETY: the device is one that its driver listed; `list` keeps the two pointers'
-            // promises.
+            // SAFETY: its driver listed the device; `list` passes valid pointers.
             unsafe { (self.functions.device_get_sub_devices)(device, count, into) }
         })
     }
@@ -274,13 +273,13 @@ impl Driver {
 impl Drop for Driver {
     fn drop(&mut self) {
         if let Err(error) = self.release() {
-            tracing::warn!(%error, "a Level Zero context stays behind");
+            tracing::warn!(%error, "cannot destroy a Level Zero context");
         }
     }
 }
 
-/// Asks for the count, then for as many elements: the first pointer is a writable count, the second
-/// null or the start of that many elements.
+/// Returns a list of the driver: queries the count, then that many elements. `get` receives a
+/// pointer to a writable count, and null or a pointer to that many elements.
 fn list<T: Clone>(
     empty: T,
     operation: &'static str,

@@ -1,4 +1,4 @@
-//! Driver codes as errors: the one place that gives them a kind.
+//! Conversion of driver codes to errors with a kind and a remedy.
 
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 
@@ -9,12 +9,12 @@ pub(crate) fn unavailable(operation: &'static str, library: &str) -> Error {
     Error::new(ErrorKind::Unavailable, operation).iface(IfaceKind::ZE).context("library", library)
 }
 
-/// Returns the error for an operation that this crate does not have.
+/// Returns the error for an operation that the driver or this crate lacks.
 pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
     Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::ZE).context("reason", reason)
 }
 
-/// Returns the driver's code as an error, or Ok for success.
+/// Converts the driver's code to an error, or to Ok for success.
 pub(crate) fn check(code: ZeResult, operation: &'static str) -> Result<()> {
     let kind = match code {
         ZeResult::ZE_RESULT_SUCCESS => return Ok(()),
@@ -54,7 +54,8 @@ pub(crate) fn check(code: ZeResult, operation: &'static str) -> Result<()> {
 fn remedy(code: ZeResult) -> Option<&'static str> {
     Some(match code {
         ZeResult::ZE_RESULT_ERROR_DEVICE_LOST | ZeResult::ZE_RESULT_ERROR_DEVICE_REQUIRES_RESET => {
-            "the device was reset or removed: see the kernel log (dmesg), and start the process again"
+            "the device was reset or removed: see the kernel log (dmesg), and start the process \
+             again"
         }
         ZeResult::ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY => "free device memory, or ask for less",
         ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_SIZE => {
@@ -64,13 +65,14 @@ fn remedy(code: ZeResult) -> Option<&'static str> {
             "this user may not open /dev/dri/renderD*: join the group of that file (`render`)"
         }
         ZeResult::ZE_RESULT_ERROR_DEPENDENCY_UNAVAILABLE => {
-            "a library or kernel driver that Level Zero needs is missing: see ZE_ENABLE_LOADER_DEBUG_TRACE=1"
+            "a library or kernel driver that Level Zero needs is missing: see \
+             ZE_ENABLE_LOADER_DEBUG_TRACE=1"
         }
         _ => return None,
     })
 }
 
-/// Adds the driver's code with its name.
+/// Adds the driver's code and its name to an error.
 pub(crate) fn coded(error: Error, code: ZeResult) -> Error {
     error.driver_code(code.name().unwrap_or_default(), code.0.into())
 }

@@ -1,10 +1,10 @@
 //! Exports of device memory to NICs, as dma-bufs.
 //!
 //! A dma-buf is one buffer of the kernel driver. It begins where the allocation begins, with two
-//! exceptions, which are refused because no call says where the allocation lies in the buffer:
-//! small allocations that the driver cut out of a pool, and physical memory that the application
-//! mapped in part. Memory that spans several tiles is several buffers, of which the driver exports
-//! the first: the size of the dma-buf shows it.
+//! exceptions: small allocations that the driver took from a pool, and physical memory that the
+//! application mapped in part. These are refused, because no call returns their offset in the
+//! buffer. Memory that spans several tiles has several buffers, and the driver exports only the
+//! first: the size of the dma-buf shows it.
 
 use std::{
     ffi::c_int,
@@ -39,8 +39,8 @@ pub(crate) struct Exporter {
 
 const OPERATION: &str = Facet::DmaBuf.operation();
 
-/// Held from the export until the driver has its fd back. A driver may have one fd for each
-/// allocation, whichever iface asks, and `zeMemPutIpcHandle` may not get one handle twice at once.
+/// Held from the export until the fd is returned to the driver. A driver may have one fd for each
+/// allocation, shared by all ifaces, and `zeMemPutIpcHandle` may not get one handle twice at once.
 static EXPORTING: Mutex<()> = Mutex::new(());
 
 impl DmaBufExporter for Exporter {
@@ -67,7 +67,7 @@ impl DmaBufExporter for Exporter {
 }
 
 impl Exporter {
-    /// Returns the allocation around a range, if it is of a kind that is exported.
+    /// Returns the allocation around a range, if its kind can be exported.
     fn exportable(&self, range: AddressRange) -> Result<FoundAllocation<'_>> {
         let outside = || {
             Error::new(ErrorKind::OutOfBounds, OPERATION)
@@ -80,7 +80,7 @@ impl Exporter {
         }
         match found.allocation.kind {
             AllocationKind::Managed => {
-                Err(lacks(OPERATION, "shared memory migrates, and has no place to export")
+                Err(lacks(OPERATION, "shared memory migrates between host and device")
                     .remedy("register its host pages, stage it, or use zeMemAllocDevice"))
             }
             AllocationKind::Host => {
@@ -98,18 +98,18 @@ impl Exporter {
             lacks(OPERATION, "the memory belongs to a device that the driver does not list")
         })?;
         let id = entry.description.id;
-        // Intel's driver lets such an export succeed on a device without the ability, with the fd
-        // 0.
+        // Without this check, Intel's driver reports success for such a device, with fd 0.
         if !entry.exports_dma_bufs() {
             return Err(lacks(OPERATION, "the device exports no dma-bufs")
                 .device(id)
                 .context("memoryAllocationExportTypes", entry.exports)
                 .remedy(
-                    "dma-bufs need the kernel driver (i915 or xe), and a user who may open /dev/dri/renderD*",
+                    "dma-bufs need the kernel driver (i915 or xe), and a user who may open \
+                     /dev/dri/renderD*",
                 ));
         }
         if found.pooled {
-            return Err(lacks(OPERATION, "the driver cut the memory out of a pool")
+            return Err(lacks(OPERATION, "the driver took the memory from a pool")
                 .device(id)
                 .context("allocation", found.allocation.range)
                 .remedy(
@@ -125,39 +125,43 @@ impl Exporter {
             own
         });
         let fd = fd.map_err(|error| error.device(id))?;
-        // An fd of memory that was freed meanwhile may be another file's by now.
+        // If the memory was freed meanwhile, the fd number may belong to another file.
         let still = self.memory.find(base)?.map(|now| now.allocation);
         if still != Some(found.allocation) {
             return Err(Error::new(ErrorKind::OutOfBounds, OPERATION)
                 .iface(IfaceKind::ZE)
                 .remedy("the memory was freed while it was exported"));
         }
-        // The buffer of memory that others allocated may begin elsewhere: then it is larger.
+        // The buffer of memory that the application allocated may begin before the memory. It is
+        // larger then.
         let size = size_of_file(fd.as_fd()).unwrap_or(u64::MAX);
         if !found.owned && size - len >= found.page_size.max(1) {
-            return Err(lacks(OPERATION, "no call says where the memory lies in its dma-buf")
-                .device(id)
-                .context("dma-buf", size)
-                .context("allocation", found.allocation.range)
-                .remedy("allocate it with zeMemAllocDevice"));
+            return Err(lacks(
+                OPERATION,
+                "no call returns the offset of the memory in its dma-buf",
+            )
+            .device(id)
+            .context("dma-buf", size)
+            .context("allocation", found.allocation.range)
+            .remedy("allocate it with zeMemAllocDevice"));
         }
         Ok(fd)
     }
 }
 
-/// Returns true if memory of a device can be exported.
+/// Returns true if memory of any device can be exported.
 pub(crate) fn exports_dma_bufs(driver: &Driver) -> bool {
     driver.devices.iter().any(|entry| entry.exports_dma_bufs())
 }
 
-/// Answer of the driver to an export.
+/// Result of an export by the driver.
 struct Answer {
     fd: c_int,
-    /// Number that the driver gives the allocation.
+    /// Number that the driver assigns to the allocation.
     allocation: u64,
 }
 
-/// Has the driver export the allocation at an address.
+/// Exports the allocation at an address by the driver.
 fn ask(driver: &Driver, context: ContextHandle, base: Address) -> Result<Answer> {
     let mut export = ExportFd {
         flags: sys::ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF,
@@ -170,8 +174,8 @@ fn ask(driver: &Driver, context: ContextHandle, base: Address) -> Result<Answer>
     };
     let mut device = DeviceHandle::NULL;
     let get = driver.functions.mem_get_alloc_properties;
-    // SAFETY: the caller keeps the context; the structures say their types, and the second ends the
-    // chain; `device` is writable. The address is only looked up.
+    // SAFETY: the caller keeps the context. The structures have their types, and the second one
+    // ends the chain. `device` is writable, and the address is only looked up.
     let code = unsafe { get(context, pointer(base), &mut properties, &mut device) };
     check(code, "zeMemGetAllocProperties")?;
     Ok(Answer { fd: export.fd, allocation: properties.id })
@@ -180,36 +184,36 @@ fn ask(driver: &Driver, context: ContextHandle, base: Address) -> Result<Answer>
 /// The driver's fd of an export.
 struct Exported {
     fd: c_int,
-    /// Number that the driver gives the allocation.
+    /// Number that the driver assigns to the allocation.
     allocation: u64,
-    /// Bytes of the dma-buf.
+    /// Size of the dma-buf in bytes.
     size: u64,
 }
 
 impl Exported {
     /// # Errors
-    /// Unsupported if the number is no dma-buf's. Then there is nothing to give back.
+    /// Unsupported if the fd is no dma-buf. Then there is nothing to return to the driver.
     fn of(Answer { fd, allocation }: Answer) -> Result<Self> {
-        // SAFETY: not negative. If the number is no open fd, the calls on it return an error.
+        // SAFETY: the number is not negative. If it is no open fd, the calls on it return an error.
         let file = (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) });
         match file.and_then(size_of_file) {
             Some(size) => Ok(Self { fd, allocation, size }),
-            None => Err(lacks(OPERATION, "the driver reported success, and its fd is no dma-buf")
+            None => Err(lacks(OPERATION, "the driver reported success, but its fd is no dma-buf")
                 .context("fd", fd)),
         }
     }
 
-    /// Returns an fd of the caller's own.
+    /// Returns a duplicate that the caller owns.
     fn duplicate(&self, len: u64) -> Result<OwnedFd> {
         if self.size < len {
             return Err(lacks(OPERATION, "the dma-buf is smaller than the memory")
                 .context("dma-buf", self.size)
                 .context("length", len)
                 .remedy(
-                    "memory that spans tiles is several buffers: allocate it on one sub-device",
+                    "memory that spans tiles has several buffers: allocate it on one sub-device",
                 ));
         }
-        // SAFETY: the driver opened the fd for this export and has not got it back yet.
+        // SAFETY: the driver opened the fd for this export, and it was not returned yet.
         let file = unsafe { BorrowedFd::borrow_raw(self.fd) };
         rustix::io::fcntl_dupfd_cloexec(file, 3).map_err(|errno| {
             Error::os(errno, "fcntl(F_DUPFD_CLOEXEC)")
@@ -218,13 +222,13 @@ impl Exported {
         })
     }
 
-    /// Gives the driver's fd back. The driver counts exports and closes it with the last one.
+    /// Returns the fd to the driver, which counts exports and closes the fd with the last one.
     fn give_back(self, driver: &Driver, context: ContextHandle, base: Address) {
         let (put, from_fd) = (driver.functions.put_ipc_handle, driver.functions.ipc_handle_from_fd);
         let given = put.zip(from_fd).is_some_and(|(put, from_fd)| {
             let mut handle = IpcMemoryHandle::default();
-            // SAFETY: the caller keeps the context, the fd is one of an export, and `handle` is
-            // writable. The second call gets the handle of that fd.
+            // SAFETY: the caller keeps the context, the fd is from an export, and `handle` is
+            // writable. The second call gets the handle that the first one wrote.
             let code = unsafe {
                 match from_fd(context, self.fd as u64, &mut handle) {
                     ZeResult::ZE_RESULT_SUCCESS => put(context, handle),
@@ -233,21 +237,23 @@ impl Exported {
             };
             code == ZeResult::ZE_RESULT_SUCCESS
         });
-        // A new loader has the calls, and an old driver behind it refuses them.
+        // A new loader has these calls, but an old driver behind it refuses them.
         if !given && let Err(error) = self.close_if_own(driver, context, base) {
-            tracing::warn!(%error, "the driver keeps the fd of an export until the memory is freed");
+            tracing::warn!(%error, "cannot return the fd of an export; the driver keeps it until \
+                                    the memory is freed");
         }
     }
 
-    /// Closes the fd if it is the caller's. Before Level Zero 1.6 drivers take no fd back. Some
-    /// make an fd for each export, which is the caller's, and others keep one for each allocation.
-    /// Asking again shows which, unless other memory is at the address by then.
+    /// Closes the fd if the caller owns it. Before Level Zero 1.6 a driver has no call that takes
+    /// an fd back. Some drivers make an fd for each export, which the caller owns; others keep one
+    /// fd for each allocation. A second export shows which, unless other memory is at the address
+    /// by then.
     fn close_if_own(self, driver: &Driver, context: ContextHandle, base: Address) -> Result<()> {
         let again = Self::of(ask(driver, context, base)?)?;
         if again.fd != self.fd && again.allocation == self.allocation {
             for made in [self.fd, again.fd] {
-                // SAFETY: two exports of one allocation have two fds, so that the driver made both
-                // for these calls.
+                // SAFETY: two exports of one allocation returned two fds, so that the driver made
+                // each for its call and the caller owns both.
                 drop(unsafe { OwnedFd::from_raw_fd(made) });
             }
         }
@@ -255,12 +261,12 @@ impl Exported {
     }
 }
 
-/// Returns the bytes of a file that has no name: a dma-buf, or a memory file in the place of one.
-/// `None` of any other: standard input, for one.
+/// Returns the size of a dma-buf, or of a memory file that stands for one. Returns `None` for any
+/// other file, such as standard input.
 fn size_of_file(fd: BorrowedFd<'_>) -> Option<u64> {
     let stat = rustix::fs::fstat(fd).ok()?;
     let file_type = FileType::from_raw_mode(stat.st_mode);
-    // A dma-buf has no type in older kernels, and is a regular file in newer ones.
+    // A dma-buf has no file type in older kernels, and is a regular file in newer ones.
     let nameless = match file_type {
         FileType::RegularFile => stat.st_nlink == 0 || is_dma_buf(fd),
         FileType::Unknown => is_dma_buf(fd),

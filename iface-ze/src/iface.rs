@@ -66,7 +66,7 @@ pub struct Builder {
 
 #[derive(Debug)]
 enum Source {
-    /// The library that the environment names, else the one that the dynamic loader finds.
+    /// The library that the environment names, or else the library that the dynamic loader finds.
     Found,
     Library(PathBuf),
     Functions(Box<Functions>),
@@ -89,9 +89,9 @@ impl Builder {
     /// Starts the driver and lists its devices.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] without the library, without a symbol of it, without a device, or
-    /// with a driver that does not start. The error names the library, and the driver's code if
-    /// there is one. Otherwise the error of a device that was asked for its properties.
+    /// - [`ErrorKind::Unavailable`] if the library, a required symbol or a device is absent, or the
+    ///   driver does not start. The error names the library, and the driver's code if there is one.
+    /// - Otherwise the error of a query for the properties of a device.
     pub fn open(self) -> Result<LevelZero> {
         let named = || {
             let path = std::env::var_os(LevelZero::LIBRARY_VARIABLE);
@@ -129,7 +129,7 @@ impl LevelZero {
     /// finds.
     ///
     /// # Errors
-    /// As [`Builder::open`].
+    /// The errors of [`Builder::open`].
     pub fn open() -> Result<Self> {
         Self::builder().open()
     }
@@ -141,11 +141,14 @@ impl LevelZero {
 
     /// Destroys the command lists and contexts of this iface.
     ///
-    /// Dropping does the same, and can only log a refusal.
+    /// Dropping the iface does the same, and logs a refusal.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] while memory that it allocated or opened is not given back, or a copy is
-    /// in flight. Otherwise the driver's error. The iface comes back.
+    /// - [`ErrorKind::Busy`] while memory of this iface is allocated or opened, or a copy is in
+    ///   flight.
+    /// - Otherwise the driver's error.
+    ///
+    /// The error holds the iface, which still works.
     pub fn close(self) -> Result<(), Rejected<Self>> {
         match self.release() {
             Ok(()) => Ok(()),
@@ -161,9 +164,7 @@ impl LevelZero {
                 return Err(Error::new(ErrorKind::Busy, "close")
                     .iface(IfaceKind::ZE)
                     .context(counted, count)
-                    .remedy(
-                        "free what was allocated and wait for copies before the iface is closed",
-                    ));
+                    .remedy("free its memory and wait for its copies before closing the iface"));
             }
         }
         self.copier.release()?;
@@ -171,12 +172,12 @@ impl LevelZero {
     }
 }
 
-// SAFETY: `query` repeats the driver's present answer about an address: an exact range, and a
-// number that the driver gives to one allocation. Memory of a pool, which shares a number, is never
-// cached. Allocations are the driver's, of the length that was asked for, and stay until the
-// table's entry is taken. Copies check both sides first and go on lanes that one copy uses at a
-// time; a copy that failed has ended. A dma-buf is the allocation's own buffer, which the kernel
-// keeps while it is registered; where that buffer may begin elsewhere, the export is refused.
+// SAFETY: `query` returns the driver's present answer about an address: an exact range, and a
+// number that the driver assigns to one allocation. Memory of a pool, which shares a number, is
+// never cached. Allocations are the driver's, of the requested length, and stay until the table's
+// entry is removed. Copies check both sides first and run on lanes that one copy uses at a time; a
+// failed copy has ended. A dma-buf is the allocation's own buffer, which the kernel keeps while it
+// is registered; if that buffer may begin elsewhere, the export is refused.
 unsafe impl Iface for LevelZero {
     fn kind(&self) -> IfaceKind {
         IfaceKind::ZE
@@ -196,7 +197,7 @@ unsafe impl Iface for LevelZero {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller of this function makes the same promise.
         unsafe { self.copier.copy(to, from, len) }
     }
 
@@ -235,7 +236,7 @@ unsafe impl Iface for LevelZero {
                     "Level Zero has no call that page-locks the application's memory"
                 }
                 Facet::Ipc => "no device both exports its memory as dma-bufs and imports them",
-                _ => "Level Zero does not have it",
+                _ => "Level Zero has no call for it",
             },
         )
     }

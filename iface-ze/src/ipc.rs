@@ -1,8 +1,8 @@
-//! Allocations for other processes: the dma-buf of an allocation, taken over from the process that
-//! exported it and imported here.
+//! Exchange of allocations with other processes. The importing process duplicates the dma-buf of
+//! the exporting process and imports it.
 //!
-//! Level Zero's own handles are not used: those of drivers before 2025 hold the number of an fd,
-//! which means another file in another process.
+//! Level Zero's own handles are not used: in drivers before 2025 they contain an fd number, which
+//! means another file in another process.
 
 use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
@@ -39,14 +39,14 @@ const LEN: usize = 4 + 4 + 4 + 8 + 8 + 8 + 16 + 4;
 /// Fields of a handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Body {
-    /// The process that exported the memory.
+    /// Process that exported the memory.
     pid: u32,
-    /// The dma-buf's fd there.
+    /// Number of the dma-buf's fd in that process.
     fd: u32,
-    /// File system and inode of the dma-buf: an fd's number may mean another file by now.
+    /// File system and inode of the dma-buf, since the fd number may belong to another file by now.
     file: (u64, u64),
     len: u64,
-    /// Name that the device has in every process.
+    /// UUID of the device, which is the same in every process.
     uuid: [u8; 16],
 }
 
@@ -81,28 +81,26 @@ impl Body {
         })
     }
 
-    /// Takes the dma-buf over from the process that exported it.
+    /// Duplicates the dma-buf from the process that exported it.
     fn dma_buf(&self) -> Result<OwnedFd> {
         let gone = |why: &'static str| {
             Error::new(ErrorKind::Unavailable, "ipc_open")
                 .iface(IfaceKind::ZE)
                 .context("why", why)
                 .context("pid", self.pid)
-                .remedy("the owner must keep the allocation until it is open everywhere")
+                .remedy("keep the allocation in its process until it is open everywhere")
         };
-        let refused = |errno: rustix::io::Errno, call: &'static str| {
-            match errno {
-            rustix::io::Errno::SRCH => gone("the owner has ended"),
+        let refused = |errno: rustix::io::Errno, call: &'static str| match errno {
+            rustix::io::Errno::SRCH => gone("the process of the memory has ended"),
             rustix::io::Errno::BADF => gone("the memory was freed"),
-            rustix::io::Errno::PERM | rustix::io::Errno::ACCESS => Error::os(errno, call)
-                .iface(IfaceKind::ZE)
-                .context("pid", self.pid)
-                .remedy(
-                    "taking a dma-buf over needs the right to trace its owner: run both as one user, and see prctl \
-                     PR_SET_PTRACER and /proc/sys/kernel/yama/ptrace_scope",
-                ),
+            rustix::io::Errno::PERM | rustix::io::Errno::ACCESS => {
+                Error::os(errno, call).iface(IfaceKind::ZE).context("pid", self.pid).remedy(
+                    "duplicating a dma-buf needs the right to trace its process: run both \
+                     processes as one user, and see prctl PR_SET_PTRACER and \
+                     /proc/sys/kernel/yama/ptrace_scope",
+                )
+            }
             _ => Error::os(errno, call).iface(IfaceKind::ZE).context("pid", self.pid),
-        }
         };
         let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
         let pid = pid.ok_or_else(|| gone("no such process"))?;
@@ -111,7 +109,7 @@ impl Body {
         let fd = rustix::process::pidfd_getfd(&owner, self.fd as i32, PidfdGetfdFlags::empty())
             .map_err(|errno| refused(errno, "pidfd_getfd"))?;
         if identity(fd.as_fd())? != self.file {
-            return Err(gone("the memory was freed: the owner's fd is another file by now"));
+            return Err(gone("the memory was freed: the fd number belongs to another file by now"));
         }
         Ok(fd)
     }
@@ -133,7 +131,7 @@ impl Ipc for IpcExchange {
         let device = match live.device {
             Some(device) if live.owned && live.allocation.kind == AllocationKind::Device => device,
             _ => {
-                let reason = "only device memory that this iface allocated is handed out";
+                let reason = "only device memory that this iface allocated is shared";
                 return Err(described(lacks(OPERATION, reason))
                     .context("kind", live.allocation.kind.name()));
             }
@@ -177,7 +175,7 @@ impl Ipc for IpcExchange {
         if entered.is_err()
             && let Err(error) = self.memory.free(entry.driver, Address::of_ptr(base))
         {
-            tracing::error!(%error, "an opened allocation that failed stays open");
+            tracing::error!(%error, "cannot close an allocation after a failed ipc_open");
         }
         entered.map_err(described)
     }
@@ -192,7 +190,7 @@ impl Ipc for IpcExchange {
 }
 
 impl IpcExchange {
-    /// Allocates the memory of a dma-buf. The fd stays the caller's.
+    /// Imports the memory of a dma-buf. The caller keeps the fd.
     fn import(
         &self,
         entry: &DeviceEntry,
@@ -210,8 +208,8 @@ impl IpcExchange {
         let driver = &self.memory.driver;
         driver.with_context(entry.driver, |context| {
             let allocate = driver.functions.mem_alloc_device;
-            // SAFETY: the context is kept meanwhile and of the device's driver; the descriptions
-            // say their types, and the second ends the chain; `base` is writable.
+            // SAFETY: `with_context` keeps the context, which belongs to the device's driver. The
+            // descriptions have their types, and the second one ends the chain. `base` is writable.
             let code = unsafe {
                 allocate(context, &description, len as usize, 0, entry.handle, &mut base)
             };
@@ -221,7 +219,7 @@ impl IpcExchange {
     }
 }
 
-/// Returns true if a device can export its memory and import that of others.
+/// Returns true if a device both exports and imports dma-bufs.
 pub(crate) fn has_ipc(driver: &Driver) -> bool {
     let both = |entry: &DeviceEntry| entry.exports_dma_bufs() && entry.imports_dma_bufs();
     driver.devices.iter().any(both)

@@ -1,7 +1,7 @@
-//! Lanes: what one copy of a device runs on.
+//! Lanes: resources of one copy by a device.
 //!
 //! A [`Lane`] is an immediate command list, an event and a buffer of the driver's host memory. One
-//! copy at a time has it. Lanes are kept for the next copy.
+//! copy at a time uses it. Lanes are kept for the next copy.
 
 use std::{ffi::c_void, ptr, sync::Arc};
 
@@ -18,7 +18,7 @@ use crate::{
     },
 };
 
-/// Bytes of a lane's buffer.
+/// Length of a lane's buffer in bytes.
 pub(crate) const BUFFER: u64 = 1 << 20;
 
 /// Lanes that are not in use.
@@ -38,7 +38,7 @@ pub(crate) struct Lane {
     pub(crate) event: EventHandle,
     /// First address of the buffer, or 0.
     pub(crate) buffer: u64,
-    /// A copy was started, and its end was not seen.
+    /// True from the start of a copy until its end was observed.
     busy: bool,
 }
 
@@ -81,7 +81,7 @@ impl Lanes {
         if made.is_err()
             && let Err(error) = self.destroy(&mut lane)
         {
-            tracing::error!(%error, "parts of a command list that failed stay behind");
+            tracing::error!(%error, "cannot destroy the parts of a failed lane");
         }
         made.map(|()| lane)
     }
@@ -105,8 +105,9 @@ impl Lanes {
         };
         let (mut device, mut buffer) = (lane.device, ptr::null_mut());
         self.memory.driver.with_context(lane.driver, |context| {
-            // SAFETY: the context is kept meanwhile and of the device's driver; the descriptions
-            // say their types and end their chains; each place is writable; one device is named.
+            // SAFETY: `with_context` keeps the context, which belongs to the device's driver. The
+            // descriptions have their types and end their chains. Each output is writable, and one
+            // device is passed.
             unsafe {
                 let create = functions.command_list_create_immediate;
                 check(
@@ -128,7 +129,7 @@ impl Lanes {
         Ok(())
     }
 
-    /// Destroys a lane on which no copy runs. On an error what is left of it stays in the lane.
+    /// Destroys a lane on which no copy runs. After an error the lane holds the remaining objects.
     fn destroy(&self, lane: &mut Lane) -> Result<()> {
         let functions = &self.memory.driver.functions;
         // SAFETY: each object is this lane's own, no copy uses it any longer, and it leaves the
@@ -164,22 +165,23 @@ impl Lanes {
         Ok(())
     }
 
-    /// Starts a copy of the device. Its memory, if it has any here, was found just now.
+    /// Starts a copy by the device. The caller has looked up both sides.
     pub(crate) fn start(&self, lane: &mut Lane, copy: CopyRange) -> Result<()> {
         let to = ptr::with_exposed_provenance_mut::<c_void>(copy.to.0 as usize);
         let from = ptr::with_exposed_provenance::<c_void>(copy.from.0 as usize);
         let (append, len) = (self.memory.driver.functions.append_memory_copy, copy.len as usize);
         // SAFETY: the lane has one user at a time. Both sides are memory of the device or host
         // memory of its driver, and the caller of `Iface::copy` keeps them. They do not overlap. No
-        // event is waited for. Memory that the application allocated is of another context than the
-        // list: the specification asks for one, and Intel's driver takes memory of all.
+        // event is waited for. Memory of the application belongs to another context than the list:
+        // the specification requires one context, and Intel's driver accepts memory of all
+        // contexts.
         let code = unsafe { append(lane.list, to, from, len, lane.event, 0, ptr::null_mut()) };
         check(code, "zeCommandListAppendMemoryCopy")?;
         lane.busy = true;
         Ok(())
     }
 
-    /// Waits for the lane's copy, and makes its event ready for the next one.
+    /// Waits for the lane's copy, and resets its event for the next one.
     pub(crate) fn finish(&self, lane: &mut Lane) -> Result<()> {
         let functions = &self.memory.driver.functions;
         // SAFETY: the event is the lane's own, and its copy was started.
@@ -190,20 +192,20 @@ impl Lanes {
         check(unsafe { (functions.event_host_reset)(lane.event) }, "zeEventHostReset")
     }
 
-    /// Gives a lane back. After an error of its last copy the lane is not used again.
+    /// Returns a lane. After an error of its last copy the lane is destroyed.
     pub(crate) fn leave(&self, mut lane: Lane, failed: Option<&Error>) {
         let Some(refused) = failed else {
             self.spare.lock().push(lane);
             return;
         };
-        // The device may still be at work, unless it is lost.
+        // The device may still run the copy, unless it is lost.
         let ended = match refused.kind() {
             ErrorKind::Unavailable => Ok(()),
             _ if lane.busy => self.finish(&mut lane),
             _ => Ok(()),
         };
         if let Err(error) = ended.and_then(|()| self.destroy(&mut lane)) {
-            tracing::error!(%error, "the command list of a failed copy stays behind");
+            tracing::error!(%error, "cannot destroy the lane of a failed copy");
         }
     }
 
@@ -228,7 +230,8 @@ impl Lanes {
     /// Copies through the buffers of lanes, and waits for the end.
     ///
     /// # Safety
-    /// As [`hmem_core::Iface::copy`]; a side without a device is host memory.
+    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`]. A side without a
+    /// device is host memory.
     pub(crate) unsafe fn run_buffered(
         &self,
         copy: CopyRange,
@@ -241,14 +244,15 @@ impl Lanes {
             let (source, target) = (Address(copy.from.0 + done), Address(copy.to.0 + done));
             let store = |source: Address| match to {
                 None => {
-                    // SAFETY: both sides are host memory: the caller's, or the buffer of a lane in
-                    // use.
+                    // SAFETY: both sides are host memory: that of the caller, or the buffer of a
+                    // lane that this copy owns.
                     unsafe { copy_host(target, source, len) };
                     Ok(())
                 }
                 Some(entry) => self.with_lane(entry, |lane| {
                     let buffer = Address(lane.buffer);
-                    // SAFETY: the source is host memory, and the buffer is of a lane in use.
+                    // SAFETY: the source is host memory, and this copy owns the lane with the
+                    // buffer.
                     unsafe { copy_host(buffer, source, len) };
                     self.run(lane, CopyRange { to: target, from: buffer, len })
                 }),
@@ -270,7 +274,7 @@ impl Lanes {
 impl Drop for Lanes {
     fn drop(&mut self) {
         if let Err(error) = self.release() {
-            tracing::warn!(%error, "a Level Zero command list stays behind");
+            tracing::warn!(%error, "cannot destroy a Level Zero command list");
         }
     }
 }

@@ -22,13 +22,13 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `sys`, `causes`: function table, layouts and constants; the meaning of the driver's refusals
+//! - `sys`, `causes`: function table, layouts and constants; the causes of the driver's refusals
 //! - `error`: driver codes as errors
 //! - `driver`: the opened driver, its devices and contexts
-//! - `memory`: the allocation around an address, and the table of memory to give back
+//! - `memory`: the allocation around an address, and the table of memory to release
 //! - `lanes`: command lists, events and buffers for copies
 //! - `allocate`, `copy`, `export`, `monitor`: one facet each
-//! - `ipc`: allocations for other processes
+//! - `ipc`: exchange of allocations with other processes
 //! - `iface`: [`LevelZero`], which holds the components
 //!
 //! # Devices
@@ -38,28 +38,30 @@
 //!
 //! # Kinds of memory
 //!
-//! - `zeMemAllocDevice`: a dma-buf. It is allocated here with `ze_external_memory_export_desc_t`.
-//!   Memory that the application allocated without is exported if the driver does so. Small
-//!   allocations of such memory may come from a pool of the driver. They are neither exported nor
-//!   cached: no call says where in the pool they lie, and all have one identity.
+//! - `zeMemAllocDevice`: a dma-buf. The iface allocates it with `ze_external_memory_export_desc_t`.
+//!   Memory that the application allocated without that description is exported if the driver
+//!   supports it. Small allocations without it may come from a pool of the driver. They are neither
+//!   exported nor cached: no call returns their place in the pool, and all have the identity of the
+//!   pool.
 //! - `zeMemAllocHost`: host pages.
-//! - `zeMemAllocShared`: host pages. It migrates, and is never registered as device memory.
+//! - `zeMemAllocShared`: host pages. It migrates between host and device, and is never registered
+//!   as device memory.
 //!
 //! # Contexts
 //!
-//! The iface has one context for each driver with a GPU. Level Zero finds memory by a context. Its
-//! specification lets a driver answer that it does not know memory of other contexts; Intel's
-//! driver knows the memory of all.
+//! The iface has one context for each driver with a GPU. Level Zero looks up memory in a context.
+//! The specification allows a driver not to know memory of other contexts; Intel's driver knows the
+//! memory of all contexts.
 //!
 //! # Limits of this crate
 //!
-//! - It was tested on Intel's driver with a simulated GPU, which copies by the CPU and exports
-//!   nothing; exports were tested over a fake driver. It has not run on a GPU.
-//! - Level Zero has no call that flushes the writes of NICs. They count as visible to work that is
-//!   started after a completion.
+//! - It is tested on Intel's driver with a simulated GPU, which copies by the CPU and exports
+//!   nothing. Exports are tested over a fake driver. It has not run on a GPU.
+//! - Level Zero has no call that flushes the writes of NICs. Inbound writes count as visible to
+//!   work that starts after their completion.
 //! - Copies of memory that the application allocated in its own context rely on Intel's driver: the
-//!   specification asks for the memory and the command list to be of one context.
-//! - It does not order copies behind the application's queues.
+//!   specification requires memory and command list of one context.
+//! - It does not order copies after work on the application's queues.
 //! - It does not unload the loader.
 
 #![deny(unsafe_code)]

@@ -23,7 +23,7 @@ use crate::{
     sys::{self, ContextHandle, DeviceHandle, MemoryAllocationProperties, ZeResult},
 };
 
-/// Finds the allocation around an address, and knows what must be given back.
+/// Looks up allocations, and keeps the table of memory to release.
 #[derive(Debug)]
 pub(crate) struct Memory {
     pub(crate) driver: Arc<Driver>,
@@ -34,19 +34,19 @@ pub(crate) struct Memory {
 #[derive(Debug)]
 pub(crate) struct Owned {
     id: AllocationId,
-    /// Number that the driver gives it, a whole pool's if it is from a pool.
+    /// Number that the driver assigns to it; for memory of a pool, that of the pool.
     driver_id: u64,
     pooled: bool,
     /// Number of its driver.
     pub(crate) driver: usize,
-    /// The memory is another process's, opened here.
+    /// True for memory of another process, which this iface opened.
     pub(crate) imported: bool,
-    /// The dma-buf that handles for other processes name, once there is one. It stays open here
-    /// until the memory is freed.
+    /// The dma-buf that handles for other processes name, after the first export of a handle. It
+    /// stays open until the memory is freed.
     pub(crate) shared: Option<Arc<OwnedFd>>,
 }
 
-/// An allocation as the driver knows it.
+/// An allocation as the driver describes it.
 #[derive(Debug)]
 pub(crate) struct FoundAllocation<'a> {
     pub(crate) allocation: Allocation,
@@ -54,11 +54,12 @@ pub(crate) struct FoundAllocation<'a> {
     pub(crate) device: Option<&'a DeviceEntry>,
     /// Number of its driver.
     pub(crate) driver: usize,
-    /// Bytes of a page of it.
+    /// Page size of the memory in bytes.
     pub(crate) page_size: u64,
-    /// The driver cut it out of a pool, and numbers the pool only.
+    /// True if the driver took the memory from a pool, which has one number for all its
+    /// allocations.
     pub(crate) pooled: bool,
-    /// This iface allocated or opened it.
+    /// True if this iface allocated or opened the memory.
     pub(crate) owned: bool,
     driver_id: u64,
 }
@@ -78,7 +79,7 @@ impl Memory {
 
     /// Returns the allocation around an address, or `None` if no driver knows the address.
     pub(crate) fn find(&self, address: Address) -> Result<Option<FoundAllocation<'_>>> {
-        // Layers of the loader call the null pointer an invalid argument.
+        // Layers of the loader refuse the null pointer as an invalid argument.
         if address.0 == 0 {
             return Ok(None);
         }
@@ -111,7 +112,7 @@ impl Memory {
         // SAFETY: the caller keeps the context; `base` and `len` are writable. The address is only
         // looked up.
         match unsafe { get(context, pointer(address), &mut base, &mut len) } {
-            // A part of a pool that no allocation has.
+            // A part of a pool that belongs to no allocation.
             ZeResult::ZE_RESULT_ERROR_ADDRESS_NOT_FOUND => return Ok(None),
             code => check(code, "zeMemGetAddressRange")?,
         }
@@ -159,9 +160,8 @@ impl Memory {
         }))
     }
 
-    /// Returns true if the bytes next to a range belong to the same allocation of the driver, from
-    /// which the driver cut the range. Intel's driver does so with small allocations that were not
-    /// allocated to be exported.
+    /// Returns true if the driver took a range from a pool: the bytes next to it have the same
+    /// number. Intel's driver does so for small allocations that were not allocated to be exported.
     fn is_pooled(&self, context: ContextHandle, range: AddressRange, id: u64) -> Result<bool> {
         for next in [range.start().0.checked_add(range.len()), range.start().0.checked_sub(1)] {
             let Some(next) = next.filter(|next| *next != 0) else { continue };
@@ -177,7 +177,7 @@ impl Memory {
         let mut properties = MemoryAllocationProperties::default();
         let mut device = DeviceHandle::NULL;
         let get = self.driver.functions.mem_get_alloc_properties;
-        // SAFETY: the caller keeps the context; the structure says its type and ends the chain;
+        // SAFETY: the caller keeps the context; the structure has its type and ends the chain;
         // `device` is writable. The address is only looked up, never dereferenced.
         let code = unsafe { get(context, pointer(address), &mut properties, &mut device) };
         check(code, "zeMemGetAllocProperties")?;
@@ -185,13 +185,13 @@ impl Memory {
         Ok(Answer { kind, id, page_size, device })
     }
 
-    /// Number of allocations to give back.
+    /// Returns the number of allocations to release.
     pub(crate) fn len(&self) -> usize {
         self.owned.lock().len()
     }
 
-    /// Enters memory that the driver gave out just now, and returns it as an allocation of `len`
-    /// bytes.
+    /// Adds memory that the driver has just allocated to the table, and returns it as an
+    /// allocation.
     pub(crate) fn enter(
         &self,
         driver: usize,
@@ -204,14 +204,15 @@ impl Memory {
             Error::new(ErrorKind::Driver, "allocate")
                 .iface(IfaceKind::ZE)
                 .context("address", base)
-                .context("reason", "the driver does not know memory that it gave out just now")
+                .context("reason", "the driver does not recognise memory that it has allocated")
         })?;
         let FoundAllocation { mut allocation, driver_id, pooled, .. } = found;
         if imported {
             allocation.kind = AllocationKind::Imported;
         }
         if pooled {
-            // Freed memory of a pool leaves no trace in the driver's answers, but one in the table.
+            // The driver's answers do not show a free of pooled memory, so the table assigns the
+            // identity.
             static NEXT: AtomicU64 = AtomicU64::new(1 << 63);
             allocation.id = AllocationId(NEXT.fetch_add(1, Ordering::Relaxed));
         }
@@ -221,7 +222,7 @@ impl Memory {
         Ok(allocation)
     }
 
-    /// Takes an allocation out, so that of two threads that free it only one reaches the driver.
+    /// Removes an allocation, so that only one of two threads that free it calls the driver.
     ///
     /// # Errors
     /// InvalidArgument if it is not in the table.
@@ -244,8 +245,8 @@ impl Memory {
         self.owned.lock().insert(allocation.base().0, owned);
     }
 
-    /// Returns the dma-buf under which an allocation of this iface is shared, and has it made the
-    /// first time.
+    /// Returns the dma-buf by which an allocation of this iface is shared, and exports it the first
+    /// time.
     pub(crate) fn share(
         &self,
         allocation: &Allocation,
@@ -265,12 +266,13 @@ impl Memory {
         Ok(Arc::clone(owned.shared.get_or_insert(fd)))
     }
 
-    /// Frees memory by the driver.
+    /// Frees memory of the driver.
     pub(crate) fn free(&self, driver: usize, base: Address) -> Result<()> {
         self.driver.with_context(driver, |context| {
             let pointer = ptr::with_exposed_provenance_mut(base.0 as usize);
-            // SAFETY: the driver gave out the memory and it is freed once: the table's entry was
-            // taken, or there was none yet. The caller of the facet promises that nothing uses it.
+            // SAFETY: the driver allocated the memory. It is freed once: the caller removed the
+            // table's entry, or has not made one. The caller of the facet promises that nothing
+            // uses it.
             check(unsafe { (self.driver.functions.mem_free)(context, pointer) }, "zeMemFree")
         })
     }
@@ -285,8 +287,9 @@ impl Drop for Memory {
     }
 }
 
-/// Returns the identity of memory that this iface did not allocate. Each driver counts from 1: its
-/// number above that keeps two drivers' allocations apart, and the address those of one pool.
+/// Returns the identity of memory that this iface did not allocate. Each driver counts from 1. The
+/// driver's number in the top bits keeps allocations of two drivers apart, and the address keeps
+/// allocations of one pool apart.
 fn identity(driver: usize, number: u64, in_pool: Option<AddressRange>) -> AllocationId {
     let place = in_pool.map_or(0, |range| range.start().0.rotate_left(8) >> 8);
     AllocationId((number ^ place) & (u64::MAX >> 8) | (driver as u64) << 56)
@@ -302,7 +305,10 @@ fn not_live(operation: &'static str, allocation: &Allocation) -> Error {
         .iface(IfaceKind::ZE)
         .context("allocation", allocation.range)
         .context("identity", allocation.id.0)
-        .remedy("not a live allocation of this iface: freed already, or another's, who frees it")
+        .remedy(
+            "not a live allocation of this iface: it was freed, or the application allocated \
+                 it and frees it itself",
+        )
 }
 
 fn inconsistent() -> Error {

@@ -1,9 +1,9 @@
 //! Monitor: detects frees of Level Zero memory.
 //!
-//! The driver has no callback for frees. It numbers allocations, and no two of a driver have the
-//! same number, so that one query at each cache hit shows whether the registered memory is still at
-//! its address. Memory that the application got from a pool of the driver has the pool's number: it
-//! is registered uncached.
+//! The driver has no callback for frees. It numbers allocations, and no two allocations of a driver
+//! have the same number. So one query at each cache hit shows whether the registered memory is
+//! still at its address. Memory that the application got from a pool of the driver has the number
+//! of the pool, and is registered uncached.
 
 use std::sync::{Arc, Weak};
 
@@ -42,7 +42,7 @@ impl IdentityMonitor {
         self.memory.upgrade().ok_or_else(|| {
             Error::new(ErrorKind::Unavailable, "monitor")
                 .iface(IfaceKind::ZE)
-                .remedy("the iface was closed: its memory is not watched any longer")
+                .remedy("the iface was closed: its memory is no longer watched")
         })
     }
 }
@@ -53,8 +53,7 @@ impl Monitor for IdentityMonitor {
     }
 
     fn rationale(&self) -> String {
-        "Level Zero has no callback for frees: the driver is asked for the identity at each hit"
-            .into()
+        "Level Zero has no callback for frees: each hit queries the identity from the driver".into()
     }
 
     fn detection(&self) -> DetectionMethod {
@@ -76,8 +75,8 @@ impl Monitor for IdentityMonitor {
         match memory.find(range.start())? {
             None => refuse("only live allocations of Level Zero can be watched"),
             Some(found) if found.pooled && !found.owned => refuse(
-                "allocations of a pool have one identity: the memory is registered uncached, unless it is allocated \
-                 with ze_external_memory_export_desc_t",
+                "allocations of a pool have one identity: the memory is registered uncached, \
+                 unless it is allocated with ze_external_memory_export_desc_t",
             ),
             Some(_) => Ok(Subscription(range.start().0)),
         }

@@ -1,7 +1,6 @@
-//! libze_loader.so.1: its function table, and the layouts and constants of `ze_api.h`, laid out by
-//! hand.
+//! Function table of libze_loader.so.1, and layouts and constants of `ze_api.h`, written by hand.
 //!
-//! Public, so that a test can inject a driver of its own with [`Functions::from_lookup`].
+//! Public, so that other functions can be injected with [`Functions::from_lookup`].
 //!
 //! ```
 //! use hmem_iface_ze::sys::{Functions, ZeResult};
@@ -24,7 +23,7 @@ use std::{
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
-/// `ze_result_t`: the result of every call of Level Zero.
+/// `ze_result_t`: result of a call of Level Zero.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ZeResult(pub u32);
@@ -32,7 +31,7 @@ pub struct ZeResult(pub u32);
 macro_rules! codes {
     ($($name:ident = $code:literal,)+) => {
         impl ZeResult {
-            /// Every code that has a name here.
+            /// All codes with a name.
             pub const ALL: &[Self] = &[$(Self($code)),+];
 
             $(
@@ -40,7 +39,7 @@ macro_rules! codes {
                 pub const $name: Self = Self($code);
             )+
 
-            /// The name in `ze_api.h`, where it has one.
+            /// Returns the name in `ze_api.h`, or `None` for an unknown code.
             #[must_use]
             pub const fn name(self) -> Option<&'static str> {
                 match self.0 {
@@ -110,15 +109,15 @@ macro_rules! handles {
         pub struct $name(pub *mut c_void);
 
         impl $name {
-            /// No object.
+            /// The null handle.
             pub const NULL: Self = Self(ptr::null_mut());
         }
 
-        // SAFETY: a handle is an opaque name that this crate never dereferences; the specification
-        // lets an application use its object from any thread.
+        // SAFETY: a handle is opaque, and this crate never dereferences it. The specification
+        // allows the use of its object from any thread.
         unsafe impl Send for $name {}
-        // SAFETY: the handle has no state on this side of a call; where the specification allows an
-        // object in one thread at a time only, its owner in this crate sees to it.
+        // SAFETY: the handle has no state in this process. If the specification allows an object in
+        // only one thread at a time, its owner in this crate ensures that.
         unsafe impl Sync for $name {}
     )+};
 }
@@ -143,26 +142,30 @@ handles! {
 pub struct Layout {
     /// Name of the structure.
     pub name: &'static str,
-    /// Its bytes.
+    /// Size in bytes.
     pub size: usize,
-    /// Its fields with their offsets.
+    /// Fields with their offsets.
     pub fields: &'static [(&'static str, usize)],
 }
 
-/// Structures as `ze_api.h` has them. Those with a type begin with it and the next structure of
-/// their chain; the default has the type, no next one, and zeros.
+/// Declares structures of `ze_api.h`. Each begins with its type and the next structure of its
+/// chain. The default has the type, no next structure, and zeros.
 macro_rules! structures {
     ($(
-        $(#[doc = $doc:literal])+
-        $name:ident = $c:literal $(($stype:ident))? {
+        $name:ident = $c:literal: $(#[doc = $doc:literal])* $stype:ident {
             $($field:ident = $c_field:literal: $type:ty,)+
         }
     )+) => {
         $(
-            $(#[doc = $doc])+
+            #[doc = concat!("`", $c, "`")]
+            $(#[doc = ""] #[doc = $doc])*
             #[repr(C)]
             #[derive(Clone, Copy, Debug)]
             pub struct $name {
+                #[doc = concat!("`stype`: [`", stringify!($stype), "`]")]
+                pub stype: u32,
+                /// `pNext`
+                pub next: *const c_void,
                 $(
                     #[doc = concat!("`", $c_field, "`")]
                     pub $field: $type,
@@ -171,12 +174,10 @@ macro_rules! structures {
 
             impl Default for $name {
                 fn default() -> Self {
-                    // SAFETY: every field is an integer, an array of them or a pointer that may be
-                    // null.
-                    #[allow(unused_mut)]
-                    let mut zeroed: Self = unsafe { mem::zeroed() };
-                    $(zeroed.stype = $stype;)?
-                    zeroed
+                    // SAFETY: every field is an integer, an array of integers or a pointer that
+                    // may be null.
+                    let zeroed: Self = unsafe { mem::zeroed() };
+                    Self { stype: $stype, ..zeroed }
                 }
             }
         )+
@@ -185,16 +186,17 @@ macro_rules! structures {
         pub const LAYOUTS: &[Layout] = &[$(Layout {
             name: $c,
             size: size_of::<$name>(),
-            fields: &[$(($c_field, mem::offset_of!($name, $field))),+],
+            fields: &[
+                ("stype", mem::offset_of!($name, stype)),
+                ("pNext", mem::offset_of!($name, next)),
+                $(($c_field, mem::offset_of!($name, $field))),+
+            ],
         }),+];
     };
 }
 
 structures! {
-    /// `ze_device_properties_t`
-    DeviceProperties = "ze_device_properties_t" (ZE_STRUCTURE_TYPE_DEVICE_PROPERTIES) {
-        stype = "stype": u32,
-        next = "pNext": *mut c_void,
+    DeviceProperties = "ze_device_properties_t": ZE_STRUCTURE_TYPE_DEVICE_PROPERTIES {
         kind = "type": u32,
         vendor_id = "vendorId": u32,
         device_id = "deviceId": u32,
@@ -216,11 +218,8 @@ structures! {
         name = "name": [c_char; ZE_MAX_DEVICE_NAME],
     }
 
-    /// `ze_device_memory_properties_t`
-    DeviceMemoryProperties = "ze_device_memory_properties_t"
-        (ZE_STRUCTURE_TYPE_DEVICE_MEMORY_PROPERTIES) {
-        stype = "stype": u32,
-        next = "pNext": *mut c_void,
+    DeviceMemoryProperties = "ze_device_memory_properties_t":
+        ZE_STRUCTURE_TYPE_DEVICE_MEMORY_PROPERTIES {
         flags = "flags": u32,
         max_clock_rate = "maxClockRate": u32,
         max_bus_width = "maxBusWidth": u32,
@@ -228,31 +227,24 @@ structures! {
         name = "name": [c_char; ZE_MAX_DEVICE_NAME],
     }
 
-    /// `ze_device_external_memory_properties_t`
-    DeviceExternalMemoryProperties = "ze_device_external_memory_properties_t"
-        (ZE_STRUCTURE_TYPE_DEVICE_EXTERNAL_MEMORY_PROPERTIES) {
-        stype = "stype": u32,
-        next = "pNext": *mut c_void,
+    DeviceExternalMemoryProperties = "ze_device_external_memory_properties_t":
+        ZE_STRUCTURE_TYPE_DEVICE_EXTERNAL_MEMORY_PROPERTIES {
         memory_import_types = "memoryAllocationImportTypes": u32,
         memory_export_types = "memoryAllocationExportTypes": u32,
         image_import_types = "imageImportTypes": u32,
         image_export_types = "imageExportTypes": u32,
     }
 
-    /// `ze_command_queue_group_properties_t`
-    QueueGroupProperties = "ze_command_queue_group_properties_t"
-        (ZE_STRUCTURE_TYPE_COMMAND_QUEUE_GROUP_PROPERTIES) {
-        stype = "stype": u32,
-        next = "pNext": *mut c_void,
+    QueueGroupProperties = "ze_command_queue_group_properties_t":
+        ZE_STRUCTURE_TYPE_COMMAND_QUEUE_GROUP_PROPERTIES {
         flags = "flags": u32,
         max_memory_fill_pattern_size = "maxMemoryFillPatternSize": usize,
         num_queues = "numQueues": u32,
     }
 
-    /// `ze_pci_ext_properties_t` with its address and speed
-    PciProperties = "ze_pci_ext_properties_t" (ZE_STRUCTURE_TYPE_PCI_EXT_PROPERTIES) {
-        stype = "stype": u32,
-        next = "pNext": *mut c_void,
+    PciProperties = "ze_pci_ext_properties_t":
+        /// With its address and speed.
+        ZE_STRUCTURE_TYPE_PCI_EXT_PROPERTIES {
         domain = "address.domain": u32,
         bus = "address.bus": u32,
         device = "address.device": u32,
@@ -262,67 +254,48 @@ structures! {
         speed_bandwidth = "maxSpeed.maxBandwidth": i64,
     }
 
-    /// `ze_context_desc_t`
-    ContextDescription = "ze_context_desc_t" (ZE_STRUCTURE_TYPE_CONTEXT_DESC) {
-        stype = "stype": u32,
-        next = "pNext": *const c_void,
+    ContextDescription = "ze_context_desc_t": ZE_STRUCTURE_TYPE_CONTEXT_DESC {
         flags = "flags": u32,
     }
 
-    /// `ze_device_mem_alloc_desc_t`
-    DeviceMemoryDescription = "ze_device_mem_alloc_desc_t"
-        (ZE_STRUCTURE_TYPE_DEVICE_MEM_ALLOC_DESC) {
-        stype = "stype": u32,
-        next = "pNext": *const c_void,
+    DeviceMemoryDescription = "ze_device_mem_alloc_desc_t":
+        ZE_STRUCTURE_TYPE_DEVICE_MEM_ALLOC_DESC {
         flags = "flags": u32,
         ordinal = "ordinal": u32,
     }
 
-    /// `ze_host_mem_alloc_desc_t`
-    HostMemoryDescription = "ze_host_mem_alloc_desc_t" (ZE_STRUCTURE_TYPE_HOST_MEM_ALLOC_DESC) {
-        stype = "stype": u32,
-        next = "pNext": *const c_void,
+    HostMemoryDescription = "ze_host_mem_alloc_desc_t": ZE_STRUCTURE_TYPE_HOST_MEM_ALLOC_DESC {
         flags = "flags": u32,
     }
 
-    /// `ze_external_memory_export_desc_t`: says at allocation how the memory will be exported.
-    ExportDescription = "ze_external_memory_export_desc_t"
-        (ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_EXPORT_DESC) {
-        stype = "stype": u32,
-        next = "pNext": *const c_void,
+    ExportDescription = "ze_external_memory_export_desc_t":
+        /// Says at allocation how the memory will be exported.
+        ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_EXPORT_DESC {
         flags = "flags": u32,
     }
 
-    /// `ze_external_memory_export_fd_t`: asks for an fd of an allocation.
-    ExportFd = "ze_external_memory_export_fd_t" (ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_EXPORT_FD) {
-        stype = "stype": u32,
-        next = "pNext": *const c_void,
+    ExportFd = "ze_external_memory_export_fd_t":
+        /// Asks for an fd of an allocation.
+        ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_EXPORT_FD {
         flags = "flags": u32,
         fd = "fd": c_int,
     }
 
-    /// `ze_external_memory_import_fd_t`: allocates the memory of an fd.
-    ImportFd = "ze_external_memory_import_fd_t" (ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_IMPORT_FD) {
-        stype = "stype": u32,
-        next = "pNext": *const c_void,
+    ImportFd = "ze_external_memory_import_fd_t":
+        /// Allocates the memory of an fd.
+        ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_IMPORT_FD {
         flags = "flags": u32,
         fd = "fd": c_int,
     }
 
-    /// `ze_memory_allocation_properties_t`
-    MemoryAllocationProperties = "ze_memory_allocation_properties_t"
-        (ZE_STRUCTURE_TYPE_MEMORY_ALLOCATION_PROPERTIES) {
-        stype = "stype": u32,
-        next = "pNext": *mut c_void,
+    MemoryAllocationProperties = "ze_memory_allocation_properties_t":
+        ZE_STRUCTURE_TYPE_MEMORY_ALLOCATION_PROPERTIES {
         kind = "type": u32,
         id = "id": u64,
         page_size = "pageSize": u64,
     }
 
-    /// `ze_command_queue_desc_t`
-    QueueDescription = "ze_command_queue_desc_t" (ZE_STRUCTURE_TYPE_COMMAND_QUEUE_DESC) {
-        stype = "stype": u32,
-        next = "pNext": *const c_void,
+    QueueDescription = "ze_command_queue_desc_t": ZE_STRUCTURE_TYPE_COMMAND_QUEUE_DESC {
         ordinal = "ordinal": u32,
         index = "index": u32,
         flags = "flags": u32,
@@ -330,26 +303,29 @@ structures! {
         priority = "priority": u32,
     }
 
-    /// `ze_event_pool_desc_t`
-    EventPoolDescription = "ze_event_pool_desc_t" (ZE_STRUCTURE_TYPE_EVENT_POOL_DESC) {
-        stype = "stype": u32,
-        next = "pNext": *const c_void,
+    EventPoolDescription = "ze_event_pool_desc_t": ZE_STRUCTURE_TYPE_EVENT_POOL_DESC {
         flags = "flags": u32,
         count = "count": u32,
     }
 
-    /// `ze_event_desc_t`
-    EventDescription = "ze_event_desc_t" (ZE_STRUCTURE_TYPE_EVENT_DESC) {
-        stype = "stype": u32,
-        next = "pNext": *const c_void,
+    EventDescription = "ze_event_desc_t": ZE_STRUCTURE_TYPE_EVENT_DESC {
         index = "index": u32,
         signal = "signal": u32,
         wait = "wait": u32,
     }
+}
 
-    /// `ze_ipc_mem_handle_t`
-    IpcMemoryHandle = "ze_ipc_mem_handle_t" {
-        data = "data": [c_char; ZE_MAX_IPC_HANDLE_SIZE],
+/// `ze_ipc_mem_handle_t`
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct IpcMemoryHandle {
+    /// `data`
+    pub data: [c_char; ZE_MAX_IPC_HANDLE_SIZE],
+}
+
+impl Default for IpcMemoryHandle {
+    fn default() -> Self {
+        Self { data: [0; ZE_MAX_IPC_HANDLE_SIZE] }
     }
 }
 
@@ -365,7 +341,7 @@ macro_rules! constants {
             pub const $name: u32 = $value;
         )+
 
-        /// Each constant with its name.
+        /// All constants with their names.
         pub const CONSTANTS: &[(&str, u32)] = &[$((stringify!($name), $value)),+];
     };
 }
@@ -400,7 +376,7 @@ constants! {
     ZE_STRUCTURE_TYPE_PCI_EXT_PROPERTIES = 0x1_0008,
 }
 
-/// A required function as the table has it.
+/// Looks up a required function.
 macro_rules! required {
     ($library:expr, $lookup:expr, $symbol:ident, $type:ty) => {{
         let address = $lookup(stringify!($symbol))
@@ -414,36 +390,35 @@ macro_rules! required {
 
 macro_rules! functions {
     (
-        $($(#[doc = $doc:literal])+ $field:ident: $symbol:ident = fn($($argument:ty),*);)+
-        optional:
-        $($(#[doc = $optional_doc:literal])+ $optional:ident: $optional_symbol:ident = fn($($optional_argument:ty),*);)+
+        required { $($field:ident: $symbol:ident($($argument:ty),*);)+ }
+        optional { $($optional:ident: $optional_symbol:ident($($optional_argument:ty),*);)+ }
     ) => {
         /// The functions of libze_loader.so.1 that this crate calls.
         #[derive(Clone, Debug)]
         pub struct Functions {
             library: Arc<str>,
-            $($(#[doc = $doc])+ pub(crate) $field: unsafe extern "C" fn($($argument),*) -> ZeResult,)+
+            $(pub(crate) $field: unsafe extern "C" fn($($argument),*) -> ZeResult,)+
             $(
-                $(#[doc = $optional_doc])+
-                pub(crate) $optional: Option<unsafe extern "C" fn($($optional_argument),*) -> ZeResult>,
+                pub(crate) $optional:
+                    Option<unsafe extern "C" fn($($optional_argument),*) -> ZeResult>,
             )+
         }
 
         impl Functions {
-            /// Every symbol that the library must have.
+            /// Symbols that the library must have.
             pub const SYMBOLS: &[&str] = &[$(stringify!($symbol)),+];
 
             /// Symbols that older releases of the library lack.
             pub const OPTIONAL_SYMBOLS: &[&str] = &[$(stringify!($optional_symbol)),+];
 
-            /// Each symbol with the types of its arguments, as Rust spells them.
+            /// All symbols with the types of their arguments, as Rust spells them.
             pub const SIGNATURES: &[(&str, &[&str])] = &[
                 $((stringify!($symbol), &[$(stringify!($argument)),*]),)+
                 $((stringify!($optional_symbol), &[$(stringify!($optional_argument)),*]),)+
             ];
 
             /// # Safety
-            /// As [`Functions::from_lookup`].
+            /// The caller upholds the safety contract of [`Functions::from_lookup`].
             unsafe fn fill(
                 library: &str,
                 mut lookup: impl FnMut(&'static str) -> Option<*const ()>,
@@ -453,16 +428,16 @@ macro_rules! functions {
                     $($field: required!(
                         library, lookup, $symbol, unsafe extern "C" fn($($argument),*) -> ZeResult
                     ),)+
-                    $($optional: lookup(stringify!($optional_symbol))
-                        .filter(|address| !address.is_null())
+                    $($optional: {
+                        type Function = unsafe extern "C" fn($($optional_argument),*) -> ZeResult;
+                        let address = lookup(stringify!($optional_symbol));
                         // SAFETY: the caller promises that the address is a function with the
                         // signature that the header declares for this name, which is the one in
                         // this table.
-                        .map(|address| unsafe {
-                            mem::transmute::<*const (), unsafe extern "C" fn($($optional_argument),*) -> ZeResult>(
-                                address,
-                            )
-                        }),)+
+                        address.filter(|address| !address.is_null()).map(|address| unsafe {
+                            mem::transmute::<*const (), Function>(address)
+                        })
+                    },)+
                 })
             }
         }
@@ -470,89 +445,71 @@ macro_rules! functions {
 }
 
 functions! {
-    /// `zeInit(flags)`
-    init: zeInit = fn(u32);
-    /// `zeDriverGet(count, drivers)`
-    driver_get: zeDriverGet = fn(*mut u32, *mut DriverHandle);
-    /// `zeDeviceGet(driver, count, devices)`
-    device_get: zeDeviceGet = fn(DriverHandle, *mut u32, *mut DeviceHandle);
-    /// `zeDeviceGetSubDevices(device, count, sub-devices)`
-    device_get_sub_devices: zeDeviceGetSubDevices = fn(DeviceHandle, *mut u32, *mut DeviceHandle);
-    /// `zeDeviceGetProperties(device, properties)`
-    device_get_properties: zeDeviceGetProperties = fn(DeviceHandle, *mut DeviceProperties);
-    /// `zeDeviceGetMemoryProperties(device, count, properties)`
-    device_get_memory_properties: zeDeviceGetMemoryProperties =
-        fn(DeviceHandle, *mut u32, *mut DeviceMemoryProperties);
-    /// `zeDeviceGetExternalMemoryProperties(device, properties)`
-    device_get_external_memory_properties: zeDeviceGetExternalMemoryProperties =
-        fn(DeviceHandle, *mut DeviceExternalMemoryProperties);
-    /// `zeDeviceGetCommandQueueGroupProperties(device, count, properties)`
-    device_get_queue_groups: zeDeviceGetCommandQueueGroupProperties =
-        fn(DeviceHandle, *mut u32, *mut QueueGroupProperties);
-    /// `zeDevicePciGetPropertiesExt(device, properties)`
-    device_pci_get_properties: zeDevicePciGetPropertiesExt = fn(DeviceHandle, *mut PciProperties);
-    /// `zeContextCreate(driver, description, context)`
-    context_create: zeContextCreate = fn(DriverHandle, *const ContextDescription, *mut ContextHandle);
-    /// `zeContextDestroy(context)`
-    context_destroy: zeContextDestroy = fn(ContextHandle);
-    /// `zeMemAllocDevice(context, description, size, alignment, device, pointer)`
-    mem_alloc_device: zeMemAllocDevice =
-        fn(ContextHandle, *const DeviceMemoryDescription, usize, usize, DeviceHandle, *mut *mut c_void);
-    /// `zeMemAllocHost(context, description, size, alignment, pointer)`
-    mem_alloc_host: zeMemAllocHost =
-        fn(ContextHandle, *const HostMemoryDescription, usize, usize, *mut *mut c_void);
-    /// `zeMemAllocShared(context, device's description, host's, size, alignment, device, pointer)`
-    mem_alloc_shared: zeMemAllocShared = fn(
-        ContextHandle,
-        *const DeviceMemoryDescription,
-        *const HostMemoryDescription,
-        usize,
-        usize,
-        DeviceHandle,
-        *mut *mut c_void
-    );
-    /// `zeMemFree(context, pointer)`
-    mem_free: zeMemFree = fn(ContextHandle, *mut c_void);
-    /// `zeMemGetAllocProperties(context, pointer, properties, device)`
-    mem_get_alloc_properties: zeMemGetAllocProperties =
-        fn(ContextHandle, *const c_void, *mut MemoryAllocationProperties, *mut DeviceHandle);
-    /// `zeMemGetAddressRange(context, pointer, base, size)`
-    mem_get_address_range: zeMemGetAddressRange =
-        fn(ContextHandle, *const c_void, *mut *mut c_void, *mut usize);
-    /// `zeCommandListCreateImmediate(context, device, description, list)`
-    command_list_create_immediate: zeCommandListCreateImmediate =
-        fn(ContextHandle, DeviceHandle, *const QueueDescription, *mut CommandListHandle);
-    /// `zeCommandListDestroy(list)`
-    command_list_destroy: zeCommandListDestroy = fn(CommandListHandle);
-    /// `zeCommandListAppendMemoryCopy(list, to, from, size, signal, count, wait for)`
-    append_memory_copy: zeCommandListAppendMemoryCopy =
-        fn(CommandListHandle, *mut c_void, *const c_void, usize, EventHandle, u32, *mut EventHandle);
-    /// `zeEventPoolCreate(context, description, count, devices, pool)`
-    event_pool_create: zeEventPoolCreate =
-        fn(ContextHandle, *const EventPoolDescription, u32, *mut DeviceHandle, *mut EventPoolHandle);
-    /// `zeEventPoolDestroy(pool)`
-    event_pool_destroy: zeEventPoolDestroy = fn(EventPoolHandle);
-    /// `zeEventCreate(pool, description, event)`
-    event_create: zeEventCreate = fn(EventPoolHandle, *const EventDescription, *mut EventHandle);
-    /// `zeEventDestroy(event)`
-    event_destroy: zeEventDestroy = fn(EventHandle);
-    /// `zeEventHostSynchronize(event, nanoseconds)`
-    event_host_synchronize: zeEventHostSynchronize = fn(EventHandle, u64);
-    /// `zeEventQueryStatus(event)`
-    event_query_status: zeEventQueryStatus = fn(EventHandle);
-    /// `zeEventHostReset(event)`
-    event_host_reset: zeEventHostReset = fn(EventHandle);
-
-    optional:
-    /// `zeMemGetIpcHandleFromFileDescriptorExp(context, fd, handle)`
-    ipc_handle_from_fd: zeMemGetIpcHandleFromFileDescriptorExp =
-        fn(ContextHandle, u64, *mut IpcMemoryHandle);
-    /// `zeMemPutIpcHandle(context, handle)`
-    put_ipc_handle: zeMemPutIpcHandle = fn(ContextHandle, IpcMemoryHandle);
+    required {
+        init: zeInit(u32);
+        driver_get: zeDriverGet(*mut u32, *mut DriverHandle);
+        device_get: zeDeviceGet(DriverHandle, *mut u32, *mut DeviceHandle);
+        device_get_sub_devices: zeDeviceGetSubDevices(DeviceHandle, *mut u32, *mut DeviceHandle);
+        device_get_properties: zeDeviceGetProperties(DeviceHandle, *mut DeviceProperties);
+        device_get_memory_properties: zeDeviceGetMemoryProperties(
+            DeviceHandle, *mut u32, *mut DeviceMemoryProperties
+        );
+        device_get_external_memory_properties: zeDeviceGetExternalMemoryProperties(
+            DeviceHandle, *mut DeviceExternalMemoryProperties
+        );
+        device_get_queue_groups: zeDeviceGetCommandQueueGroupProperties(
+            DeviceHandle, *mut u32, *mut QueueGroupProperties
+        );
+        device_pci_get_properties: zeDevicePciGetPropertiesExt(DeviceHandle, *mut PciProperties);
+        context_create: zeContextCreate(
+            DriverHandle, *const ContextDescription, *mut ContextHandle
+        );
+        context_destroy: zeContextDestroy(ContextHandle);
+        mem_alloc_device: zeMemAllocDevice(
+            ContextHandle, *const DeviceMemoryDescription, usize, usize, DeviceHandle,
+            *mut *mut c_void
+        );
+        mem_alloc_host: zeMemAllocHost(
+            ContextHandle, *const HostMemoryDescription, usize, usize, *mut *mut c_void
+        );
+        mem_alloc_shared: zeMemAllocShared(
+            ContextHandle, *const DeviceMemoryDescription, *const HostMemoryDescription, usize,
+            usize, DeviceHandle, *mut *mut c_void
+        );
+        mem_free: zeMemFree(ContextHandle, *mut c_void);
+        mem_get_alloc_properties: zeMemGetAllocProperties(
+            ContextHandle, *const c_void, *mut MemoryAllocationProperties, *mut DeviceHandle
+        );
+        mem_get_address_range: zeMemGetAddressRange(
+            ContextHandle, *const c_void, *mut *mut c_void, *mut usize
+        );
+        command_list_create_immediate: zeCommandListCreateImmediate(
+            ContextHandle, DeviceHandle, *const QueueDescription, *mut CommandListHandle
+        );
+        command_list_destroy: zeCommandListDestroy(CommandListHandle);
+        append_memory_copy: zeCommandListAppendMemoryCopy(
+            CommandListHandle, *mut c_void, *const c_void, usize, EventHandle, u32, *mut EventHandle
+        );
+        event_pool_create: zeEventPoolCreate(
+            ContextHandle, *const EventPoolDescription, u32, *mut DeviceHandle, *mut EventPoolHandle
+        );
+        event_pool_destroy: zeEventPoolDestroy(EventPoolHandle);
+        event_create: zeEventCreate(EventPoolHandle, *const EventDescription, *mut EventHandle);
+        event_destroy: zeEventDestroy(EventHandle);
+        event_host_synchronize: zeEventHostSynchronize(EventHandle, u64);
+        event_query_status: zeEventQueryStatus(EventHandle);
+        event_host_reset: zeEventHostReset(EventHandle);
+    }
+    optional {
+        ipc_handle_from_fd: zeMemGetIpcHandleFromFileDescriptorExp(
+            ContextHandle, u64, *mut IpcMemoryHandle
+        );
+        put_ipc_handle: zeMemPutIpcHandle(ContextHandle, IpcMemoryHandle);
+    }
 }
 
 impl Functions {
-    /// The name by which the dynamic loader finds the library.
+    /// Name by which the dynamic loader finds the library.
     pub const LIBRARY: &str = "libze_loader.so.1";
 
     /// Loads the library at `path` and fills the table from it.
@@ -584,7 +541,8 @@ impl Functions {
         Ok(functions)
     }
 
-    /// Fills the table from a lookup closure: a driver of the caller's own, such as a test's.
+    /// Fills the table from a lookup closure. A test passes the functions of its own driver, for
+    /// example.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup` has
@@ -597,17 +555,17 @@ impl Functions {
     pub unsafe fn from_lookup(
         lookup: impl FnMut(&'static str) -> Option<*const ()>,
     ) -> Result<Self> {
-        // SAFETY: the same promise, made by the caller.
+        // SAFETY: the caller of this function makes the promise that `fill` asks for.
         unsafe { Self::fill("(injected)", lookup) }
     }
 
-    /// Returns true if the library has the calls that give an fd of an export back.
+    /// Returns true if the library has the calls that return the fd of an export to the driver.
     #[must_use]
     pub fn gives_fds_back(&self) -> bool {
         self.put_ipc_handle.is_some() && self.ipc_handle_from_fd.is_some()
     }
 
-    /// The library that the functions came from, as it was named.
+    /// Returns the name of the library that the functions came from.
     #[must_use]
     pub fn library(&self) -> &str {
         &self.library
@@ -618,7 +576,10 @@ fn not_loaded(library: &str, reason: libloading::Error) -> Error {
     let error = Error::new(ErrorKind::Unavailable, "load library")
         .iface(IfaceKind::ZE)
         .context("library", library)
-        .remedy("install the Level Zero loader, or name its library with LevelZero::builder().library(path)");
+        .remedy(
+            "install the Level Zero loader, or name its library with \
+                 LevelZero::builder().library(path)",
+        );
     match reason {
         libloading::Error::DlOpen { source } => error.caused_by(source),
         other => error.caused_by(other),
@@ -631,6 +592,7 @@ fn lacks_symbol(library: &str, symbol: &'static str) -> Error {
         .context("library", library)
         .context("symbol", symbol)
         .remedy(
-            "the library has no such symbol: it is not the Level Zero loader, or older than Level Zero 1.3",
+            "the library has no such symbol: it is not the Level Zero loader, or older than Level \
+             Zero 1.3",
         )
 }

@@ -1,4 +1,5 @@
-//! Over the fake driver: devices, addresses, allocations, exports, IPC and refusals.
+//! Behaviour over the fake driver: devices, addresses, allocations, copies, exports, IPC and
+//! refusals.
 
 use std::{
     collections::HashSet,
@@ -49,7 +50,7 @@ fn query(iface: &LevelZero, address: u64) -> Option<Allocation> {
     iface.query(Address(address)).expect("query")
 }
 
-/// Open fds that are not the driver's own.
+/// Returns the number of open fds without those of the driver.
 fn open_fds(driver: &FakeDriver) -> usize {
     std::fs::read_dir("/proc/self/fd").expect("the fds").count() - driver.files()
 }
@@ -60,18 +61,20 @@ fn close(iface: Arc<LevelZero>) {
 
 /// HM-04
 #[test]
-fn missing_symbol_is_named_whichever_it_is() {
+fn every_missing_symbol_is_named() {
     let driver = FakeDriver::start(Profile::default());
     for missing in Functions::SYMBOLS {
         let lookup = |name: &'static str| driver.symbol(name).filter(|_| name != *missing);
-        // SAFETY: as in `open`; one symbol fewer.
+        // SAFETY: as in `open`, each function has the signature of its name, and functions live
+        // forever.
         let error = unsafe { Functions::from_lookup(lookup) }.expect_err("a symbol is missing");
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         assert_eq!(error.context_value("symbol"), Some(*missing));
     }
     for missing in Functions::OPTIONAL_SYMBOLS {
         let lookup = |name: &'static str| driver.symbol(name).filter(|_| name != *missing);
-        // SAFETY: as in `open`; one symbol fewer.
+        // SAFETY: as in `open`, each function has the signature of its name, and functions live
+        // forever.
         unsafe { Functions::from_lookup(lookup) }.expect("it works without");
     }
 }
@@ -106,7 +109,7 @@ fn driver_without_devices_is_unavailable_and_keeps_no_context() {
 
 /// HM-01
 #[test]
-fn devices_are_numbered_as_libfabric_numbers_them() {
+fn device_numbers_follow_libfabric() {
     let (driver, iface) = start(Profile { drivers: 2, ..Profile::default() });
     let devices = iface.devices().expect("devices");
     let ids: Vec<_> = devices.iter().map(|device| device.id.0).collect();
@@ -122,7 +125,7 @@ fn devices_are_numbered_as_libfabric_numbers_them() {
     let other = iface.allocate(&self::request(AllocationKind::Device)).expect("allocate");
     assert_ne!(other.id, allocation.id);
     for allocation in [allocation, other] {
-        // SAFETY: nothing uses the memory.
+        // SAFETY: no code uses the memory.
         unsafe { iface.free(&allocation) }.expect("free");
     }
     close(iface);
@@ -131,7 +134,7 @@ fn devices_are_numbered_as_libfabric_numbers_them() {
 
 /// HM-01
 #[test]
-fn device_that_is_no_gpu_is_left_out_and_the_others_keep_their_numbers() {
+fn device_other_than_a_gpu_is_omitted_and_numbers_stay() {
     let (_driver, iface) = start(Profile { first: 5, ..Profile::default() });
     let devices = iface.devices().expect("devices");
     assert_eq!(devices.iter().map(|device| device.id.0).collect::<Vec<_>>(), [1]);
@@ -178,10 +181,11 @@ fn failed_query_is_an_error_with_the_drivers_code_and_the_address() {
 
 /// HM-01 MON-07
 ///
-/// Memory of a pool: each allocation has its own range, free parts of the pool are nobody's, and
-/// nothing of it is exported or watched. The application's larger memory is both.
+/// In a pool each allocation has its own range, and free parts of the pool belong to no allocation.
+/// Memory of a pool is neither exported nor watched. The application's larger memory is both
+/// exported and watched.
 #[test]
-fn pooled_memory_of_the_application_is_told_apart() {
+fn pooled_memory_of_the_application_is_recognised() {
     let (driver, iface) = start(Profile::default());
     let monitor = iface.start_monitor().expect("a monitor");
     let small: Vec<_> = (0..3).map(|_| driver.allocate_elsewhere(1000)).collect();
@@ -193,7 +197,7 @@ fn pooled_memory_of_the_application_is_told_apart() {
         assert!(seen.insert(found.id), "two allocations have one identity");
         let error = iface
             .export_dma_buf(found.range, &nic(), DmaBufMapping::Default)
-            .expect_err("where in the pool it lies nobody says");
+            .expect_err("its offset in the pool is unknown");
         assert!(error.is_unsupported() && error.to_string().contains("pool"), "{error}");
         let error = monitor.subscribe(found.range, Arc::new(Nobody)).expect_err("not watched");
         assert!(error.is_unsupported(), "{error}");
@@ -206,11 +210,11 @@ fn pooled_memory_of_the_application_is_told_apart() {
     monitor.subscribe(found.range, Arc::new(Nobody)).expect("watched");
     assert!(monitor.valid(&found).expect("asked"));
     driver.free_elsewhere(large);
-    assert_eq!(driver.allocate_elsewhere(3 << 20), large, "the address comes back");
+    assert_eq!(driver.allocate_elsewhere(3 << 20), large, "the address is reused");
     assert!(!monitor.valid(&found).expect("asked"));
 }
 
-/// Is told of nothing: identities show what changed.
+/// Ignores notifications: identities show changes.
 #[derive(Debug)]
 struct Nobody;
 
@@ -230,9 +234,9 @@ impl hmem_core::monitor::Invalidator for Nobody {
 
 /// HM-01 MON-07
 ///
-/// Small host memory of the iface comes from a pool too. The table of the iface tells its frees.
+/// Small host memory of the iface comes from a pool too. The table of the iface detects its frees.
 #[test]
-fn pooled_memory_of_the_iface_has_identities_of_its_own() {
+fn pooled_memory_of_the_iface_has_its_own_identities() {
     let (_driver, iface) = start(Profile::default());
     let monitor = iface.start_monitor().expect("a monitor");
     let mut last: Option<Allocation> = None;
@@ -246,19 +250,19 @@ fn pooled_memory_of_the_iface_has_identities_of_its_own() {
             assert!(!monitor.valid(&last).expect("asked"), "it was freed");
             reused += u32::from(last.base() == allocation.base());
         }
-        // SAFETY: nothing uses the memory.
+        // SAFETY: no code uses the memory.
         unsafe { iface.free(&allocation) }.expect("free");
     }
-    assert!(reused > 40, "the address came back {reused} times");
+    assert!(reused > 40, "the address was reused {reused} times");
 }
 
 /// HM-06
 ///
-/// An allocation is exported whole: the offset in the dma-buf is that in the allocation, and every
-/// fd is given back, whichever way the release has for it.
+/// The driver exports whole allocations, so that the offset in the dma-buf is the offset in the
+/// allocation. Every fd is released, by the calls that the release of the driver has.
 #[test]
-fn exports_are_owned_fds_and_every_fd_is_given_back() {
-    // The last one is an old driver behind a new loader.
+fn exports_are_owned_fds_and_every_fd_is_released() {
+    // The last profile is an old driver behind a new loader.
     let behind_new_loader = Profile { absent: Vec::new(), ..Profile::old() };
     for profile in [Profile::default(), Profile::old(), behind_new_loader] {
         let (driver, iface) = start(profile);
@@ -292,9 +296,9 @@ fn exports_are_owned_fds_and_every_fd_is_given_back() {
 
 /// HM-06
 ///
-/// A driver may close the one fd of an allocation when it gets it back.
+/// A driver may close the only fd of an allocation when the fd is returned.
 #[test]
-fn exports_of_one_allocation_take_turns() {
+fn concurrent_exports_of_one_allocation_are_serialised() {
     let (driver, iface) = start(Profile { first_put_closes: true, ..Profile::default() });
     let buffer = buffer(&iface, AllocationKind::Device);
     let range = buffer.allocation().range;
@@ -313,12 +317,101 @@ fn exports_of_one_allocation_take_turns() {
     assert_eq!(driver.live().exports, 0, "the driver has every fd back");
 }
 
+/// A function of the driver that simulates a race. At the second export the memory is freed first,
+/// a file gets the number of its fd, and other memory gets its address.
+mod replaced {
+    use std::{
+        ffi::c_void,
+        fs::File,
+        os::fd::{AsRawFd, OwnedFd},
+        ptr,
+        sync::Mutex,
+    };
+
+    use hmem_iface_ze::sys::{
+        ContextHandle, DeviceHandle, DeviceMemoryDescription, ExportFd, MemoryAllocationProperties,
+        ZeResult,
+    };
+
+    /// The file that has the number of the first export's fd.
+    pub(super) static FILE: Mutex<Option<OwnedFd>> = Mutex::new(None);
+    static FIRST: Mutex<Option<i32>> = Mutex::new(None);
+
+    pub(super) unsafe extern "C" fn properties(
+        context: ContextHandle,
+        address: *const c_void,
+        into: *mut MemoryAllocationProperties,
+        device: *mut DeviceHandle,
+    ) -> ZeResult {
+        // SAFETY: the iface passes properties that can be read and written, and chains nothing to
+        // them but an `ExportFd`.
+        let export = unsafe { (*into).next }.cast::<ExportFd>();
+        let first = FIRST.lock().unwrap().take().filter(|_| !export.is_null());
+        if let Some(fd) = first {
+            replace(context, address.cast_mut(), fd);
+        }
+        // SAFETY: the arguments are the caller's, unchanged.
+        let code = unsafe { hmem_fake_ze::zeMemGetAllocProperties(context, address, into, device) };
+        if !export.is_null() && first.is_none() {
+            // SAFETY: the driver wrote the fd.
+            *FIRST.lock().unwrap() = Some(unsafe { (*export).fd });
+        }
+        code
+    }
+
+    fn replace(context: ContextHandle, address: *mut c_void, fd: i32) {
+        let description = DeviceMemoryDescription::default();
+        let (mut found, mut again) = (MemoryAllocationProperties::default(), ptr::null_mut());
+        let (mut on, len) = (DeviceHandle::NULL, super::LEN as usize);
+        // SAFETY: the driver is started, and the structures have their types. The allocation at the
+        // address is live, and nothing uses its bytes.
+        unsafe {
+            hmem_fake_ze::zeMemGetAllocProperties(context, address, &mut found, &mut on);
+            hmem_fake_ze::zeMemFree(context, address);
+            let file = File::open("/dev/null").expect("a file");
+            let file = rustix::io::fcntl_dupfd_cloexec(&file, fd).expect("a number");
+            assert_eq!(file.as_raw_fd(), fd, "the driver closed the fd of freed memory");
+            *FILE.lock().unwrap() = Some(file);
+            hmem_fake_ze::zeMemAllocDevice(context, &description, len, 0, on, &mut again);
+        }
+        assert_eq!(again, address, "the address is reused");
+    }
+}
+
 /// HM-06
 ///
-/// A device without the ability, whose driver reports success and the fd of another file: it is
+/// If the driver has no call that takes fds back, a second export shows whether the caller owns the
+/// first fd. If other memory is at the address by then, the numbers differ and neither fd may be
+/// closed.
+#[test]
+fn fds_stay_open_if_the_memory_is_replaced_during_its_export() {
+    let absent = vec!["zeMemGetIpcHandleFromFileDescriptorExp", "zeMemPutIpcHandle"];
+    let profile = Profile { absent, pools: false, ..Profile::default() };
+    let driver = FakeDriver::start(profile);
+    let lookup = |name: &str| match name {
+        "zeMemGetAllocProperties" => Some(replaced::properties as *const ()),
+        _ => driver.symbol(name),
+    };
+    // SAFETY: as in `open`, each function has the signature of its name, and functions live
+    // forever.
+    let functions = unsafe { Functions::from_lookup(lookup) }.expect("the table");
+    let iface = LevelZero::builder().functions(functions).open().expect("open");
+    let allocation = iface.allocate(&request(AllocationKind::Device)).expect("allocate");
+    let before = open_fds(&driver);
+    let export = iface.export_dma_buf(allocation.range, &nic(), DmaBufMapping::Default);
+    assert_eq!(export.expect_err("freed meanwhile").kind(), ErrorKind::OutOfBounds);
+    let file = replaced::FILE.lock().unwrap().take().expect("the memory was replaced");
+    rustix::fs::fstat(&file).expect("the other file is still open");
+    assert_eq!(open_fds(&driver), before + 1, "the driver has its fd, and the test its file");
+    driver.free_elsewhere(allocation.base().0);
+}
+
+/// HM-06
+///
+/// The device exports nothing, but its driver reports success and the fd of another file. The fd is
 /// neither used nor closed.
 #[test]
-fn export_that_succeeds_with_a_foreign_fd_is_refused_and_the_fd_stays_open() {
+fn export_with_a_foreign_fd_is_refused_and_the_fd_stays_open() {
     let (driver, iface) = start(Profile::without_exports());
     assert!(!iface.capability().dma_buf);
     let error_of = |range| {
@@ -332,7 +425,7 @@ fn export_that_succeeds_with_a_foreign_fd_is_refused_and_the_fd_stays_open() {
     assert_eq!(error.context_value("memoryAllocationExportTypes"), Some("0"));
     assert_eq!(driver.calls("zeMemPutIpcHandle"), 0);
 
-    // The field promises an export, and the fd is none: a pipe, /dev/null, a named file, none.
+    // The device reports exports, but the fd is a pipe, /dev/null, a named file or closed.
     let (pipe, _other) = rustix::pipe::pipe().expect("a pipe");
     let null = std::fs::File::open("/dev/null").expect("a file");
     let named = std::fs::File::open("/proc/self/exe").expect("a file");
@@ -353,7 +446,7 @@ fn export_that_succeeds_with_a_foreign_fd_is_refused_and_the_fd_stays_open() {
 
 /// HM-06
 #[test]
-fn dma_buf_of_one_tile_is_refused_and_given_back() {
+fn dma_buf_of_one_tile_is_refused_and_released() {
     let (driver, iface) = start(Profile { tiles: true, ..Profile::default() });
     let buffer = buffer(&iface, AllocationKind::Device);
     let range = buffer.allocation().range;
@@ -380,7 +473,7 @@ fn host_and_shared_memory_are_not_exported_as_device_memory() {
 
 /// HM-09
 ///
-/// Level Zero has one mapping: the PCIe one is not listed, and is refused by name.
+/// Level Zero has only the default mapping. The PCIe mapping is not listed, and is refused by name.
 #[test]
 fn pcie_mapping_is_unsupported_and_not_listed() {
     let (driver, iface) = start(Profile::default());
@@ -393,7 +486,7 @@ fn pcie_mapping_is_unsupported_and_not_listed() {
 
 /// HM-01
 #[test]
-fn memory_freed_behind_the_ifaces_back_is_not_claimed_and_not_exported() {
+fn memory_freed_without_the_iface_is_unknown_and_not_exported() {
     let (driver, iface) = start(Profile::default());
     let allocation = iface.allocate(&request(AllocationKind::Device)).expect("allocate");
     driver.free_elsewhere(allocation.base().0);
@@ -401,9 +494,9 @@ fn memory_freed_behind_the_ifaces_back_is_not_claimed_and_not_exported() {
     let export = iface.export_dma_buf(allocation.range, &nic(), DmaBufMapping::Default);
     assert_eq!(export.expect_err("freed").kind(), ErrorKind::OutOfBounds);
     let again = iface.allocate(&request(AllocationKind::Device)).expect("allocate");
-    assert_eq!(again.base(), allocation.base(), "the address comes back");
+    assert_eq!(again.base(), allocation.base(), "the address is reused");
     assert_ne!(again.id, allocation.id);
-    // SAFETY: nothing uses either.
+    // SAFETY: no code uses either allocation.
     unsafe {
         let error = iface.free(&allocation).expect_err("another allocation is there");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
@@ -414,10 +507,10 @@ fn memory_freed_behind_the_ifaces_back_is_not_claimed_and_not_exported() {
 
 /// HM-03
 ///
-/// The fake counts copies that Level Zero leaves undefined: of memory that the device cannot
-/// access, of sides that overlap.
+/// The fake counts copies with undefined behaviour: of memory that the device cannot access, and of
+/// overlapping sides.
 #[test]
-fn copies_never_hand_the_device_what_it_cannot_access() {
+fn copies_pass_the_device_accessible_memory_only() {
     let (driver, iface) = start(Profile { drivers: 2, ..Profile::default() });
     let on = |device| AllocRequest { device: DeviceId(device), ..request(AllocationKind::Device) };
     let shared = iface.allocate(&request(AllocationKind::Managed)).expect("allocate");
@@ -433,7 +526,7 @@ fn copies_never_hand_the_device_what_it_cannot_access() {
     let (first, last) = (Address::of_ptr(bytes.as_ptr()), Address::of_ptr(found.as_mut_ptr()));
     for asynchronous in [false, true] {
         found.fill(0);
-        // From a vector through each kind of memory to each other, and back to a vector.
+        // The bytes go from a vector through all allocations in turn, and back to a vector.
         let mut from = first;
         for to in chain.iter().map(Allocation::base).chain([last]) {
             // SAFETY: the allocations are live, and nothing refers to `found` meanwhile.
@@ -447,14 +540,14 @@ fn copies_never_hand_the_device_what_it_cannot_access() {
             }
             from = to;
         }
-        assert!(found == bytes, "the bytes are not those that went in");
+        assert!(found == bytes, "the bytes differ from those that went in");
     }
     let base = devices[0].base();
     // SAFETY: the allocation is live.
     let error = unsafe { iface.copy(Address(base.0 + 100), base, 1000) }.expect_err("overlap");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     for allocation in chain {
-        // SAFETY: nothing uses the memory.
+        // SAFETY: no code uses the memory.
         unsafe { iface.free(&allocation) }.expect("free");
     }
     close(iface);
@@ -463,9 +556,9 @@ fn copies_never_hand_the_device_what_it_cannot_access() {
 
 /// HM-03
 ///
-/// Of the two lanes of a copy between devices only the one with a copy under way is waited for.
+/// Only the lane with a copy in flight is waited for, of the two lanes of a copy between devices.
 #[test]
-fn failed_wait_of_a_copy_between_devices_leaves_nothing_that_waits() {
+fn failed_wait_between_devices_is_repeated_once() {
     let (driver, iface) = start(Profile::default());
     let on = |device| AllocRequest { device: DeviceId(device), ..request(AllocationKind::Device) };
     let [from, to] = [0, 1].map(|device| iface.allocate(&on(device)).expect("allocate"));
@@ -477,7 +570,7 @@ fn failed_wait_of_a_copy_between_devices_leaves_nothing_that_waits() {
     let waits = driver.calls("zeEventHostSynchronize") - waits;
     assert_eq!(waits, 3, "the first device's, the second's, and the second's once more");
     for allocation in [from, to] {
-        // SAFETY: nothing uses the memory.
+        // SAFETY: no code uses the memory.
         unsafe { iface.free(&allocation) }.expect("free");
     }
     close(iface);
@@ -486,7 +579,7 @@ fn failed_wait_of_a_copy_between_devices_leaves_nothing_that_waits() {
 
 /// HM-03
 #[test]
-fn started_copy_is_done_only_when_its_bytes_are_there() {
+fn started_copy_is_done_only_when_its_bytes_have_arrived() {
     let (driver, iface) = start(Profile::default());
     let allocation = iface.allocate(&request(AllocationKind::Device)).expect("allocate");
     let bytes = vec![0xA5u8; LEN as usize];
@@ -500,14 +593,14 @@ fn started_copy_is_done_only_when_its_bytes_are_there() {
         while !event.is_done() {}
     }
     assert!(found == bytes);
-    // Dropping an event waits, and the iface is busy until then.
-    // SAFETY: the allocation is live.
+    // Dropping an event waits for its copy. The iface is busy until then. SAFETY: the allocation is
+    // live.
     let event = unsafe { iface.start_copy(allocation.base(), from, LEN) }.expect("start");
     let rejected =
-        Arc::into_inner(iface).expect("one user").close().expect_err("a copy is under way");
+        Arc::into_inner(iface).expect("one user").close().expect_err("a copy is in flight");
     assert!(rejected.error.is_busy());
     drop(event);
-    // SAFETY: nothing uses the memory.
+    // SAFETY: no code uses the memory.
     unsafe { rejected.value.free(&allocation) }.expect("free");
     rejected.value.close().expect("close");
     assert_eq!(driver.live(), Live::default());
@@ -526,7 +619,7 @@ fn ipc_handle_of_freed_memory_or_of_another_iface_is_refused() {
     assert_eq!(iface.ipc_open(&foreign).expect_err("CUDA's").kind(), ErrorKind::Malformed);
     let opened = iface.ipc_open(&handle).expect("open");
     assert_eq!(opened.kind, AllocationKind::Imported);
-    // SAFETY: nothing uses the memory.
+    // SAFETY: no code uses the memory.
     unsafe {
         assert!(iface.free(&opened).is_err(), "it is closed, not freed");
         iface.ipc_close(&opened).expect("close");
@@ -539,7 +632,7 @@ fn ipc_handle_of_freed_memory_or_of_another_iface_is_refused() {
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     let host = iface.allocate(&request(AllocationKind::Host)).expect("allocate");
     assert!(iface.ipc_export(&host).expect_err("host memory").is_unsupported());
-    // SAFETY: nothing uses the memory.
+    // SAFETY: no code uses the memory.
     unsafe { iface.free(&host) }.expect("free");
     close(iface);
     assert_eq!(driver.live(), Live::default());
@@ -547,7 +640,7 @@ fn ipc_handle_of_freed_memory_or_of_another_iface_is_refused() {
 
 /// HM-10
 ///
-/// In a process of its own, which the first one lets trace it.
+/// The handle opens in a child process, which the test allows to trace its parent.
 #[test]
 fn ipc_handle_opens_in_another_process() {
     const NAME: &str = "ipc_handle_opens_in_another_process";
@@ -573,7 +666,7 @@ fn ipc_handle_opens_in_another_process() {
         assert_eq!(driver.live(), Live::default());
         return;
     }
-    // Under Yama the child of this test may take fds over because its parent lets it.
+    // Under Yama the child may duplicate fds only if its parent allows it.
     rustix::process::set_ptracer(rustix::process::PTracer::Any).unwrap_or_default();
     let (_driver, iface) = start(Profile::default());
     let buffer = buffer(&iface, AllocationKind::Device);
@@ -590,19 +683,19 @@ fn ipc_handle_opens_in_another_process() {
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
     let mut found = [0; 16];
     buffer.read(0, &mut found).expect("read");
-    assert_eq!(found, [0xEE; 16], "what the other process wrote");
+    assert_eq!(found, [0xEE; 16], "bytes of the other process");
 }
 
 /// HM-04
 #[test]
-fn iface_with_live_memory_is_busy_and_close_hands_it_back() {
+fn close_with_live_memory_is_busy_and_returns_the_iface() {
     let (driver, iface) = start(Profile::default());
     let allocation = iface.allocate(&request(AllocationKind::Device)).expect("allocate");
     let rejected = Arc::into_inner(iface).expect("one user").close().expect_err("live memory");
     assert!(rejected.error.is_busy());
     assert_eq!(rejected.error.context_value("allocations"), Some("1"));
     let iface = rejected.value;
-    // SAFETY: nothing uses the memory.
+    // SAFETY: no code uses the memory.
     unsafe { iface.free(&allocation) }.expect("free");
     driver.fail_nth("zeContextDestroy", 1, ZeResult::ZE_RESULT_ERROR_HANDLE_OBJECT_IN_USE);
     let rejected = iface.close().expect_err("refused");
@@ -613,8 +706,8 @@ fn iface_with_live_memory_is_busy_and_close_hands_it_back() {
 
 /// REL-01
 ///
-/// Every call of the driver fails in turn, the first time and later ones: the error comes back,
-/// nothing is left, and the same work then succeeds.
+/// Every call of the driver fails in turn, at its first use and at later ones. The caller gets the
+/// error, nothing is left, and the same work then succeeds.
 #[test]
 fn fault_at_every_call_leaves_nothing_and_the_next_call_works() {
     let codes = [
@@ -637,7 +730,7 @@ fn fault_at_every_call_leaves_nothing_and_the_next_call_works() {
                 driver.heal();
                 let live = driver.live();
                 assert_eq!(live.undefined, 0, "{symbol} {nth}");
-                // What the driver refuses to destroy or to take back stays.
+                // Objects that the driver refuses to destroy or to take back stay.
                 let destroys = symbol.contains("Destroy") || symbol.contains("Free");
                 let gives_back = symbol.contains("Ipc");
                 if !destroys {
@@ -661,7 +754,7 @@ fn fault_at_every_call_leaves_nothing_and_the_next_call_works() {
     }
 }
 
-/// Opens, allocates, copies, exports, shares and closes. Gives back what it has, whatever fails.
+/// Opens, allocates, copies, exports, shares and closes. Releases everything whichever call fails.
 fn everything(driver: &FakeDriver) -> Result<()> {
     let iface = open(driver)?;
     let done = work(&iface);
@@ -669,7 +762,7 @@ fn everything(driver: &FakeDriver) -> Result<()> {
         Ok(()) => done,
         Err(rejected) => {
             let (iface, error) = (rejected.value, rejected.error);
-            // Once more, as dropping does.
+            // Retries the close, as dropping does.
             drop(iface);
             done.and(Err(error))
         }
@@ -690,11 +783,10 @@ fn work(iface: &LevelZero) -> Result<()> {
         done = use_memory(iface, &live);
     }
     for allocation in live {
-        // SAFETY: nothing uses the memory.
+        // SAFETY: no code uses the memory.
         let freed = unsafe { iface.free(&allocation) };
         if let Err(error) = freed {
-            // A free that was refused can be repeated.
-            // SAFETY: nothing uses the memory.
+            // A refused free can be repeated. SAFETY: no code uses the memory.
             unsafe { iface.free(&allocation) }?;
             done = done.and(Err(error));
         }
@@ -718,10 +810,10 @@ fn use_memory(iface: &LevelZero, live: &[Allocation]) -> Result<()> {
     iface.release_dma_buf(export)?;
     let handle = iface.ipc_export(&live[0])?;
     let opened = iface.ipc_open(&handle)?;
-    // SAFETY: nothing uses the memory.
+    // SAFETY: no code uses the memory.
     let closed = unsafe { iface.ipc_close(&opened) };
     if let Err(error) = closed {
-        // SAFETY: nothing uses the memory.
+        // SAFETY: no code uses the memory.
         unsafe { iface.ipc_close(&opened) }?;
         return Err(error);
     }

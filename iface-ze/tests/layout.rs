@@ -6,10 +6,11 @@ mod support;
 use std::{collections::BTreeMap, fmt::Write as _, path::Path, process::Command};
 
 use hmem_iface_ze::sys::{
-    CONSTANTS, Functions, LAYOUTS, ZE_MAX_DEVICE_NAME, ZE_MAX_IPC_HANDLE_SIZE, ZeResult,
+    CONSTANTS, Functions, IpcMemoryHandle, LAYOUTS, ZE_MAX_DEVICE_NAME, ZE_MAX_IPC_HANDLE_SIZE,
+    ZeResult,
 };
 
-/// Names that Level Zero 1.4 does not have yet.
+/// Names that Level Zero 1.4 lacks.
 const SINCE_1_4: [&str; 4] = [
     "ZE_RESULT_ERROR_SURVIVABILITY_MODE_DETECTED",
     "ZE_RESULT_ERROR_ADDRESS_NOT_FOUND",
@@ -58,7 +59,7 @@ fn has(header: &str, name: &str) -> bool {
     header.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').any(|word| word == name)
 }
 
-/// One pointer to each function of the header, of the type that the table gives it.
+/// C code with one pointer to each function of the header, of the type in the table.
 fn signatures(header: &str) -> String {
     let mut code = String::new();
     for (symbol, arguments) in Functions::SIGNATURES {
@@ -74,7 +75,7 @@ fn signatures(header: &str) -> String {
     code
 }
 
-/// Expressions that the C compiler is asked, with the values of this crate.
+/// Expressions for the C compiler, with the values of this crate.
 fn questions(header: &str, release: &str) -> BTreeMap<String, i128> {
     let mut ours = BTreeMap::new();
     let codes = ZeResult::ALL.iter().map(|code| (code.name().expect("named"), code.0));
@@ -92,6 +93,7 @@ fn questions(header: &str, release: &str) -> BTreeMap<String, i128> {
             ours.insert(format!("offsetof({}, {field})", layout.name), *offset as i128);
         }
     }
+    ours.insert("sizeof(ze_ipc_mem_handle_t)".into(), size_of::<IpcMemoryHandle>() as i128);
     ours.insert("sizeof(ze_result_t)".into(), size_of::<ZeResult>() as i128);
     ours.insert("ZE_MAX_DEVICE_NAME".into(), ZE_MAX_DEVICE_NAME as i128);
     ours.insert("ZE_MAX_IPC_HANDLE_SIZE".into(), ZE_MAX_IPC_HANDLE_SIZE as i128);
@@ -142,13 +144,14 @@ fn compare(release: &str) {
         assert_eq!(value.parse::<i128>().expect("a number"), ours[name], "{release}: {name}");
     }
 
-    // A pointer of another type is an error with -Werror. The assignment runs and links nothing.
+    // A pointer of another type is an error with -Werror. The code is compiled only, never linked
+    // or run.
     let arguments = ["-c", "-o", object.to_str().expect("utf-8")];
     let code = format!("{head}{}", signatures(&text));
     if let Err(errors) = compile(&folder, &header, &code, &arguments) {
         panic!("{release}: a signature differs from the header:\n{errors}");
     }
-    // The same with one argument changed does not compile.
+    // A check of the check: with one argument changed the code does not compile.
     let wrong = code.replace(
         "p_zeMemFree)(ze_context_handle_t, void *)",
         "p_zeMemFree)(ze_context_handle_t, int)",
@@ -159,11 +162,11 @@ fn compare(release: &str) {
 }
 
 #[test]
-fn constants_layouts_and_signatures_are_those_of_level_zero_1_4() {
+fn constants_layouts_and_signatures_equal_level_zero_1_4() {
     compare("1.4");
 }
 
 #[test]
-fn constants_layouts_and_signatures_are_those_of_level_zero_1_32() {
+fn constants_layouts_and_signatures_equal_level_zero_1_32() {
     compare("1.32");
 }

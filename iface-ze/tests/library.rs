@@ -1,5 +1,5 @@
-//! Opening without a usable library: whatever is at the path, the answer is a typed error that
-//! names it.
+//! Opening without a usable library. Whatever is at the path, the result is a typed error that
+//! names the path.
 
 use std::path::Path;
 
@@ -18,30 +18,30 @@ fn refused(library: impl AsRef<Path>) -> Error {
 
 /// HM-04
 #[test]
-fn an_absent_library_is_unavailable_with_the_loaders_reason() {
+fn absent_library_is_unavailable_with_the_loaders_reason() {
     let error = refused("/nowhere/libze_loader.so.1");
     assert!(error.to_string().contains("cannot open shared object file"), "{error}");
 }
 
 /// HM-04
 #[test]
-fn a_file_that_is_no_library_is_unavailable_with_the_loaders_reason() {
+fn file_without_elf_header_is_unavailable_with_the_loaders_reason() {
     let error = refused(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"));
     assert!(error.to_string().contains("invalid ELF header"), "{error}");
 }
 
 /// HM-04
 #[test]
-fn another_library_is_unavailable_naming_the_symbol_that_it_lacks() {
+fn wrong_library_is_unavailable_and_the_absent_symbol_named() {
     let error = refused("libm.so.6");
     assert_eq!(error.context_value("symbol"), Some(Functions::SYMBOLS[0]));
 }
 
 /// HM-04
 ///
-/// Holds on a machine with the driver as on one without.
+/// Holds on machines with and without the driver.
 #[test]
-fn opening_lists_devices_or_says_what_is_not_there() {
+fn opening_lists_devices_or_names_the_absent_library() {
     match LevelZero::open() {
         Ok(iface) => {
             assert!(!iface.devices().expect("devices").is_empty());

@@ -1,8 +1,8 @@
-//! The real loader of two releases, and Intel's driver, without a device.
+//! Behaviour of the real loader of two releases, and of Intel's driver, without a device.
 //! `HMEM_ZE=driver` makes their absence a failure.
 //!
-//! The newer release needs the C library that came with it: this test starts itself through that
-//! folder's own dynamic loader.
+//! The newer release needs the C library of its packages, so that this test starts itself through
+//! the dynamic loader in the folder of the release.
 
 mod support;
 
@@ -47,8 +47,8 @@ fn has_a_device() -> bool {
 
 /// HM-04
 #[test]
-fn real_library_without_a_device_is_unavailable_and_says_so() {
-    each("real_library_without_a_device_is_unavailable_and_says_so", |release| {
+fn real_library_without_a_device_is_unavailable() {
+    each("real_library_without_a_device_is_unavailable", |release| {
         if has_a_device() {
             return;
         }
@@ -68,7 +68,7 @@ fn real_library_without_a_device_is_unavailable_and_says_so() {
 
 /// HM-04
 ///
-/// Every required symbol is in both releases. The optional ones came between them.
+/// Both releases have every required symbol. Only the newer one has the optional symbols.
 #[test]
 fn real_library_has_the_symbols_of_its_release() {
     each("real_library_has_the_symbols_of_its_release", |release| {

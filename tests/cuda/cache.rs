@@ -1,5 +1,5 @@
-//! Cached registrations of CUDA memory: a freed and reallocated address is never a hit, whoever
-//! frees, and a hit asks the driver once at most.
+//! Cached registrations of CUDA memory. A freed and reallocated address is never a hit, whichever
+//! code frees it, and a hit costs at most one driver call.
 
 use std::sync::Arc;
 
@@ -23,56 +23,56 @@ use hmem_fake_cuda::Profile;
 use crate::link::{HeldCopies, IMPORTS, Link, came_back, check, not_over_a_gpu, profiles, real};
 use crate::segments::Segments;
 
-/// The monitors that can be shown here: hooks patch the fake's entries, which are the real
-/// library's on x86-64 only.
+/// Monitors that can be shown here. Hooks patch the entries of the fake, which equal those of the
+/// real library on x86-64 only.
 const MONITORS: &[CudaMonitorKind] = if cfg!(target_arch = "x86_64") {
     &[CudaMonitorKind::Identity, CudaMonitorKind::Hooks]
 } else {
     &[CudaMonitorKind::Identity]
 };
 
-/// The application's own calls of the driver, each with the device's primary context current.
+/// Driver calls of the application, each with the device's primary context current.
 struct App<'a>(&'a Functions, CuContext);
 
 impl<'a> App<'a> {
     fn new(driver: &'a Functions) -> Self {
         let mut context = CuContext::NULL;
-        // SAFETY: the place is writable; device 0 is there.
+        // SAFETY: the output is writable, and device 0 exists.
         check(unsafe { (driver.primary_ctx_retain)(&mut context, 0) });
         Self(driver, context)
     }
 
     fn current<T>(&self, run: impl FnOnce(&Functions) -> T) -> T {
-        // SAFETY: retained above.
+        // SAFETY: `primary_ctx_retain` above retained the context.
         check(unsafe { (self.0.ctx_push_current)(self.1) });
         let result = run(self.0);
         let mut popped = CuContext::NULL;
-        // SAFETY: the place is writable.
+        // SAFETY: the output is writable.
         check(unsafe { (self.0.ctx_pop_current)(&mut popped) });
         result
     }
 
     fn allocate(&self, len: u64) -> AddressRange {
         let mut pointer: CuDevicePtr = 0;
-        // SAFETY: the place is writable.
+        // SAFETY: the output is writable.
         self.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, len as usize) }));
         AddressRange::new(Address(pointer), len).expect("a range")
     }
 
     fn free(&self, memory: AddressRange) {
-        // SAFETY: allocated by `allocate`, and used by nobody.
+        // SAFETY: `allocate` allocated the memory, and no code uses it.
         self.current(|driver| check(unsafe { (driver.mem_free)(memory.start().0) }));
     }
 }
 
 impl Drop for App<'_> {
     fn drop(&mut self) {
-        // SAFETY: retained once by `new`.
+        // SAFETY: `new` retained it once.
         check(unsafe { (self.0.primary_ctx_release)(0) });
     }
 }
 
-/// A peer that reads what a key reaches.
+/// A peer that reads the region of a key.
 struct Reader<'a> {
     domain: &'a Domain,
     queue: Arc<dyn CompletionQueue>,
@@ -91,7 +91,7 @@ impl<'a> Reader<'a> {
         Self { domain, queue, from, _to: to, peer }
     }
 
-    /// The region's first bytes.
+    /// Returns the first bytes of the region.
     fn first(&self, region: &MemoryRegion) -> [u8; 16] {
         let into = self.domain.register(vec![0u8; 16], Access::READ).expect("a buffer");
         let key = region.key().expect("a key");
@@ -117,11 +117,11 @@ enum Freed {
     ByTheApplication,
 }
 
-/// What rounds of allocating, registering, reading and freeing showed.
+/// Results of rounds of allocation, registration, read and free.
 #[derive(Debug, Default)]
 struct Shown {
     reused: u32,
-    /// The driver's calls of the dearest hit.
+    /// Driver calls of the most expensive hit.
     calls: u64,
 }
 
@@ -142,25 +142,25 @@ fn rounds(link: &Link, kind: AllocationKind, freed: Freed, rounds: u32) -> Shown
         };
         shown.reused += u32::from(last.replace(memory) == Some(memory));
         link.cuda.write_bytes(memory.start(), &bytes_of(round)).expect("write");
-        // SAFETY: the region is not used once its memory is freed, which is what the cache sees to.
+        // SAFETY: the region is not used after its memory is freed.
         let first = unsafe { link.cache_get(memory) };
         assert!(first.lease().uncached_reason().is_none(), "{:?}", first.lease());
         assert_eq!(
             reader.first(&first),
             bytes_of(round),
-            "round {round}: bytes of what was there before"
+            "round {round}: bytes of the freed allocation"
         );
         drop(first);
-        // What the worker deregisters of the round before calls the driver too.
+        // The worker's deregistrations of the previous round call the driver too.
         cache.reclaim();
         let calls = link.calls();
-        // SAFETY: as above.
+        // SAFETY: the region is not used after its memory is freed.
         let again = unsafe { link.cache_get(memory) };
         shown.calls = shown.calls.max(link.calls() - calls);
         assert_eq!(reader.first(&again), bytes_of(round));
         drop(again);
         match ours {
-            // SAFETY: allocated above, and used by nobody.
+            // SAFETY: the memory was allocated above, and no code uses it.
             Some(allocation) => unsafe { link.cuda.free(&allocation) }.expect("free"),
             None => app.free(memory),
         }
@@ -196,9 +196,9 @@ fn worlds(rounds_each: u32, show: impl Fn(&Link, CudaMonitorKind, u32)) {
 
 /// MR-07, CACHE-02, MON-07
 ///
-/// Over every profile, monitor and way to free, 4,800 rounds in all.
+/// Covers every profile, monitor and way to free, 4,800 rounds in total.
 #[test]
-fn cached_cuda_memory_that_comes_back_at_its_address_is_never_a_stale_hit() {
+fn reallocated_cuda_memory_is_never_a_stale_hit() {
     worlds(200, |link, monitor, count| {
         for freed in [Freed::ThroughTheIface, Freed::ByTheApplication] {
             let shown = rounds(link, AllocationKind::Device, freed, count);
@@ -221,7 +221,7 @@ fn cached_cuda_memory_that_comes_back_at_its_address_is_never_a_stale_hit() {
             CudaMonitorKind::Hooks => {
                 assert_eq!((told, asked), (2 * u64::from(count), 0), "{now:?}")
             }
-            // The application's frees but for the last, which nobody asked after.
+            // The frees of the application but the last one, after which no lookup follows.
             _ => assert_eq!((told, asked), (count.into(), u64::from(count) - 1), "{now:?}"),
         }
     });
@@ -229,9 +229,9 @@ fn cached_cuda_memory_that_comes_back_at_its_address_is_never_a_stale_hit() {
 
 /// MR-07
 ///
-/// Ten thousand times over at one address, freed by the application.
+/// Ten thousand allocations at one address, freed by the application.
 #[test]
-fn cuda_memory_that_comes_back_ten_thousand_times_is_never_a_stale_hit() {
+fn ten_thousand_reallocations_are_never_a_stale_hit() {
     let link = Link::cached(
         Profile::default(),
         IMPORTS,
@@ -245,7 +245,7 @@ fn cuda_memory_that_comes_back_ten_thousand_times_is_never_a_stale_hit() {
 
 /// CACHE-02
 ///
-/// The other kinds that are cached, whose hits rest on other identities.
+/// Covers the other cached kinds, which are validated by other identities.
 #[test]
 fn each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
     worlds(20, |link, monitor, count| {
@@ -253,7 +253,8 @@ fn each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
         for kind in kinds.into_iter().filter(|kind| !link.lacks(*kind)) {
             let shown = rounds(link, kind, Freed::ThroughTheIface, count);
             came_back(shown.reused > 0);
-            // Stream-ordered memory goes when its stream gets there, whoever told of it before.
+            // Stream-ordered memory is freed when its stream reaches the free, after any
+            // notification.
             let asks =
                 monitor == CudaMonitorKind::Identity || kind == AllocationKind::StreamOrdered;
             assert!(real() || shown.calls == u64::from(asks), "{monitor}, {kind:?}: {shown:?}");
@@ -264,7 +265,7 @@ fn each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
         let request =
             AllocRequest { len: 3 << 20, device: DeviceId(0), kind: AllocationKind::Virtual };
         let memory = link.cuda.allocate(&request).expect("allocate");
-        // SAFETY: closed before the memory is freed.
+        // SAFETY: the region is closed before the memory is freed.
         let region = unsafe { link.cache_get(memory.range) };
         assert!(
             matches!(region.lease().uncached_reason(), Some(UncachedReason::Unwatched(_))),
@@ -272,17 +273,17 @@ fn each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
             region.lease()
         );
         drop(region);
-        // SAFETY: used by nobody.
+        // SAFETY: no code uses the memory.
         unsafe { link.cuda.free(&memory) }.expect("free");
     });
 }
 
 /// CACHE-02
 ///
-/// Other memory mapped into a reservation, whose identity stays, is never a hit, whatever
-/// context the driver names for it.
+/// Other memory mapped into a reservation keeps the identity of the reservation, and is never a
+/// hit, even if the driver names a context for it.
 #[test]
-fn other_memory_at_the_same_place_of_a_reservation_is_never_a_hit() {
+fn other_memory_mapped_into_a_reservation_is_never_a_hit() {
     for vmm_names_context in [false, true] {
         for monitor in MONITORS {
             let profile = Profile { vmm_names_context, ..Profile::default() };
@@ -297,12 +298,12 @@ fn other_memory_at_the_same_place_of_a_reservation_is_never_a_hit() {
             link.cuda.write_bytes(first.start(), &bytes_of(0)).expect("write");
             link.cuda.write_bytes(last.start(), &bytes_of(1)).expect("write");
             for round in [0, 1, 0, 1] {
-                // SAFETY: not used once the memory is unmapped.
+                // SAFETY: the region is not used after the memory is unmapped.
                 let region = unsafe { link.cache_get(first) };
                 assert_eq!(
                     reader.first(&region),
                     bytes_of(round),
-                    "{monitor}: memory that was there before"
+                    "{monitor}: bytes of the unmapped memory"
                 );
                 assert!(
                     matches!(region.lease().uncached_reason(), Some(UncachedReason::Unwatched(_))),
@@ -318,9 +319,9 @@ fn other_memory_at_the_same_place_of_a_reservation_is_never_a_hit() {
 
 /// CACHE-02
 ///
-/// Two devices have two entries, and what one frees does not touch the other.
+/// Two devices have two entries. A free on one device keeps the entry of the other.
 #[test]
-fn memory_of_two_devices_is_two_entries_and_each_dies_by_its_own_free() {
+fn free_on_one_device_keeps_the_entry_of_the_other() {
     worlds(1, |link, monitor, _| {
         if link.cuda.devices().expect("devices").len() < 2 {
             assert!(not_over_a_gpu("the machine has one device"));
@@ -333,14 +334,14 @@ fn memory_of_two_devices_is_two_entries_and_each_dies_by_its_own_free() {
         };
         let (one, other) = (allocate(DeviceId(0)), allocate(DeviceId(1)));
         for memory in [&one, &other] {
-            // SAFETY: not used once the memory is freed.
+            // SAFETY: the region is not used after the memory is freed.
             let region = unsafe { link.cache_get(memory.range) };
             assert_eq!(region.iface().expect("registered").1, memory.device, "{monitor}");
         }
-        // SAFETY: used by nobody.
+        // SAFETY: no code uses the memory.
         unsafe { link.cuda.free(&one) }.expect("free");
         let before = cache.statistics();
-        // SAFETY: alive until below.
+        // SAFETY: the memory lives until it is freed below.
         drop(unsafe { link.cache_get(other.range) });
         let after = cache.statistics();
         assert_eq!(
@@ -348,17 +349,17 @@ fn memory_of_two_devices_is_two_entries_and_each_dies_by_its_own_free() {
             (1, before.registrations),
             "{monitor}"
         );
-        // SAFETY: used by nobody.
+        // SAFETY: no code uses the memory.
         unsafe { link.cuda.free(&other) }.expect("free");
     });
 }
 
 /// MON-07
 ///
-/// With hooks a registration is closed when its memory goes, and not when somebody next asks.
+/// With hooks a registration is closed when its memory is freed, and not at the next lookup.
 #[cfg(target_arch = "x86_64")]
 #[test]
-fn with_hooks_nothing_stays_registered_when_the_application_frees() {
+fn hooked_free_closes_the_registration_at_once() {
     for profile in profiles() {
         let link = Link::cached(
             profile,
@@ -370,7 +371,7 @@ fn with_hooks_nothing_stays_registered_when_the_application_frees() {
         let (app, cache) = (App::new(&link.functions), link.domain.cache().expect("a cache"));
         let memory: Vec<_> = (0..20).map(|_| app.allocate(64 << 10)).collect();
         for memory in &memory {
-            // SAFETY: not used once the memory is freed.
+            // SAFETY: the region is not used after the memory is freed.
             drop(unsafe { link.cache_get(*memory) });
         }
         assert_eq!((cache.statistics().entries, link.domain.live().regions), (20, 20));
@@ -380,12 +381,12 @@ fn with_hooks_nothing_stays_registered_when_the_application_frees() {
             assert_eq!(link.domain.live().regions, 19 - freed as u64, "and only that one");
         }
         if real() {
-            // The process has one driver, whose context others of its tests use.
+            // The process has one driver, and other tests use its context.
             continue;
         }
-        // What takes memory of every kind away takes every entry.
+        // A call that may free any memory invalidates every entry.
         let memory = app.allocate(64 << 10);
-        // SAFETY: as above.
+        // SAFETY: the region is not used after its memory is freed.
         drop(unsafe { link.cache_get(memory) });
         let (name, reset) = link
             .functions
@@ -396,7 +397,7 @@ fn with_hooks_nothing_stays_registered_when_the_application_frees() {
         // SAFETY: the fake's function of this name, which takes a device.
         let reset: unsafe extern "C" fn(i32) -> CuResult =
             unsafe { std::mem::transmute(std::ptr::with_exposed_provenance::<()>(*reset)) };
-        // SAFETY: nobody uses what goes with the context.
+        // SAFETY: no code uses the memory of the context.
         check(unsafe { reset(0) });
         cache.reclaim();
         assert_eq!(link.domain.live().regions, 0, "{name}");
@@ -405,9 +406,9 @@ fn with_hooks_nothing_stays_registered_when_the_application_frees() {
 
 /// MR-07
 ///
-/// Several threads, among which the driver hands the same addresses around.
+/// Several threads get the same addresses from the driver in turn.
 #[test]
-fn threads_that_free_what_others_get_at_once_never_hit_what_was_there_before() {
+fn concurrent_reuse_of_addresses_is_never_a_stale_hit() {
     for monitor in MONITORS {
         let link =
             Link::cached(Profile::default(), IMPORTS, P2pPolicy::Enabled, Memory::Pinned, *monitor);
@@ -421,7 +422,7 @@ fn threads_that_free_what_others_get_at_once_never_hit_what_was_there_before() {
                         let memory = app.allocate(1 << 20);
                         link.cuda.write_bytes(memory.start(), &mark).expect("write");
                         for _ in 0..2 {
-                            // SAFETY: not used once the memory is freed.
+                            // SAFETY: the region is not used after the memory is freed.
                             let region = unsafe { link.cache_get(memory) };
                             assert_eq!(
                                 reader.first(&region),

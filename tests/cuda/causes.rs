@@ -1,5 +1,4 @@
-//! DIAG-03: each cause that the CUDA driver gives is named, with its text, by a registration of its
-//! memory.
+//! DIAG-03: registrations of CUDA memory name each cause of the CUDA driver, with its text.
 
 use std::{collections::BTreeSet, path::PathBuf, sync::Arc};
 
@@ -24,7 +23,7 @@ use crate::{
     segments::Segments,
 };
 
-/// Facts as a test wants them.
+/// Fixed facts about a machine.
 #[derive(Debug)]
 struct Told(Facts);
 
@@ -34,24 +33,24 @@ impl FactSource for Told {
     }
 }
 
-/// What is registered.
+/// Memory to register.
 enum Memory {
     Of(AllocationKind),
-    /// A reservation with a handle for each entry, made for RDMA or not.
+    /// A reservation with a handle for each entry, created for RDMA or not.
     Handles(&'static [bool]),
 }
 
-/// A driver, a NIC and a machine, one of which has something against the registration.
+/// A driver, a NIC and a machine, one of which refuses the registration.
 struct Scene {
     profile: Profile,
     imports: Imports,
     facts: Facts,
     memory: Memory,
-    /// What the driver answers to a call of the registration: to which use of it.
+    /// Refusal by the driver: function, number of the call, and code.
     refusal: Option<(&'static str, u64, CuResult)>,
-    /// How many queries of the registration know the memory.
+    /// Number of queries after which the driver no longer knows the memory.
     forgotten_after: Option<u64>,
-    /// What the NIC answers to its first registration.
+    /// Code of the NIC for its first registration.
     nic: Option<Errno>,
 }
 
@@ -106,8 +105,7 @@ impl Scene {
             }
             let ranges = [range];
             let attr = MrAttr { iface: Some(IfaceKind::CUDA), ..MrAttr::new(&ranges, REMOTE) };
-            // SAFETY: the region is closed before its memory goes, and nobody has a reference into
-            // it.
+            // SAFETY: the region is closed before its memory goes, and no reference into it exists.
             match unsafe { domain.regattr(&attr, MrFlags::empty()) } {
                 Ok(region) => {
                     let trace = region.decision().expect("decision").attempts.clone();
@@ -127,7 +125,7 @@ impl Scene {
     }
 }
 
-/// A machine whose NVIDIA driver says that its kernel modules are the closed ones.
+/// Facts of a machine with NVIDIA's closed kernel modules.
 fn closed_modules() -> Facts {
     let root = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("closed-modules-of-cuda");
     let folder = root.join("proc/driver/nvidia");
@@ -142,7 +140,7 @@ fn modules(names: &[&str]) -> Facts {
     Facts { modules: Some(modules), ..Facts::default() }
 }
 
-/// Who meets the cause, by its name.
+/// Scenes that meet each cause, by its name.
 fn scenes() -> Vec<(&'static str, Scene)> {
     const EXPORT: &str = "cuMemGetHandleForAddressRange";
     let refused = |code| Scene { refusal: Some((EXPORT, 1, code)), ..Scene::default() };
@@ -181,7 +179,7 @@ fn scenes() -> Vec<(&'static str, Scene)> {
                 ..Scene::default()
             },
         ),
-        // What the driver answers for a hole.
+        // The code of the driver for a hole.
         (
             "vmm-range",
             Scene {
@@ -191,7 +189,7 @@ fn scenes() -> Vec<(&'static str, Scene)> {
         ),
         ("stream-ordered-pool", of(AllocationKind::StreamOrdered)),
         ("stream-ordered-pool", Scene { imports: peer_only, ..of(AllocationKind::StreamOrdered) }),
-        // The first query finds the owner; the next no longer knows the address.
+        // The first query finds the owner; the next one does not know the address.
         ("freed-or-outside", Scene { forgotten_after: Some(1), ..Scene::default() }),
         (
             "bar-small",
@@ -256,11 +254,11 @@ fn scenes() -> Vec<(&'static str, Scene)> {
 
 /// DIAG-03
 ///
-/// A NIC that asks for the PCIe mapping first, over a driver that has it: what is refused under it
-/// is refused for what it is.
+/// A NIC that prefers the PCIe mapping, over a driver that has the mapping: a refusal under it has
+/// its own cause, not the absence of the mapping.
 #[test]
-fn a_driver_that_has_the_pcie_mapping_is_not_said_to_lack_it() {
-    if not_over_a_gpu("the driver is to have the mapping, and to refuse") {
+fn refusal_under_an_existing_pcie_mapping_has_its_own_cause() {
+    if not_over_a_gpu("the driver must have the mapping and refuse") {
         return;
     }
     let imports = Imports { pcie_mapping_first: true, ..IMPORTS };
@@ -294,8 +292,8 @@ fn a_driver_that_has_the_pcie_mapping_is_not_said_to_lack_it() {
 
 /// DIAG-03
 #[test]
-fn each_cause_on_cudas_side_is_named_by_a_registration_that_meets_it() {
-    if not_over_a_gpu("every answer of the driver is one that the fake is told to give") {
+fn each_cuda_cause_is_named_by_a_registration() {
+    if not_over_a_gpu("every answer of the driver must be selected") {
         return;
     }
     let mut met = BTreeSet::new();
@@ -311,10 +309,9 @@ fn each_cause_on_cudas_side_is_named_by_a_registration_that_meets_it() {
         assert!(text.contains(cause.cause) && text.contains(cause.remedy), "{text}");
         met.insert(name);
     }
-    // Each entry that is CUDA's, or that the kind of one of its driver's codes leads to, has a
-    // scene.
+    // Each row of CUDA, and each general row that the kind of a CUDA code leads to, has a scene.
     const BY_KIND: [&str; 3] = ["bar-small", "bar-full", "segments-not-in-one"];
     for name in CAUSES.iter().map(|cause| cause.name).chain(BY_KIND) {
-        assert!(met.contains(name), "{name} is met by no scene");
+        assert!(met.contains(name), "no scene meets {name}");
     }
 }

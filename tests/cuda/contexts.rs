@@ -1,4 +1,4 @@
-//! What registering leaves of contexts: none but those that the application made.
+//! Registration leaves no contexts other than those of the application.
 
 use hmem::Path;
 use hmem_fake_cuda::{Live, Profile};
@@ -7,10 +7,10 @@ use crate::link::{Link, check, not_over_a_gpu};
 
 /// HM-05
 ///
-/// Though the driver refuses each direct way, so that there is something to find out.
+/// The driver refuses each direct path, so that the path search runs completely.
 #[test]
-fn registering_memory_of_the_applications_context_makes_no_other() {
-    if not_over_a_gpu("the driver is to refuse each direct way") {
+fn registration_in_the_applications_context_creates_no_other() {
+    if not_over_a_gpu("the driver must refuse each direct path") {
         return;
     }
     let link = Link::open(Profile::named("550-closed").expect("a profile"));
@@ -22,6 +22,6 @@ fn registering_memory_of_the_applications_context_makes_no_other() {
         assert_eq!(link.driver.calls("cuDevicePrimaryCtxRetain"), 0);
     }
     assert_eq!(link.driver.live(), Live { allocations: 1, ..Live::default() });
-    // SAFETY: made above; the regions are closed.
+    // SAFETY: `create_context` above made the context, and the regions are closed.
     check(unsafe { hmem_fake_cuda::cuCtxDestroy_v2(context) });
 }

@@ -1,50 +1,43 @@
-//! These tests as they run over a GPU: the driver is a library that is loaded, here the fake one,
-//! and what cannot be shown over a GPU says why.
+//! These tests as they run over a GPU, with the library of the fake driver instead of the real one.
+//! Tests that cannot be shown over a GPU print the reason.
 
 use std::{collections::BTreeSet, process::Command};
 
 use crate::link::not_over_a_gpu;
 
-/// The tests that need more of the driver than to be there.
+/// Tests that need the controls of the fake driver.
 const NOT_OVER_A_GPU: [&str; 9] = [
-    "causes::a_driver_that_has_the_pcie_mapping_is_not_said_to_lack_it",
-    "causes::each_cause_on_cudas_side_is_named_by_a_registration_that_meets_it",
-    "contexts::registering_memory_of_the_applications_context_makes_no_other",
-    "inbound::a_completion_is_read_after_a_flush_in_the_context_of_the_memory",
-    "paths::handles_that_the_driver_does_not_export_as_one_are_exported_one_by_one",
-    "paths::the_pcie_mapping_is_tried_first_and_then_without",
-    "paths::one_refused_buffer_demotes_no_other",
-    "paths::the_decision_names_each_call_its_error_its_cause_and_its_remedy",
-    "reuse::a_region_that_outlives_its_memory_reaches_none_of_the_memory_that_took_its_place",
+    "causes::refusal_under_an_existing_pcie_mapping_has_its_own_cause",
+    "causes::each_cuda_cause_is_named_by_a_registration",
+    "contexts::registration_in_the_applications_context_creates_no_other",
+    "inbound::completion_follows_a_flush_in_the_memorys_context",
+    "paths::handles_refused_as_one_dma_buf_are_exported_one_by_one",
+    "paths::pcie_mapping_is_tried_before_the_default_mapping",
+    "paths::refused_export_does_not_change_the_path_of_other_buffers",
+    "paths::decision_names_call_error_cause_and_remedy",
+    "reuse::region_that_outlives_its_memory_reaches_no_new_memory",
 ];
-/// Those that need two devices, or dma-bufs.
+/// Tests that need two devices, or dma-bufs.
 const NOT_OVER_A_SMALL_ONE: [&str; 8] = [
-    "cache::memory_of_two_devices_is_two_entries_and_each_dies_by_its_own_free",
-    "cache::threads_that_free_what_others_get_at_once_never_hit_what_was_there_before",
-    "paths::registrations_of_device_memory_leave_nothing",
-    "paths::a_range_over_several_handles_is_registered_whole",
-    "paths::a_range_with_a_segment_that_cannot_is_refused_naming_the_first",
-    "paths::each_kind_of_memory_goes_its_own_way_and_its_bytes_arrive",
-    "paths::the_driver_is_asked_for_the_export_of_memory_that_is_not_vmm",
-    "reuse::registering_freeing_and_allocating_again_reaches_the_new_bytes",
+    "cache::free_on_one_device_keeps_the_entry_of_the_other",
+    "cache::concurrent_reuse_of_addresses_is_never_a_stale_hit",
+    "paths::registrations_of_device_memory_leave_nothing_open",
+    "paths::range_over_several_handles_is_one_region",
+    "paths::range_with_an_unexportable_segment_names_it",
+    "paths::each_kind_of_memory_moves_its_bytes_by_its_own_path",
+    "paths::export_is_tried_for_memory_other_than_vmm",
+    "reuse::registration_after_reallocation_reaches_the_new_bytes",
 ];
 
-/// These tests over the fake's library as it is told to be: whether they passed, and what they
-/// said.
+/// Runs these tests over the fake's library with a profile. Returns true if they passed, with their
+/// output.
 fn over(driver: &str, words: &[&str]) -> (bool, String) {
     let program = std::env::current_exe().expect("this program");
-    // Cargo builds it beside this program, of whose dependencies it is one.
+    // Cargo builds the library beside this program, since it is a dependency.
     let library = program.parent().expect("a folder").join("libhmem_fake_cuda.so");
     let output = Command::new(&program)
-        // What takes seconds is left to the run over the fake itself.
-        .args([
-            "--test-threads=1",
-            "--nocapture",
-            "--skip",
-            "over_a_driver_library",
-            "--skip",
-            "ten_thousand",
-        ])
+        // Tests that take seconds run over the fake only.
+        .args(["--test-threads=1", "--nocapture", "--skip", "gpu::", "--skip", "ten_thousand"])
         .args(words)
         .env("HMEM_CUDA", "real")
         .env("HMEM_CUDA_LIBRARY", &library)
@@ -60,7 +53,7 @@ fn over(driver: &str, words: &[&str]) -> (bool, String) {
 }
 
 #[test]
-fn over_a_driver_library_each_test_passes_or_says_why_it_is_not_shown() {
+fn tests_over_a_library_pass_or_give_a_reason() {
     if not_over_a_gpu("it runs the others") {
         return;
     }
@@ -79,13 +72,13 @@ fn over_a_driver_library_each_test_passes_or_says_why_it_is_not_shown() {
     }
 }
 
-/// A device that says that its dma-bufs can be mapped owes them: copies in their place are no pass.
+/// A device that reports mappable dma-bufs must export them: staged copies are not a pass.
 #[test]
-fn over_a_driver_library_that_exports_none_of_the_dma_bufs_that_it_has_tests_fail() {
+fn tests_fail_if_promised_dma_bufs_are_not_exported() {
     if not_over_a_gpu("it runs the others") {
         return;
     }
-    let test = "registrations_of_device_memory_leave_nothing";
+    let test = "registrations_of_device_memory_leave_nothing_open";
     let (passed, said) = over("580-open;attributes=152;cuMemGetHandleForAddressRange=801", &[test]);
     assert!(!passed && said.contains("0 passed; 1 failed"), "{said}");
 }

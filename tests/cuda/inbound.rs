@@ -1,5 +1,4 @@
-//! What a NIC wrote into memory of a context is flushed in that context before its completion is
-//! read.
+//! Inbound writes are flushed in the context of the written memory before their completion is read.
 
 use hmem_fake_cuda::Profile;
 
@@ -7,8 +6,8 @@ use crate::link::{Link, check, not_over_a_gpu, pattern};
 
 /// HM-14
 #[test]
-fn a_completion_is_read_after_a_flush_in_the_context_of_the_memory() {
-    if not_over_a_gpu("which contexts are flushed the fake driver says") {
+fn completion_follows_a_flush_in_the_memorys_context() {
+    if not_over_a_gpu("only the fake driver shows which contexts are flushed") {
         return;
     }
     let link = Link::open(Profile { writes_ordering: 0, ..Profile::default() });
@@ -23,7 +22,7 @@ fn a_completion_is_read_after_a_flush_in_the_context_of_the_memory() {
     link.domain.flush_inbound().expect("flush");
     assert_eq!(link.driver.flushed(), [context]);
     region.close().map_err(hmem::Error::from).expect("close");
-    // SAFETY: made above; the region is closed.
+    // SAFETY: `create_context` above made the context, and the region is closed.
     check(unsafe { hmem_fake_cuda::cuCtxDestroy_v2(context) });
     link.domain.flush_inbound().expect("nothing is left to flush");
     assert_eq!((link.driver.flushed(), link.driver.strangers()), (vec![], 0));

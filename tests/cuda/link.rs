@@ -1,5 +1,5 @@
-//! A driver, the iface over it, and two endpoints of a software NIC: over the fake driver, or,
-//! where `HMEM_CUDA=real` asks for one, over the machine's and its GPU.
+//! A driver, the iface over it, and two endpoints of a software NIC. The driver is the fake, or
+//! with `HMEM_CUDA=real` the machine's own with its GPU.
 
 use std::{
     ops::Deref,
@@ -26,20 +26,20 @@ pub(crate) fn check(code: CuResult) {
     assert_eq!(code, CuResult::CUDA_SUCCESS);
 }
 
-/// Every right of peers.
+/// All rights of peers.
 pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
-/// What a NIC with everything imports.
+/// Imports of a NIC that supports every path.
 pub(crate) const IMPORTS: Imports =
     Imports { dma_buf: true, pcie_mapping_first: false, peer_memory: false, staged: true };
 
-/// Whether a GPU is asked for.
+/// Returns true if a GPU is selected.
 pub(crate) fn real() -> bool {
     std::env::var("HMEM_CUDA").is_ok_and(|names| names.split(',').any(|name| name.trim() == "real"))
 }
 
-/// Where a GPU is asked for: says why a test is not shown over it, which `tests/gpu/run` makes a
-/// row of its report. Whether one is.
+/// Returns true if a GPU is selected, and prints why a test is not shown over it. `tests/gpu/run`
+/// makes a row of that reason.
 pub(crate) fn not_over_a_gpu(why: &str) -> bool {
     if real() {
         println!("not over a GPU: {why}");
@@ -47,27 +47,26 @@ pub(crate) fn not_over_a_gpu(why: &str) -> bool {
     real()
 }
 
-/// The drivers that a behaviour is shown over: the fake in every profile, or the one of the
-/// machine.
+/// Returns the drivers to test: the fake in every profile, or the machine's own.
 pub(crate) fn profiles() -> Vec<Profile> {
     if real() { vec![Profile::default()] } else { Profile::all() }
 }
 
-/// The policy that asks for a dma-buf. A software NIC maps it, which not every driver has: over a
-/// GPU copies may take its place.
+/// Returns the policy for a dma-buf. The software NIC maps the dma-buf, which not every driver
+/// supports: over a GPU staged copies may replace it.
 pub(crate) fn direct() -> P2pPolicy {
     if real() { P2pPolicy::Enabled } else { P2pPolicy::Required }
 }
 
-/// Holds that an address came back, which is for the fake to see to; a GPU's driver may not do so.
+/// Checks that an address was reused. The fake guarantees that; a GPU's driver may not do it.
 pub(crate) fn came_back(enough: bool) {
     assert!(
-        enough || not_over_a_gpu("too few addresses came back"),
-        "no address came back: nothing was shown"
+        enough || not_over_a_gpu("too few addresses were reused"),
+        "no address was reused: nothing was shown"
     );
 }
 
-/// The fake driver; the tests that reach for it are not shown over a GPU.
+/// Returns the fake driver. Tests that call this are not shown over a GPU.
 pub(crate) struct Fake(Option<FakeDriver>);
 
 impl Deref for Fake {
@@ -80,7 +79,7 @@ impl Deref for Fake {
 
 static TURN: Mutex<()> = Mutex::new(());
 
-/// One world: fields are dropped in order, the driver last.
+/// Objects of one test. Fields are dropped in order, the driver last.
 pub(crate) struct Link {
     queue: Arc<dyn CompletionQueue>,
     initiator: Endpoint,
@@ -108,7 +107,7 @@ impl Link {
         )
     }
 
-    /// With a cache, over this monitor.
+    /// Opens a link with a cache over this monitor.
     pub(crate) fn cached(
         profile: Profile,
         imports: Imports,
@@ -144,7 +143,7 @@ impl Link {
             None => {
                 let path = std::env::var(Cuda::LIBRARY_VARIABLE)
                     .unwrap_or_else(|_| Functions::LIBRARY.into());
-                Functions::load(path.as_ref()).expect("HMEM_CUDA=real asks for a driver")
+                Functions::load(path.as_ref()).expect("HMEM_CUDA=real requires a driver")
             }
         };
         let cuda = Arc::new(
@@ -172,17 +171,18 @@ impl Link {
         }
     }
 
-    /// What the GPU says of itself; the fake has it.
+    /// Returns true if the GPU has an attribute; always true for the fake.
     fn has(&self, attribute: CuDeviceAttribute) -> bool {
         let mut says = 0;
-        // SAFETY: the place is writable; device 0 is there.
+        // SAFETY: the output is writable, and device 0 exists.
         let code = unsafe { (self.functions.device_get_attribute)(&mut says, attribute, 0) };
         !real() || (code.is_success() && says != 0)
     }
 
-    /// Whether memory of a kind went by a dma-buf. A software NIC maps it: where a GPU's driver
-    /// lets nobody map one, copies stand in for it, which is said as [`not_over_a_gpu`] does. A
-    /// device that says that the CPU can map its dma-bufs owes them.
+    /// Returns true if memory of a kind was registered by a dma-buf. The software NIC maps the
+    /// dma-buf. If a GPU's driver does not support that, staged copies replace it, and the reason
+    /// is printed as by [`not_over_a_gpu`]. A device that reports mappable dma-bufs must export
+    /// them.
     pub(crate) fn is_direct(&self, path: Path, kind: AllocationKind) -> bool {
         if path == Path::DmaBuf {
             return true;
@@ -192,11 +192,12 @@ impl Link {
         let owed = self.cuda.capability().dma_buf
             && reached
             && self.has(sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED);
-        let why = "the dma-buf cannot be mapped: copies stood in for it";
+        let why = "the dma-buf cannot be mapped: staged copies replaced it";
         path == Path::Staged && !owed && not_over_a_gpu(why)
     }
 
-    /// Where a GPU is asked for and lacks a kind of memory: says so, as [`not_over_a_gpu`] does.
+    /// Returns true if a selected GPU lacks a kind of memory, and prints it as [`not_over_a_gpu`]
+    /// does.
     pub(crate) fn lacks(&self, kind: AllocationKind) -> bool {
         let there = match kind {
             AllocationKind::Managed => self.has(sys::CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY),
@@ -211,14 +212,13 @@ impl Link {
         !there && not_over_a_gpu(&format!("the device has no {} memory", kind.name()))
     }
 
-    /// Whether a GPU's driver says of memory that was not created for RDMA that it is reached all
-    /// the same (`cuda.h`: gpuDirectRDMACapable is a hint); says so, as [`not_over_a_gpu`]
-    /// does.
+    /// Returns true if a GPU's driver reports that NICs reach memory that was not created for RDMA,
+    /// and prints it as [`not_over_a_gpu`] does. `cuda.h`: gpuDirectRDMACapable is a hint.
     pub(crate) fn reaches_anything(&self, address: u64) -> bool {
         let (mut attribute, mut capable) =
             (sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE, 0u64);
         let mut place = std::ptr::from_mut(&mut capable).cast();
-        // SAFETY: one attribute with a place that is wide enough for it.
+        // SAFETY: one attribute with an output that is wide enough for it.
         let code = unsafe {
             (self.functions.pointer_get_attributes)(1, &mut attribute, &mut place, address)
         };
@@ -226,30 +226,30 @@ impl Link {
             && code.is_success()
             && capable != 0
             && not_over_a_gpu(
-                "the driver says that it reaches memory that was not created for RDMA",
+                "the driver reports that NICs reach memory that was not created for RDMA",
             )
     }
 
-    /// Where a GPU is asked for and NICs reach no memory of it by its address: says so, as
+    /// Returns true if NICs cannot reach memory of a selected GPU by its address, and prints it as
     /// [`not_over_a_gpu`] does.
     pub(crate) fn no_rdma(&self) -> bool {
         !self.has(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)
             && not_over_a_gpu("the device has no GPUDirect RDMA")
     }
 
-    /// Where a GPU is asked for and NICs reach no VMM memory of it: says so, as [`not_over_a_gpu`]
-    /// does.
+    /// Returns true if NICs cannot reach VMM memory of a selected GPU, and prints it as
+    /// [`not_over_a_gpu`] does.
     pub(crate) fn no_rdma_with_vmm(&self) -> bool {
         !self.has(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)
             && not_over_a_gpu("the device has no GPUDirect RDMA to VMM memory")
     }
 
-    /// Where a GPU is asked for and has no dma-bufs: says so, as [`not_over_a_gpu`] does.
+    /// Returns true if a selected GPU has no dma-bufs, and prints it as [`not_over_a_gpu`] does.
     pub(crate) fn no_dma_bufs(&self) -> bool {
         !self.cuda.capability().dma_buf && not_over_a_gpu("the device has no dma-bufs")
     }
 
-    /// The driver's calls until now; of a GPU's driver nobody counts them.
+    /// Returns the number of driver calls until now; 0 for a GPU's driver, which is not counted.
     pub(crate) fn calls(&self) -> u64 {
         self.driver.0.as_ref().map_or(0, FakeDriver::all_calls)
     }
@@ -263,21 +263,21 @@ impl Link {
         DeviceBuffer::allocate(&self.iface(), &request).expect("allocate")
     }
 
-    /// A cached region.
+    /// Returns a cached region.
     ///
     /// # Safety
-    /// As of [`RegionCache::get`].
+    /// The caller upholds the safety contract of [`RegionCache::get_or_register`].
     pub(crate) unsafe fn cache_get(&self, range: AddressRange) -> CachedRegion<'_> {
         let cache = self.domain.cache().expect("a cache");
-        // SAFETY: as the caller's.
+        // SAFETY: the caller of this function makes the same promise.
         unsafe { cache.get_or_register(range, REMOTE) }.expect("registered")
     }
 
-    /// A context of the application's with 8 KiB of memory, current nowhere. `cuCtxDestroy_v2` of
-    /// the fake driver ends it.
+    /// Creates a context of the application with 8 KiB of memory, which is current on no thread.
+    /// `cuCtxDestroy_v2` of the fake driver destroys it.
     pub(crate) fn own_context(&self) -> (CuContext, AddressRange) {
         let (mut context, mut popped, mut pointer) = (CuContext::NULL, CuContext::NULL, 0);
-        // SAFETY: places are writable; device 0 is there.
+        // SAFETY: the outputs are writable, and device 0 exists.
         unsafe {
             check(hmem_fake_cuda::cuCtxCreate_v2(&mut context, 0, 0));
             check((self.functions.mem_alloc)(&mut pointer, 8192));
@@ -322,7 +322,7 @@ impl Link {
     }
 }
 
-/// Bytes that tell their position and seed apart.
+/// Returns bytes that differ by position and seed.
 pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
     (0..len as u64).map(|at| ((at * 31 + seed * 97 + (at >> 8) * 7) % 251 + 1) as u8).collect()
 }

@@ -1,6 +1,5 @@
-//! CUDA memory under a NIC: the fake driver's memory, or with `HMEM_CUDA=real` a GPU's, registered
-//! over the software NIC, with every byte that moves compared. What the iface does on its own is
-//! shown in `iface-cuda/tests/suite`.
+//! CUDA memory registered with the software NIC: memory of the fake driver, or of a GPU with
+//! `HMEM_CUDA=real`. Every moved byte is compared. `iface-cuda/tests/suite` tests the iface alone.
 #![cfg(feature = "cuda")]
 #![allow(unsafe_code)]
 

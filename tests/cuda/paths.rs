@@ -1,4 +1,4 @@
-//! Which way each kind of memory goes, and what the decision says.
+//! Path of each kind of memory, and the text of the decision.
 
 use hmem::{
     Address, AddressRange, AllocationKind, Decision, ErrorKind, IfaceExt, Path,
@@ -26,9 +26,14 @@ fn moved(link: &Link, kind: AllocationKind, len: u64) -> std::sync::Arc<Decision
     link.cuda.flush_inbound(hmem::DeviceId(0)).expect("flush");
     let mut found = vec![0; bytes.len()];
     region.read(0, &mut found).expect("the device's own copy");
-    assert!(found == bytes, "{kind:?}: what the NIC wrote");
+    assert!(found == bytes, "{kind:?}: bytes that the NIC wrote");
     region.write(7, &[9; 100]).expect("write on the device");
-    assert_eq!(link.get(&key, 7, 100).expect("read"), [9; 100], "{kind:?}: what the device wrote");
+    assert_eq!(
+        link.get(&key, 7, 100).expect("read"),
+        [9; 100],
+        "{kind:?}: bytes that the device \
+                                                                 wrote"
+    );
     let decision = std::sync::Arc::clone(region.decision().expect("decision"));
     drop(close(region));
     decision
@@ -44,7 +49,7 @@ const KINDS: [AllocationKind; 5] = [
 
 /// P2P-01
 #[test]
-fn each_kind_of_memory_goes_its_own_way_and_its_bytes_arrive() {
+fn each_kind_of_memory_moves_its_bytes_by_its_own_path() {
     for profile in profiles() {
         let open = profile.dma_buf;
         let link = Link::open(profile);
@@ -55,7 +60,7 @@ fn each_kind_of_memory_goes_its_own_way_and_its_bytes_arrive() {
                     AllocationKind::Host | AllocationKind::Managed => {
                         decision.path == Path::PlainHost
                     }
-                    // The header does not list stream-ordered memory among what is exported.
+                    // The header does not list stream-ordered memory as exportable.
                     AllocationKind::StreamOrdered => {
                         decision.path == Path::Staged || real() && decision.path == Path::DmaBuf
                     }
@@ -71,9 +76,9 @@ fn each_kind_of_memory_goes_its_own_way_and_its_bytes_arrive() {
 
 /// HM-08
 ///
-/// The result says what was done.
+/// The decision gives the reason.
 #[test]
-fn managed_memory_is_registered_as_host_pages_and_says_so() {
+fn managed_memory_is_registered_as_host_pages() {
     let link = Link::open(Profile::default());
     if link.lacks(AllocationKind::Managed) {
         return;
@@ -85,10 +90,10 @@ fn managed_memory_is_registered_as_host_pages_and_says_so() {
 
 /// P2P-01
 ///
-/// The software NIC reaches a device address by the iface's copies, as a peer-memory client
-/// resolves one.
+/// The software NIC accesses a device address by copies of the iface, where hardware needs a
+/// peer-memory client.
 #[test]
-fn a_nic_with_peer_memory_alone_gets_device_addresses() {
+fn nic_with_peer_memory_alone_gets_device_addresses() {
     let imports = Imports { dma_buf: false, peer_memory: true, ..IMPORTS };
     let link = Link::with(
         Profile::named("550-closed").expect("a profile"),
@@ -101,7 +106,7 @@ fn a_nic_with_peer_memory_alone_gets_device_addresses() {
     }
     let buffer = link.buffer(5000, AllocationKind::Device);
     let base = buffer.allocation().base().0;
-    // Of a GPU's driver nobody says what the attribute is before.
+    // The initial value of the attribute is unknown for a GPU's driver.
     assert!(real() || !link.driver.sync_memops(base));
     let region = link
         .domain
@@ -109,7 +114,7 @@ fn a_nic_with_peer_memory_alone_gets_device_addresses() {
         .map_err(hmem::Error::from)
         .expect("register");
     assert_eq!(region.decision().expect("decision").path, Path::PeerMemory);
-    assert!(real() || link.driver.sync_memops(base), "synchronous operations are made so first");
+    assert!(real() || link.driver.sync_memops(base), "SYNC_MEMOPS is set first");
     let key = region.key().expect("key");
     link.put(&key, 10, &pattern(1, 4000)).expect("write");
     assert!(link.get(&key, 10, 4000).expect("read") == pattern(1, 4000));
@@ -118,8 +123,8 @@ fn a_nic_with_peer_memory_alone_gets_device_addresses() {
 
 /// P2P-01
 #[test]
-fn one_refused_buffer_demotes_no_other() {
-    if not_over_a_gpu("the driver is to refuse one export alone") {
+fn refused_export_does_not_change_the_path_of_other_buffers() {
+    if not_over_a_gpu("the driver must refuse one export alone") {
         return;
     }
     let link = Link::open(Profile::default());
@@ -132,8 +137,8 @@ fn one_refused_buffer_demotes_no_other() {
 
 /// P2P-03
 #[test]
-fn the_decision_names_each_call_its_error_its_cause_and_its_remedy() {
-    if not_over_a_gpu("the driver is to have no dma-bufs") {
+fn decision_names_call_error_cause_and_remedy() {
+    if not_over_a_gpu("the driver must have no dma-bufs") {
         return;
     }
     let link = Link::open(Profile::named("535-closed").expect("a profile"));
@@ -160,10 +165,9 @@ fn the_decision_names_each_call_its_error_its_cause_and_its_remedy() {
 
 /// P2P-04, P2P-03
 ///
-/// The driver is asked to export stream-ordered memory, and its answer is the
-/// trace's.
+/// The export of stream-ordered memory is tried, and the driver's code is in the trace.
 #[test]
-fn the_driver_is_asked_for_the_export_of_memory_that_is_not_vmm() {
+fn export_is_tried_for_memory_other_than_vmm() {
     let link = Link::open(Profile::default());
     if link.no_dma_bufs() || link.lacks(AllocationKind::StreamOrdered) {
         return;
@@ -185,9 +189,9 @@ fn the_driver_is_asked_for_the_export_of_memory_that_is_not_vmm() {
 
 /// P2P-03
 ///
-/// An export that was not asked for is none that was refused.
+/// The trace has no refused export if none was tried.
 #[test]
-fn a_handle_made_without_rdma_is_a_step_of_segments_with_its_attribute() {
+fn handle_without_rdma_is_refused_at_the_segments_step() {
     let link = Link::open(Profile::default());
     if link.lacks(AllocationKind::Virtual) {
         return;
@@ -211,9 +215,9 @@ fn a_handle_made_without_rdma_is_a_step_of_segments_with_its_attribute() {
 
 /// HM-09, P2P-03
 ///
-/// Both attempts are in the trace.
+/// The trace has both attempts.
 #[test]
-fn the_pcie_mapping_is_tried_first_and_then_without() {
+fn pcie_mapping_is_tried_before_the_default_mapping() {
     if not_over_a_gpu("drivers with and without the mapping are compared") {
         return;
     }
@@ -235,8 +239,8 @@ fn the_pcie_mapping_is_tried_first_and_then_without() {
     }
 }
 
-/// Registers a range over four handles, moves bytes over every seam both ways, and returns the
-/// decision. Nothing is left, and the driver was asked for so many exports.
+/// Registers a range over four handles, moves bytes over every boundary in both directions, and
+/// returns the decision. Checks that nothing is left, and the number of exports.
 fn moved_over_seams(link: &Link, segments: &Segments<'_>, exports: u64) -> Decision {
     let once = || {
         let range = segments.range(12_345, 3 * segments.step);
@@ -246,7 +250,7 @@ fn moved_over_seams(link: &Link, segments: &Segments<'_>, exports: u64) -> Decis
         region.close().expect("close");
         decision
     };
-    // The fake has a file of its own for what was exported once.
+    // The fake keeps one file for each exported part.
     let decision = once();
     if real() {
         return decision;
@@ -261,7 +265,7 @@ fn moved_over_seams(link: &Link, segments: &Segments<'_>, exports: u64) -> Decis
 
 const EXPORT: &str = "cuMemGetHandleForAddressRange";
 
-/// Open file descriptors of this process, without the pipes to children that other tests run.
+/// Returns the number of open fds of this process, without the pipes to children of other tests.
 fn open_fds() -> usize {
     let links = std::fs::read_dir("/proc/self/fd").expect("/proc").flatten();
     let targets = links.filter_map(|link| std::fs::read_link(link.path()).ok());
@@ -291,7 +295,7 @@ fn with_dma_bufs(profile: Profile) -> Link {
 
 /// HM-07
 #[test]
-fn a_range_over_several_handles_is_registered_whole() {
+fn range_over_several_handles_is_one_region() {
     let link = with_dma_bufs(Profile::default());
     if link.no_rdma_with_vmm() {
         return;
@@ -307,8 +311,8 @@ fn a_range_over_several_handles_is_registered_whole() {
 
 /// HM-07
 #[test]
-fn handles_that_the_driver_does_not_export_as_one_are_exported_one_by_one() {
-    if not_over_a_gpu("the driver is to refuse one export of several handles") {
+fn handles_refused_as_one_dma_buf_are_exported_one_by_one() {
+    if not_over_a_gpu("the driver must refuse one export of several handles") {
         return;
     }
     let apart = |number: usize| u32::from(number == 2);
@@ -334,7 +338,7 @@ fn handles_that_the_driver_does_not_export_as_one_are_exported_one_by_one() {
 
 /// HM-07
 #[test]
-fn a_range_with_a_segment_that_cannot_is_refused_naming_the_first() {
+fn range_with_an_unexportable_segment_names_it() {
     let link = Link::with(Profile::default(), IMPORTS, P2pPolicy::Required, Memory::Follow);
     if link.no_dma_bufs() || link.no_rdma_with_vmm() {
         return;
@@ -353,14 +357,14 @@ fn a_range_with_a_segment_that_cannot_is_refused_naming_the_first() {
 
 /// HM-01
 #[test]
-fn host_memory_that_was_page_locked_in_part_is_registered_as_the_applications_own() {
+fn partly_page_locked_host_memory_is_registered_as_host_pages() {
     let link = Link::open(Profile::default());
     let memory = vec![5u8; 1 << 20];
     let start = Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096);
     let locked = AddressRange::new(Address(start), 64 << 10).expect("a range");
     // SAFETY: `memory` outlives the registration.
     unsafe { link.cuda.host_register(locked) }.expect("page-lock");
-    // Larger than what CUDA knows, at both ends.
+    // The range exceeds the page-locked part at both ends.
     let region = link.expose(AddressRange::of(&memory)).unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(region.decision().expect("decision").path, Path::PlainHost);
     assert_eq!(link.get(&region.key().expect("key"), 0, 100).expect("read"), [5; 100]);
@@ -370,11 +374,11 @@ fn host_memory_that_was_page_locked_in_part_is_registered_as_the_applications_ow
 
 /// HM-06
 #[test]
-fn registrations_of_device_memory_leave_nothing() {
+fn registrations_of_device_memory_leave_nothing_open() {
     let link = Link::open(Profile::default());
     let memory = link.buffer(300_000, AllocationKind::Device);
     let count = || if real() { Err(open_fds()) } else { Ok(link.driver.live()) };
-    // What a driver opens once it keeps.
+    // The driver keeps its own files open after the first export.
     link.expose(memory.allocation().range).expect("register").close().expect("close");
     let before = count();
     for round in 0..500u64 {

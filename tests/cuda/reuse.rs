@@ -1,4 +1,4 @@
-//! Memory that is freed, and other memory at its address.
+//! Freed memory, and new memory at its address.
 
 use hmem::{
     Address, AddressRange, AllocationKind, ErrorKind, IfaceKind, MrAttr, MrFlags, Path,
@@ -10,10 +10,10 @@ use crate::link::{IMPORTS, Link, REMOTE, came_back, close, direct, not_over_a_gp
 
 /// MR-07
 ///
-/// Device memory, over a NIC that keeps the pages of registration and over one that
-/// follows.
+/// Covers device memory over a NIC that keeps the pages of the registration, and over one that
+/// follows the mapping.
 #[test]
-fn registering_freeing_and_allocating_again_reaches_the_new_bytes() {
+fn registration_after_reallocation_reaches_the_new_bytes() {
     for (memory, policy) in [
         (Memory::Follow, direct()),
         (Memory::Pinned, direct()),
@@ -57,9 +57,9 @@ fn registering_freeing_and_allocating_again_reaches_the_new_bytes() {
 
 /// MR-12
 ///
-/// Memory that the driver does not know is not the iface's, whatever the caller claims.
+/// Memory that the driver does not know does not belong to the iface, even if the caller claims it.
 #[test]
-fn a_freed_or_foreign_pointer_that_is_claimed_for_cuda_is_said_to_be_unknown() {
+fn freed_or_foreign_pointer_claimed_for_cuda_is_unknown() {
     for cached in [false, true] {
         let (profile, follow) = (Profile::default(), Memory::Follow);
         let link = if cached {
@@ -75,16 +75,16 @@ fn a_freed_or_foreign_pointer_that_is_claimed_for_cuda_is_said_to_be_unknown() {
         for unknown in [freed, foreign] {
             let error = if cached {
                 let cache = link.domain.cache().expect("a cache");
-                // SAFETY: it is refused.
+                // SAFETY: the registration is refused.
                 unsafe { cache.get_or_register_on(unknown, REMOTE, IfaceKind::CUDA, None) }
                     .map(drop)
             } else {
                 let ranges = [unknown];
                 let attr = MrAttr { iface: Some(IfaceKind::CUDA), ..MrAttr::new(&ranges, REMOTE) };
-                // SAFETY: it is refused.
+                // SAFETY: the registration is refused.
                 unsafe { link.domain.regattr(&attr, MrFlags::empty()) }.map(drop)
             };
-            let error = error.expect_err("nobody has it");
+            let error = error.expect_err("no iface knows it");
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
             let text = error.to_string();
             assert!(text.contains("cuda") && text.contains("does not know the address"), "{text}");
@@ -95,12 +95,12 @@ fn a_freed_or_foreign_pointer_that_is_claimed_for_cuda_is_said_to_be_unknown() {
 
 /// MR-07
 ///
-/// The bug that the behaviour is about, live: a region kept over a free moves stale bytes, and
-/// never the new allocation's. That it does not fault shows that the fake's exported pages outlive
-/// their allocation, as a dma-buf does.
+/// Shows the bug that the cache must prevent: a region that is kept after a free moves stale bytes,
+/// and never those of the new allocation. It does not fault, since exported pages of the fake
+/// outlive their allocation, as with a dma-buf.
 #[test]
-fn a_region_that_outlives_its_memory_reaches_none_of_the_memory_that_took_its_place() {
-    if not_over_a_gpu("what becomes of memory that is freed under a dma-buf is the driver's own") {
+fn region_that_outlives_its_memory_reaches_no_new_memory() {
+    if not_over_a_gpu("the driver determines what happens to freed memory of a dma-buf") {
         return;
     }
     for len in [2 << 20, 3 << 20] {
@@ -117,7 +117,7 @@ fn a_region_that_outlives_its_memory_reaches_none_of_the_memory_that_took_its_pl
         assert_eq!(
             link.get(&key, 0, 4000).expect("read"),
             [1; 4000],
-            "stale bytes: what a cache must not hand out"
+            "stale bytes, which a cache must not return"
         );
         link.put(&key, 0, &[3; 4000]).expect("write");
         let mut found = [0; 4000];

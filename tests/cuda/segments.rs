@@ -1,12 +1,12 @@
-//! VMM memory of the application's own.
+//! VMM memory of the application.
 
 use hmem::{
     Address, AddressRange,
     cuda::sys::{self, Functions},
 };
 
-/// What PyTorch's expandable segments are: one reservation, a handle for each step, all the
-/// application's own.
+/// Memory like PyTorch's expandable segments: one reservation of the application, with a handle for
+/// each step.
 pub(crate) struct Segments<'a> {
     functions: &'a Functions,
     pub(crate) base: u64,
@@ -19,11 +19,13 @@ impl<'a> Segments<'a> {
         Self::of(f, capable, |_| 0)
     }
 
-    /// With handle types to ask for, so that handles differ in their properties.
+    /// Like [`Self::new`], with requested handle types, so that the properties of the handles
+    /// differ.
     pub(crate) fn of(f: &'a Functions, capable: &[bool], handle_types: fn(usize) -> u32) -> Self {
         let step = 2usize << 20;
         let (mut base, mut handles) = (0, Vec::new());
-        // SAFETY: places are writable; what is mapped was reserved and created just now.
+        // SAFETY: the outputs are writable; the calls above reserved the addresses and created the
+        // handles.
         unsafe {
             let reserve = f.mem_address_reserve.expect("VMM");
             assert!(reserve(&mut base, step * capable.len(), 0, 0, 0).is_success());
@@ -57,7 +59,7 @@ impl<'a> Segments<'a> {
         self.handles.swap(0, last);
         for number in [0, last] {
             let at = self.base + (number * step) as u64;
-            // SAFETY: mapped by `new`, or by the last swap.
+            // SAFETY: `new` or the last swap mapped it.
             let code = unsafe { f.mem_unmap.expect("VMM")(at, step) };
             assert!(code.is_success());
         }
@@ -82,7 +84,7 @@ impl Drop for Segments<'_> {
     fn drop(&mut self) {
         let f = self.functions;
         let whole = self.step as usize * self.handles.len();
-        // SAFETY: mapped and reserved in `new`, and no region is left over it.
+        // SAFETY: `new` reserved and mapped it, and no region over it is left.
         unsafe {
             assert!(f.mem_unmap.expect("VMM")(self.base, whole).is_success());
             assert!(f.mem_address_free.expect("VMM")(self.base, whole).is_success());

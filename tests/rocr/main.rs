@@ -1,5 +1,5 @@
-//! ROCr memory registered with a software NIC: over the fake runtime, or, where `HMEM_ROCR=model`
-//! asks for it (`tests/rocr/run`), over AMD's own runtime with a model GPU.
+//! ROCr memory registered with a software NIC, over the fake runtime, or with `HMEM_ROCR=model`
+//! over AMD's own runtime with a model GPU (`tests/rocr/run`).
 
 #[path = "model.rs"]
 mod model;
@@ -38,7 +38,7 @@ mod cases {
         if is_model() { vec![Profile::default()] } else { Profile::all() }
     }
 
-    pub(crate) fn each_kind_of_memory_goes_its_own_way_and_its_bytes_arrive() -> Outcome {
+    pub(crate) fn each_kind_of_memory_moves_its_bytes_by_its_own_path() -> Outcome {
         for profile in profiles() {
             let exports = profile.dma_buf && !is_model();
             let world = World::new(profile, P2pPolicy::Enabled, Memory::Follow, false);
@@ -50,7 +50,7 @@ mod cases {
                         continue;
                     }
                     (Ok(one), kind) => {
-                        // SAFETY: nothing uses the memory.
+                        // SAFETY: no code uses the memory.
                         unsafe { world.rocr.free(&one) }.expect("free");
                         match kind {
                             AllocationKind::Host => Path::PlainHost,
@@ -68,7 +68,7 @@ mod cases {
                     world.put(&key, 0, &bytes).expect("write");
                     let mut found = vec![0; bytes.len()];
                     region.read(0, &mut found).expect("the device's own copy");
-                    assert!(found == bytes, "{kind:?}: what the NIC wrote");
+                    assert!(found == bytes, "{kind:?}: bytes that the NIC wrote");
                     region.write(7, &[9; 100]).expect("write on the device");
                     assert_eq!(world.get(&key, 7, 100).expect("read"), [9; 100]);
                     region.close().map_err(hmem::Error::from).expect("close");
@@ -79,8 +79,8 @@ mod cases {
         Ok(())
     }
 
-    /// Frees and allocates through another iface, as an application does that knows nothing of this
-    /// one: only the runtime's callback tells of it.
+    /// Frees and allocates through another iface, as an application does: only the runtime's
+    /// callback notifies this iface.
     pub(crate) fn address_reuse_is_never_a_hit() -> Outcome {
         const ROUNDS: u64 = 10_000;
         let world = World::new(Profile::default(), P2pPolicy::Enabled, Memory::Pinned, true);
@@ -95,7 +95,7 @@ mod cases {
             reused += u64::from(memory.base() == last);
             last = memory.base();
             let seen = world.rocr.query(memory.base()).expect("query").expect("known");
-            assert!(ids.insert(seen.id), "round {round}: an identity came again");
+            assert!(ids.insert(seen.id), "round {round}: an identity was reused");
             let bytes = pattern(round, 64);
             // SAFETY: the memory is this test's own, and freed after its leases are gone.
             unsafe {
@@ -112,14 +112,14 @@ mod cases {
         let statistics = cache.statistics();
         assert_eq!((statistics.misses, statistics.hits), (ROUNDS, ROUNDS));
         assert_eq!(statistics.invalidations(InvalidationCause::Free), ROUNDS);
-        assert!(reused > ROUNDS / 2, "{reused} addresses came again: nothing was shown");
+        assert!(reused > ROUNDS / 2, "{reused} addresses were reused: nothing was shown");
         application.close().map_err(hmem::Error::from).expect("close");
         world.end();
         Ok(())
     }
 
-    /// The runtime calls back on the threads that free, while others look memory up and register
-    /// callbacks: no lock is held across both.
+    /// The runtime calls back on threads that free, while other threads look up memory and register
+    /// callbacks. No lock may be held across both.
     pub(crate) fn concurrent_frees_and_lookups_never_share_an_identity() -> Outcome {
         const THREADS: u64 = 4;
         const ROUNDS: u64 = 500;
@@ -137,7 +137,7 @@ mod cases {
                         let memory = application.allocate(&request).expect("allocate");
                         let seen = world.rocr.query(memory.base()).expect("query").expect("known");
                         assert!(ids.lock().expect("a thread failed").insert(seen.id), "{seen:?}");
-                        // Memory of whichever thread was here last: it may go meanwhile.
+                        // Memory of another thread, which may free it meanwhile.
                         let other = Address(shared.swap(memory.base().0, Ordering::Relaxed));
                         world.rocr.query(other).expect("query");
                         // SAFETY: the memory is freed after its lease is gone.
@@ -190,7 +190,7 @@ mod cases {
             assert_ne!(found.map(|found| found.kind), Some(AllocationKind::Device), "it migrates");
             assert_eq!((free(device), host_free(host), free(managed)), (0, 0, 0));
             assert_eq!(of(device), None);
-            // Its threads and exit handlers stay.
+            // The library stays loaded, since its threads and exit handlers need it.
             std::mem::forget(hip);
         }
         world.end();
@@ -200,7 +200,7 @@ mod cases {
     pub(crate) fn pcie_mapping_is_tried_first_and_both_attempts_are_in_the_trace() -> Outcome {
         not_on_the_model("it exports nothing")?;
         let small = Profile { large_bar: false, ..Profile::default() };
-        // 6.4 has no such mapping, and it is not tried.
+        // Release 6.4 has no PCIe mapping, so that it is not tried.
         for (profile, tried) in [(small, true), (Profile::named("6.4").expect("a profile"), false)]
         {
             let world =
@@ -249,7 +249,7 @@ mod cases {
         Ok(())
     }
 
-    pub(crate) fn runtime_without_exports_says_which_release_has_them() -> Outcome {
+    pub(crate) fn remedy_of_an_old_runtime_names_the_release_with_exports() -> Outcome {
         not_on_the_model("it is the newest release")?;
         let old = Profile::named("5.2").expect("a profile");
         let world = World::new(old, P2pPolicy::Required, Memory::Follow, false);
@@ -263,7 +263,7 @@ mod cases {
         Ok(())
     }
 
-    pub(crate) fn memory_that_is_not_there_is_refused_with_the_reason() -> Outcome {
+    pub(crate) fn unknown_memory_is_refused_with_the_reason() -> Outcome {
         let world = World::new(Profile::default(), P2pPolicy::Enabled, Memory::Follow, true);
         let live = world.buffer(8192, AllocationKind::Device);
         let freed = world.buffer(4096, AllocationKind::Device);
@@ -280,19 +280,19 @@ mod cases {
         ] {
             let ranges = [range];
             let attr = MrAttr { iface: Some(IfaceKind::ROCR), ..MrAttr::new(&ranges, REMOTE) };
-            // SAFETY: it is refused.
+            // SAFETY: the registration is refused.
             let refused = unsafe { world.domain.regattr(&attr, MrFlags::empty()) };
             let error = refused.expect_err("it is not there");
             assert_eq!(error.kind(), kind, "{error}");
             assert!(error.to_string().contains(words), "{error}");
             let cache = world.domain.cache().expect("a cache");
-            // SAFETY: it is refused.
+            // SAFETY: the registration is refused.
             unsafe { cache.get_or_register_on(range, REMOTE, IfaceKind::ROCR, None) }
                 .expect_err("it is not there");
         }
         let ranges = [live.allocation().range];
         let attr = MrAttr { iface: Some(IfaceKind::CUDA), ..MrAttr::new(&ranges, REMOTE) };
-        // SAFETY: it is refused.
+        // SAFETY: the registration is refused.
         let refused = unsafe { world.domain.regattr(&attr, MrFlags::empty()) };
         refused.expect_err("it is not CUDA's");
         drop(live);
@@ -300,8 +300,8 @@ mod cases {
         Ok(())
     }
 
-    /// The monitor is off: memory of ROCr is registered uncached, and other memory is not.
-    pub(crate) fn monitor_that_is_switched_off_leaves_memory_uncached() -> Outcome {
+    /// With the monitor off, ROCr memory is registered uncached, and other memory is still cached.
+    pub(crate) fn disabled_monitor_leaves_memory_uncached() -> Outcome {
         let world = World::without_monitor(Profile::default());
         let cache = world.domain.cache().expect("a cache");
         let error = cache.monitor(IfaceKind::ROCR).expect_err("it is off");
@@ -340,7 +340,7 @@ use cases::*;
 
 trials::trials! {
     /// P2P-01 P2P-06 HM-01
-    each_kind_of_memory_goes_its_own_way_and_its_bytes_arrive,
+    each_kind_of_memory_moves_its_bytes_by_its_own_path,
     /// MON-07 CACHE-02 MR-07
     address_reuse_is_never_a_hit,
     /// MON-07
@@ -352,11 +352,11 @@ trials::trials! {
     /// DIAG-03 P2P-03
     refused_exports_name_their_cause_and_are_staged,
     /// DIAG-03 HM-04
-    runtime_without_exports_says_which_release_has_them,
+    remedy_of_an_old_runtime_names_the_release_with_exports,
     /// MR-12 DIAG-03
-    memory_that_is_not_there_is_refused_with_the_reason,
+    unknown_memory_is_refused_with_the_reason,
     /// CACHE-12
-    monitor_that_is_switched_off_leaves_memory_uncached,
+    disabled_monitor_leaves_memory_uncached,
     /// MON-09
     closing_the_iface_ends_its_monitor_alone,
 }

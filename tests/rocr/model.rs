@@ -8,30 +8,31 @@ use std::{
 use hmem::rocr::sys::{Agent, Functions, HSA_AMD_AGENT_INFO_HDP_FLUSH, HsaStatus};
 use libloading::os::unix::Library;
 
-/// Functions that end the process on the model GPU: they need a kernel's driver.
+/// Functions that abort the process on the model GPU, since they need the kernel driver.
 const NOT_MODELLED: [&str; 2] = ["hsa_amd_ipc_memory_create", "hsa_amd_memory_lock"];
 
 type AgentGetInfo = unsafe extern "C" fn(Agent, u32, *mut c_void) -> HsaStatus;
 
 static AGENT_GET_INFO: OnceLock<AgentGetInfo> = OnceLock::new();
 
-/// Answers like the runtime, but for the flush register: the CPU cannot write the model's.
+/// Answers like the runtime, except for the flush register: the CPU cannot write that of the model.
 ///
 /// # Safety
-/// As the header says of `hsa_agent_get_info`.
+/// The caller follows the header's rules for `hsa_agent_get_info`.
 unsafe extern "C" fn agent_get_info(agent: Agent, attribute: u32, value: *mut c_void) -> HsaStatus {
     if attribute == HSA_AMD_AGENT_INFO_HDP_FLUSH.number {
         return HsaStatus::HSA_STATUS_SUCCESS;
     }
-    // SAFETY: the caller's promise is the same.
+    // SAFETY: the caller of this function makes the same promise.
     unsafe { AGENT_GET_INFO.get().expect("set with the table")(agent, attribute, value) }
 }
 
-/// Returns the functions of the runtime that the loader finds, without those that need a kernel.
+/// Returns the functions of the runtime that the loader finds, without those that need the kernel
+/// driver.
 pub(crate) fn functions() -> Functions {
     // SAFETY: AMD's runtime, whose initialisers have no precondition.
     let library = unsafe { Library::new(Functions::LIBRARY) }.expect("AMD's runtime");
-    // The model starts once in a process: this count stays.
+    // The model starts once in a process, so that this count is never released.
     static STARTED: Once = Once::new();
     STARTED.call_once(|| {
         // SAFETY: the types are those of the functions of these names.

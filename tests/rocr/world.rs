@@ -16,10 +16,10 @@ use hmem_fake_rocr::{FakeRuntime, Live, Profile};
 
 use crate::model;
 
-/// Every right of peers.
+/// All rights of peers.
 pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
-/// Returns true if AMD's own runtime is asked for.
+/// Returns true if AMD's own runtime is selected.
 pub(crate) fn is_model() -> bool {
     std::env::var("HMEM_ROCR").is_ok_and(|name| name == "model")
 }
@@ -37,7 +37,7 @@ pub(crate) fn open(fake: Option<&FakeRuntime>) -> Rocr {
 
 static TURN: Mutex<()> = Mutex::new(());
 
-/// One world: fields are dropped in order, the runtime last.
+/// Objects of one test. Fields are dropped in order, the runtime last.
 pub(crate) struct World {
     queue: Arc<dyn CompletionQueue>,
     initiator: Endpoint,
@@ -121,11 +121,12 @@ impl World {
         Ok(into.close()?)
     }
 
-    /// Ends the world, and checks that nothing is left in the fake runtime and no rule was broken.
+    /// Closes everything. Checks that nothing is left in the fake runtime and that no rule of the
+    /// headers was violated.
     pub(crate) fn end(self) {
         let Self { queue, initiator, target, domain, hmem, rocr, fake, .. } = self;
         drop((initiator, target, queue, domain, hmem));
-        let rocr = Arc::into_inner(rocr).expect("nobody else has the iface");
+        let rocr = Arc::into_inner(rocr).expect("no other owner of the iface");
         rocr.close().map_err(hmem::Error::from).expect("close");
         if let Some(fake) = fake {
             assert_eq!(fake.live(), Live::default());
@@ -134,7 +135,7 @@ impl World {
     }
 }
 
-/// Bytes that tell their position and seed apart.
+/// Returns bytes that differ by position and seed.
 pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
     (0..len as u64).map(|at| ((at * 31 + seed * 97 + (at >> 8) * 7) % 251 + 1) as u8).collect()
 }

@@ -6,10 +6,6 @@ use hmem::{
     Access, Address, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DmaBufAttr,
     DmaBufOffset, Domain, DomainAttr, DomainBindFlags, Errno, Error, Iface, IfaceKind,
     MemoryRegion, MrAttr, MrFlags, Registry, Result,
-    cuda::{
-        Cuda, CudaMonitorKind,
-        sys::{CuResult, Functions},
-    },
     event_queue::EventQueue,
     iface::AllocRequest,
     loopback::{self, Faults, Loopback},
@@ -19,10 +15,10 @@ use hmem::{
     regattr_on,
     system::{Call, DmaBufKind, Simulated, SimulatedBuilder, System},
 };
-use hmem_fake_cuda::{FakeDriver, Profile};
 use tracing::{Event, Metadata, Subscriber, span};
 
 use crate::{
+    fake::{Driver, Profile},
     listing::{self, Names, Outcome, Section, Twice},
     segments::Segments,
 };
@@ -30,7 +26,7 @@ use crate::{
 pub(crate) const PAGE: u64 = 4096;
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
-/// A machine as a situation wants it.
+/// Fixed facts about the machine of a situation.
 #[derive(Debug)]
 struct Known(Facts);
 
@@ -40,7 +36,7 @@ impl FactSource for Known {
     }
 }
 
-/// A subscriber that is interested in everything and keeps nothing.
+/// A subscriber that enables all events and discards them.
 struct Listening;
 
 impl Subscriber for Listening {
@@ -63,7 +59,7 @@ impl Subscriber for Listening {
 #[derive(Clone)]
 pub(crate) enum Device {
     Simulated(fn(SimulatedBuilder) -> SimulatedBuilder),
-    Cuda(Profile),
+    Fake(Profile),
 }
 
 /// The memory that is registered.
@@ -81,6 +77,8 @@ pub(crate) enum Memory {
     Freed,
     /// More than an allocation holds.
     PastTheEnd,
+    /// Device memory of this length that the application allocated without the iface.
+    Application(u64),
     /// CUDA memory of several handles, each made for RDMA or not.
     Handles(&'static [bool]),
     /// A part of 8 pages of the application's host memory.
@@ -89,14 +87,14 @@ pub(crate) enum Memory {
     HostTwice,
     /// A range of host memory and an allocation of the device.
     Mixed,
-    /// A memory file that the application brings as a dma-buf.
+    /// A memory file that the application passes as a dma-buf.
     File,
 }
 
 /// A situation.
 #[derive(Clone)]
 pub(crate) struct Case {
-    /// The words that tell it from others of the same memory, imports and policy.
+    /// Distinguishes the situation from others with the same memory, imports and policy.
     pub(crate) what: String,
     pub(crate) device: Device,
     pub(crate) memory: Memory,
@@ -106,40 +104,41 @@ pub(crate) struct Case {
     pub(crate) p2p_off: bool,
     pub(crate) facts: Facts,
     pub(crate) nics: &'static [&'static str],
-    /// The iface that the caller names.
+    /// The iface that the caller claims.
     pub(crate) claim: Option<IfaceKind>,
     /// Refusals of the simulated device: call, number of the call, code.
     pub(crate) device_refuses: Option<(Call, u64, i32)>,
-    /// Refusals of the CUDA driver, in the same form.
-    pub(crate) driver_refuses: Option<(&'static str, u64, CuResult)>,
+    /// Refusals of a fake driver, in the same form.
+    pub(crate) driver_refuses: Option<(&'static str, u64, u32)>,
     /// The NIC's answers to its first registrations.
     pub(crate) nic_refuses: Vec<i32>,
 }
 
-/// The ways into the library that lead to a registration.
+/// Entry points of the library that register memory.
 #[derive(Clone, Copy, PartialEq)]
 enum Door {
     Regattr,
     Traced,
     Asynchronous,
     RegattrOn,
-    /// A miss of the registration cache; host memory is registered for one lease.
+    /// A miss of the registration cache. Host memory is registered for one lease.
     Cached,
 }
 
-/// The ifaces, the fabric and the device of one play.
+/// The ifaces, the fabric and the device of one situation. Fields are dropped in order, the driver
+/// last.
 struct World {
     simulated: Option<Arc<Simulated>>,
-    cuda: Option<(Functions, FakeDriver)>,
     device: Arc<dyn Iface>,
     registry: Arc<Registry>,
     paths: Arc<DefaultPathSelector>,
     provider: Loopback,
     faults: Faults,
+    driver: Option<Driver>,
 }
 
 impl Case {
-    /// The situation in a line, without its policy.
+    /// Returns the situation as one line, without its policy.
     pub(crate) fn subject(&self) -> String {
         let kind = |kind: AllocationKind| kind.name();
         let memory = match self.memory {
@@ -149,6 +148,7 @@ impl Case {
             Memory::Part(of) => format!("sub-region of {} memory", kind(of)),
             Memory::Freed => "freed device memory".into(),
             Memory::PastTheEnd => "more than an allocation".into(),
+            Memory::Application(len) => format!("{len} bytes of the application's device memory"),
             Memory::Handles(capable) => format!("handles, for RDMA: {capable:?}"),
             Memory::Host { offset, len } => format!("{len} bytes of host memory at {offset}"),
             Memory::HostTwice => "two ranges of host memory".into(),
@@ -163,15 +163,15 @@ impl Case {
         ];
         let imports: Vec<_> = imports.iter().filter(|(has, _)| *has).map(|(_, n)| *n).collect();
         let device = match &self.device {
-            Device::Simulated(_) => "simulated",
-            Device::Cuda(profile) => profile.name,
+            Device::Simulated(_) => "simulated".into(),
+            Device::Fake(profile) => profile.name(),
         };
         let what = if self.what.is_empty() { String::new() } else { format!(" | {}", self.what) };
         let imports = if imports.is_empty() { "nothing".into() } else { imports.join(", ") };
         format!("{device} | {memory} | NIC imports {imports}{what}")
     }
 
-    /// The lines of the situation.
+    /// Plays the situation through every entry point, and returns its lines.
     pub(crate) fn play(&self) -> Vec<String> {
         let plain = self.through(Door::Regattr);
         let mut section = Section::default();
@@ -204,7 +204,7 @@ impl Case {
     fn world(&self) -> World {
         let mut registry = Registry::new();
         registry.add(Arc::new(System::new())).expect("the first");
-        let (mut simulated, mut cuda) = (None, None);
+        let (mut simulated, mut driver) = (None, None);
         let device: Arc<dyn Iface> = match &self.device {
             Device::Simulated(build) => {
                 let builder =
@@ -213,16 +213,10 @@ impl Case {
                 simulated = Some(Arc::clone(&device));
                 device
             }
-            Device::Cuda(profile) => {
-                let driver = FakeDriver::start(profile.clone());
-                // SAFETY: each function has the signature of its name in `cuda.h`, and functions
-                // live forever.
-                let functions = unsafe { Functions::from_lookup(|name| driver.symbol(name)) }
-                    .expect("the table");
-                cuda = Some((functions.clone(), driver));
-                let device =
-                    Cuda::builder().functions(functions).monitor(CudaMonitorKind::Identity);
-                Arc::new(device.open().expect("a driver"))
+            Device::Fake(profile) => {
+                let (device, started) = profile.start();
+                driver = Some(started);
+                device
             }
         };
         registry.add(Arc::clone(&device)).expect("its kind is free");
@@ -231,16 +225,16 @@ impl Case {
         let builder = self.nics.iter().fold(Loopback::builder(), |all, name| all.nic(*name));
         World {
             simulated,
-            cuda,
             device,
             registry: Arc::new(registry),
             paths: Arc::new(paths.facts(Arc::new(Known(self.facts.clone())))),
             provider: builder.imports(self.imports).faults(&faults).build().expect("a fabric"),
             faults,
+            driver,
         }
     }
 
-    /// Registers twice through a door.
+    /// Registers twice through an entry point.
     fn through(&self, door: Door) -> Twice {
         let world = self.world();
         let events = Arc::new(EventQueue::new());
@@ -283,7 +277,7 @@ impl Case {
             .nic(nic.to_owned())
             .policy(self.policy);
         self.refuse(&world);
-        // The memory is the explanation's own: its address has no name here.
+        // The explanation allocates its own memory, so that its address has no name here.
         let names = Names::new();
         match world.paths.explain(&world.registry, &world.provider, &request) {
             Ok(explanation) => {
@@ -305,7 +299,7 @@ impl Case {
         if let (Some((call, nth, code)), Some(device)) = (self.device_refuses, &world.simulated) {
             device.faults().fail_nth(call, nth, Errno(code));
         }
-        if let (Some((symbol, nth, code)), Some((_, driver))) = (self.driver_refuses, &world.cuda) {
+        if let (Some((symbol, nth, code)), Some(driver)) = (self.driver_refuses, &world.driver) {
             driver.fail_nth(symbol, nth, code);
         }
         for (at, code) in self.nic_refuses.iter().enumerate() {
@@ -314,7 +308,7 @@ impl Case {
     }
 }
 
-/// A registration that is under way.
+/// Registrations of one situation.
 struct Play<'a> {
     case: &'a Case,
     world: &'a World,
@@ -379,8 +373,16 @@ impl Play<'_> {
                 let longer = AddressRange::new(memory.start(), 2 * memory.len()).expect("a range");
                 twice(vec![("memory", longer)], &[longer])
             }
+            Memory::Application(len) => {
+                let driver = self.world.driver.as_ref().expect("a fake driver");
+                let base = Address(driver.allocate(len as usize));
+                let memory = AddressRange::new(base, len).expect("a range");
+                twice(vec![("memory", memory)], &[memory])
+            }
             Memory::Handles(capable) => {
-                let (functions, _) = self.world.cuda.as_ref().expect("CUDA memory");
+                let Some(Driver::Cuda(functions, _)) = &self.world.driver else {
+                    unreachable!("CUDA's memory")
+                };
                 let segments = Segments::new(functions, capable);
                 let whole = segments.range(0, capable.len() as u64 * segments.step);
                 twice(vec![("memory", whole)], &[whole])
@@ -461,7 +463,7 @@ impl Play<'_> {
             };
         }
         let one = |domain: &Domain| {
-            // SAFETY: as above.
+            // SAFETY: the memory stays until the region is closed, and nothing refers to it.
             let region = unsafe { domain.regattr(attr, flags) }?;
             if self.door == Door::Asynchronous {
                 let event = self.events.wait(Duration::from_secs(60)).expect("an event");

@@ -1,4 +1,4 @@
-//! Traces as text, and what differs between two texts.
+//! Traces as text, and the difference of two texts.
 
 use std::{collections::BTreeMap, fmt::Write as _};
 
@@ -9,14 +9,14 @@ use hmem::{
 
 use crate::case::Case;
 
-/// Memory by the names that stand for its addresses in the text.
+/// Names that replace addresses of memory in the text.
 pub(crate) type Names = Vec<(&'static str, AddressRange)>;
 
 /// Situations, each with its policies.
 type Headings = Vec<(String, Vec<&'static str>)>;
 
-/// The situations and their traces. Situations with equal traces stand at the first of them,
-/// policies of one situation in one line.
+/// Returns the situations and their traces. Situations with equal traces are grouped at the first
+/// of them, and policies of one situation share a line.
 pub(crate) fn of(cases: &[Case]) -> String {
     let mut sections: Vec<(Headings, String)> = Vec::new();
     for case in cases {
@@ -41,7 +41,7 @@ pub(crate) fn of(cases: &[Case]) -> String {
     text
 }
 
-/// Stands between a situation and its policies.
+/// Separates a situation and its policies.
 const SEPARATOR: &str = " | policy ";
 
 /// A registration as text.
@@ -53,7 +53,7 @@ pub(crate) struct Outcome {
 }
 
 impl Outcome {
-    /// The text of a decision under the policy of the domain.
+    /// Formats a decision under the policy of the domain.
     pub(crate) fn decided(decision: &Decision, policy: P2pPolicy, names: &Names) -> Self {
         let mut head = format!("{} of {}", decision.path, decision.iface);
         if let Some(device) = decision.device {
@@ -68,7 +68,7 @@ impl Outcome {
         Self { head: stable(&head, names), remembered: decision.from_cache, attempts }
     }
 
-    /// The text of a registration that failed.
+    /// Formats a failed registration.
     pub(crate) fn failed(error: &Error, names: &Names) -> Self {
         let remedy = error.remedy_text().map_or(String::new(), |text| format!("; remedy: {text}"));
         let head = stable(&format!("refused: {}{remedy}", refusal(error)), names);
@@ -76,14 +76,14 @@ impl Outcome {
     }
 }
 
-/// Registrations on each NIC, and second ones.
+/// First and second registrations, one on each NIC.
 pub(crate) type Twice = (Vec<Outcome>, Vec<Outcome>);
 
 /// The lines of one situation.
 #[derive(Default)]
 pub(crate) struct Section {
     pub(crate) lines: Vec<String>,
-    /// The attempts that were written last.
+    /// The attempts of the last written outcome.
     attempts: Vec<String>,
 }
 
@@ -115,7 +115,7 @@ impl Section {
     }
 }
 
-/// A line for each attempt.
+/// Formats each attempt as a line.
 pub(crate) fn attempts(trace: &Trace, names: &Names) -> Vec<String> {
     let line = |(at, attempt): (usize, &Attempt)| {
         let asked = if attempt.driver_called { "" } else { " (not asked)" };
@@ -132,7 +132,7 @@ pub(crate) fn attempts(trace: &Trace, names: &Names) -> Vec<String> {
     trace.iter().enumerate().map(line).collect()
 }
 
-/// The operation that failed, with its kind and codes.
+/// Formats the failed operation with its kind and codes.
 fn refusal(error: &Error) -> String {
     let mut text = format!("{} {:?}", error.operation(), error.kind());
     if let Some(errno) = error.os_errno() {
@@ -144,7 +144,7 @@ fn refusal(error: &Error) -> String {
     text
 }
 
-/// Puts names in the place of addresses.
+/// Replaces addresses by names.
 fn stable(text: &str, names: &Names) -> String {
     let mut out = String::new();
     let mut rest = text;
@@ -162,14 +162,15 @@ fn stable(text: &str, names: &Names) -> String {
             Some((name, range)) => {
                 write!(out, "{name}[{}]", address - range.start().0).expect("a String");
             }
-            None if address < 1 << 20 => write!(out, "{address:#x}").expect("a String"),
+            // A length, an offset or a driver's code.
+            None if address < 1 << 32 => write!(out, "{address:#x}").expect("a String"),
             None => out.push_str("elsewhere"),
         }
     }
     out + rest
 }
 
-/// Lines of each situation under each policy, in the order of the text.
+/// Returns the lines of each situation under each policy, in the order of the text.
 fn sections(text: &str) -> Vec<(String, Vec<&str>)> {
     let mut sections = Vec::new();
     let mut headings = Vec::new();
@@ -188,7 +189,7 @@ fn sections(text: &str) -> Vec<(String, Vec<&str>)> {
     sections
 }
 
-/// Situations that differ, with the lines of both; empty for equal texts.
+/// Returns the situations that differ, with the lines of both texts. Empty for equal texts.
 pub(crate) fn difference(golden: &str, now: &str) -> String {
     let (before, after) = (sections(golden), sections(now));
     let (old, new): (BTreeMap<_, _>, BTreeMap<_, _>) =
@@ -209,7 +210,7 @@ pub(crate) fn difference(golden: &str, now: &str) -> String {
     text
 }
 
-/// Both versions of some lines, without a second copy of how they begin and end.
+/// Returns both versions of some lines. A common start and end is written once.
 fn changed_lines(old: &[&str], new: &[&str]) -> String {
     if old == new {
         return String::new();

@@ -1,26 +1,34 @@
-//! Golden traces: the path, the reason and every attempt of registrations in many situations, as
-//! `traces.txt` lists them. A change of the registration path must not change a line unless the
-//! behaviour changes on purpose; `HMEM_BLESS=1` rewrites the list.
+//! Golden traces. `traces.txt` lists path, reason and every attempt of registrations in many
+//! situations. A change of the registration path must not change a line unless the behaviour
+//! changes on purpose. `HMEM_BLESS=1` rewrites the list.
 //!
-//! Each situation is registered through every door: `regattr`, `regattr` with tracing on, an event
-//! queue, `regattr_on`, a miss of the cache, and `explain`. A door that decides like `regattr` has
-//! no lines of its own.
-#![cfg(feature = "cuda")]
+//! Each situation is registered through every entry point: `regattr`, `regattr` with tracing on, an
+//! event queue, `regattr_on`, a miss of the cache, and `explain`. An entry point that decides like
+//! `regattr` has no lines of its own.
+#![cfg(all(
+    feature = "cuda",
+    feature = "neuron",
+    feature = "rocr",
+    feature = "synapseai",
+    feature = "ze"
+))]
 #![allow(unsafe_code)]
 
 mod case;
+mod fake;
 mod listing;
 #[allow(dead_code, reason = "the CUDA tests use the rest")]
 #[path = "../cuda/segments.rs"]
 mod segments;
 mod situations;
+mod vendors;
 
 use std::{env, fs, path::Path};
 
 /// P2P-01, P2P-02, P2P-03, P2P-04, DIAG-03
 #[test]
 fn registrations_decide_as_the_golden_traces_say() {
-    let now = listing::of(&situations::all());
+    let now = listing::of(&[situations::all(), vendors::all()].concat());
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/traces/traces.txt");
     if env::var_os("HMEM_BLESS").is_some() {
         fs::write(&file, &now).expect("the list can be written");
@@ -29,7 +37,7 @@ fn registrations_decide_as_the_golden_traces_say() {
     let difference = listing::difference(&golden, &now);
     assert!(
         difference.is_empty(),
-        "traces changed (- golden, + now); HMEM_BLESS=1 takes them as they are now\n{difference}"
+        "traces changed (- golden, + now); HMEM_BLESS=1 accepts the new ones\n{difference}"
     );
 }
 

@@ -12,7 +12,10 @@ use hmem::{
 };
 use hmem_fake_cuda::Profile;
 
-use crate::case::{Case, Device, Memory, PAGE};
+use crate::{
+    case::{Case, Device, Memory, PAGE},
+    fake,
+};
 
 const KINDS: [AllocationKind; 5] = [
     AllocationKind::Device,
@@ -23,7 +26,7 @@ const KINDS: [AllocationKind; 5] = [
 ];
 
 /// Imports by letters: `d`ma-buf, `P`CIe mapping first, `p`eer memory, `s`taged.
-fn imports(letters: &str) -> Imports {
+pub(crate) fn imports(letters: &str) -> Imports {
     Imports {
         dma_buf: letters.contains('d'),
         pcie_mapping_first: letters.contains('P'),
@@ -238,7 +241,8 @@ fn several_nics() -> Vec<Case> {
 }
 
 fn cuda() -> Vec<Case> {
-    let on = |profile| Case { device: Device::Cuda(profile), ..Case::default() };
+    let on =
+        |profile| Case { device: Device::Fake(fake::Profile::Cuda(profile)), ..Case::default() };
     let mut cases = Vec::new();
     for profile in Profile::all() {
         for kind in KINDS {
@@ -309,7 +313,7 @@ fn cuda() -> Vec<Case> {
                 what: format!("{symbol} answers {}", code.0),
                 memory: Memory::Of(kind),
                 imports: imports(letters),
-                driver_refuses: Some((symbol, 1, code)),
+                driver_refuses: Some((symbol, 1, code.0)),
                 ..on(newest())
             });
         }

@@ -1,4 +1,4 @@
-//! Cached registrations of memory that is freed, and other memory at its address.
+//! Cached registrations of freed memory, and of new memory at its address.
 
 use hmem::{
     AllocationKind, CacheAttr, DeviceId, DomainAttr, IfaceKind,
@@ -16,8 +16,8 @@ fn cached(cache: CacheAttr) -> DomainAttr {
 
 /// MON-07 CACHE-02
 ///
-/// Thousands of rounds in which the address comes back, over a NIC that keeps the pages of a
-/// registration: a second get of live memory is a hit, and the first of new memory never is.
+/// Thousands of rounds with a reused address, over a NIC that keeps the pages of a registration.
+/// The second lookup of live memory is a hit, and the first lookup of new memory is a miss.
 #[test]
 fn freed_and_reallocated_memory_is_never_a_hit() {
     let rounds = if real() { 10_000 } else { 2_000 };
@@ -49,7 +49,7 @@ fn freed_and_reallocated_memory_is_never_a_hit() {
             drop(unsafe { cache.get_or_register(range, REMOTE) }.expect("registered"));
             assert_eq!(cache.statistics().hits, before.hits + 1, "round {round}: no hit");
         }
-        assert!(reused > rounds * 9 / 10, "the address came back {reused} times");
+        assert!(reused > rounds * 9 / 10, "the address was reused {reused} times");
         let now = cache.statistics();
         assert!(now.invalidations(InvalidationCause::Identity) >= reused, "{now:?}");
     }
@@ -57,12 +57,13 @@ fn freed_and_reallocated_memory_is_never_a_hit() {
 
 /// CACHE-12 MON-09
 ///
-/// `FI_MR_ZE_CACHE_MONITOR_ENABLED=0` has Level Zero memory registered uncached, naming the
-/// variable, and leaves host memory cached. In a process with that environment.
+/// With `FI_MR_ZE_CACHE_MONITOR_ENABLED=0` Level Zero memory is registered uncached, and the reason
+/// names the variable. Host memory is still cached. The test runs itself in a process with that
+/// environment.
 #[test]
-fn variable_turns_the_monitor_of_level_zero_off_and_no_other() {
+fn variable_disables_the_level_zero_monitor_only() {
     const VARIABLE: &str = "FI_MR_ZE_CACHE_MONITOR_ENABLED";
-    const NAME: &str = "cache::variable_turns_the_monitor_of_level_zero_off_and_no_other";
+    const NAME: &str = "cache::variable_disables_the_level_zero_monitor_only";
     let Ok(value) = std::env::var(VARIABLE) else {
         for value in ["0", "1"] {
             let output = std::process::Command::new(std::env::current_exe().expect("this test"))
@@ -96,7 +97,7 @@ fn variable_turns_the_monitor_of_level_zero_off_and_no_other() {
 
 /// MON-07
 ///
-/// Memory of a pool that the application uses has no identity of its own: it is never cached.
+/// Memory that the application got from a pool has no identity of its own, and is never cached.
 #[test]
 fn pooled_memory_of_the_application_is_registered_uncached() {
     let link = Link::open(Profile::default(), cached(CacheAttr::default()));

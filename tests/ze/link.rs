@@ -13,22 +13,22 @@ use hmem::{
 };
 use hmem_fake_ze::{FakeDriver, Profile};
 
-/// Every right of peers.
+/// All rights of peers.
 pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
-/// Returns true if the library's driver is asked for in place of the fake one.
+/// Returns true if the real driver is selected instead of the fake.
 pub(crate) fn real() -> bool {
     std::env::var("HMEM_ZE").is_ok_and(|names| names.split(',').any(|name| name.trim() == "real"))
 }
 
-/// The drivers that a behaviour is shown over.
+/// Returns the profiles of the drivers to test.
 pub(crate) fn profiles() -> Vec<Profile> {
     if real() { vec![Profile::without_exports()] } else { Profile::all() }
 }
 
 static TURN: Mutex<()> = Mutex::new(());
 
-/// One world. Fields are dropped in order, the driver last.
+/// Objects of one test. Fields are dropped in order, the driver last.
 pub(crate) struct Link {
     queue: Arc<dyn CompletionQueue>,
     initiator: Endpoint,
@@ -37,7 +37,7 @@ pub(crate) struct Link {
     pub(crate) domain: Domain,
     pub(crate) hmem: Hmem,
     pub(crate) ze: Arc<LevelZero>,
-    /// The fake driver, if the library's was not asked for.
+    /// The fake driver, unless the real one is selected.
     pub(crate) driver: Option<FakeDriver>,
     _turn: Option<MutexGuard<'static, ()>>,
 }
@@ -112,7 +112,7 @@ impl Link {
     }
 }
 
-/// Bytes that tell their position and seed apart.
+/// Returns bytes that differ by position and seed.
 pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
     (0..len as u64).map(|at| ((at * 31 + seed * 97 + (at >> 8) * 7) % 251 + 1) as u8).collect()
 }

@@ -1,6 +1,6 @@
-//! Level Zero memory under a NIC: the fake driver's memory, or with `HMEM_ZE=real` that of the
-//! library's driver (Intel's with a simulated GPU: `tests/ze/run`), registered over the software
-//! NIC, with every byte that moves compared. `iface-ze/tests` shows the iface on its own.
+//! Level Zero memory registered with the software NIC: memory of the fake driver, or with
+//! `HMEM_ZE=real` of Intel's driver with a simulated GPU (`tests/ze/run`). Every moved byte is
+//! compared. `iface-ze/tests` tests the iface alone.
 #![cfg(feature = "ze")]
 #![allow(unsafe_code)]
 

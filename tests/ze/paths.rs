@@ -13,7 +13,7 @@ use crate::link::{Link, REMOTE, pattern, profiles};
 
 const LEN: u64 = 300_000;
 
-/// The path that memory of a kind takes under a policy.
+/// Returns the expected path of memory of a kind under a policy.
 fn expected(kind: AllocationKind, policy: P2pPolicy, exports: bool) -> Path {
     match kind {
         AllocationKind::Device if policy == P2pPolicy::Enabled && exports => Path::DmaBuf,
@@ -24,8 +24,8 @@ fn expected(kind: AllocationKind, policy: P2pPolicy, exports: bool) -> Path {
 
 /// HM-06 HM-08 P2P-03
 ///
-/// Every kind of memory on every device, in the middle of an allocation, by the path that it has;
-/// host and shared memory by its pages.
+/// Covers every kind of memory on every device, in the middle of an allocation. Host and shared
+/// memory is registered as host pages.
 #[test]
 fn memory_of_every_kind_moves_its_bytes_by_its_path() {
     for profile in profiles() {
@@ -53,9 +53,9 @@ fn memory_of_every_kind_moves_its_bytes_by_its_path() {
                     whole[offset as usize..][..bytes.len()].copy_from_slice(&bytes);
                     let mut found = vec![0; LEN as usize];
                     buffer.read(0, &mut found).expect("read");
-                    assert!(found == whole, "{kind:?} by {path:?}: other bytes than were written");
+                    assert!(found == whole, "{kind:?} by {path:?}: written bytes differ");
                     let found = link.get(&key, 0, len as usize).expect("read");
-                    assert!(found == bytes, "{kind:?} by {path:?}: other bytes were read");
+                    assert!(found == bytes, "{kind:?} by {path:?}: read bytes differ");
                     region.close().expect("close");
                 }
             }
@@ -68,10 +68,10 @@ fn memory_of_every_kind_moves_its_bytes_by_its_path() {
 
 /// DIAG-03 P2P-03
 ///
-/// The trace of a registration whose device exports nothing has the step, the cause and the remedy,
-/// and so has an explanation.
+/// If the device exports nothing, the trace of the registration has the step, the cause and the
+/// remedy. The explanation has the same.
 #[test]
-fn memory_that_is_not_exported_says_why_and_what_to_do() {
+fn refused_export_names_cause_and_remedy() {
     let link = Link::open(Profile::without_exports(), DomainAttr::default());
     let buffer = link.buffer(LEN, AllocationKind::Device, DeviceId(0));
     let region = link.expose(buffer.allocation().range).expect("register");
@@ -96,9 +96,9 @@ fn memory_that_is_not_exported_says_why_and_what_to_do() {
 
 /// DIAG-03
 ///
-/// Memory that an application got from a pool of the driver is staged, with the reason.
+/// Memory that the application got from a pool of the driver is staged, with the reason.
 #[test]
-fn pooled_memory_of_the_application_is_staged_and_the_reason_is_in_the_trace() {
+fn pooled_memory_of_the_application_is_staged_with_the_reason() {
     let link = Link::open(Profile::default(), DomainAttr::default());
     let driver = link.driver.as_ref().expect("the fake driver");
     let base = driver.allocate_elsewhere(1000);
@@ -116,10 +116,10 @@ fn pooled_memory_of_the_application_is_staged_and_the_reason_is_in_the_trace() {
 
 /// HM-02 DIAG-03
 ///
-/// A pointer that is freed, foreign, another vendor's or one past the end is claimed for Level
-/// Zero.
+/// The caller claims a freed pointer, a foreign one, one of another vendor and one past the end for
+/// Level Zero.
 #[test]
-fn pointer_that_level_zero_does_not_know_is_refused_with_the_reason() {
+fn pointer_unknown_to_level_zero_is_refused_with_the_reason() {
     let link = Link::open(Profile::default(), DomainAttr::default());
     let freed = link.buffer(LEN, AllocationKind::Device, DeviceId(0)).allocation().range;
     let live = link.buffer(8 << 20, AllocationKind::Device, DeviceId(0));
@@ -137,13 +137,13 @@ fn pointer_that_level_zero_does_not_know_is_refused_with_the_reason() {
     ] {
         let ranges = [AddressRange::new(start, 64).expect("a range")];
         let attr = MrAttr { iface: Some(IfaceKind::ZE), ..MrAttr::new(&ranges, REMOTE) };
-        // SAFETY: it is refused.
+        // SAFETY: the registration is refused.
         let error = unsafe { link.domain.regattr(&attr, MrFlags::empty()) }.expect_err(what);
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{what}: {error}");
         let text = error.to_string();
         assert!(text.contains("ze") && text.contains("does not know the address"), "{text}");
     }
-    // A range that leaves its allocation.
+    // A range that exceeds its allocation.
     let over = AddressRange::new(Address(one_past.0 - 32), 64).expect("a range");
     let error = link.expose(over).expect_err("half of it is not there");
     assert!(!error.is_unsupported(), "{error}");

@@ -1,6 +1,6 @@
-//! Functions of the driver that free memory, and which memory a call frees.
+//! Functions of the driver that free memory, with the memory that a call frees.
 
-/// Arguments as the registers hold them.
+/// Arguments of a call, one register each.
 pub(super) type Args = [usize; 6];
 
 /// Memory that a call frees.
@@ -10,20 +10,20 @@ pub(super) enum Takes {
     Pointed,
     /// The allocation that the first argument points to, a pointer of 32 bits.
     PointedLow,
-    /// Any memory of the driver: the arguments do not say which.
+    /// All memory of the driver: the arguments do not say which part is freed.
     Anything,
 }
 
 macro_rules! functions {
     ($($name:ident: $takes:expr;)+) => {
-        /// One function.
+        /// One function of the driver.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(usize)]
         #[allow(non_camel_case_types)] // The driver's own spelling.
         pub(super) enum Function { $($name,)+ }
 
         impl Function {
-            /// Every function, in the order of their numbers.
+            /// All functions, in the order of their numbers.
             pub(super) const ALL: [Self; [$(stringify!($name)),+].len()] = [$(Self::$name),+];
 
             /// Returns the name of the exported function.
@@ -70,7 +70,7 @@ impl Function {
         Self::ALL.into_iter().find(|function| function.symbol() == symbol)
     }
 
-    /// Returns the pointer that a call frees. The driver takes 0 for none.
+    /// Returns the pointer that a call frees. The driver ignores a null pointer.
     pub(super) const fn pointer(self, args: &Args) -> Option<u64> {
         match self.takes() {
             Takes::Pointed => Some(args[0] as u64),
@@ -86,7 +86,7 @@ mod tests {
     use crate::sys::Functions;
 
     #[test]
-    fn every_function_that_is_looked_up_has_a_hook_and_the_reverse() {
+    fn functions_looked_up_and_functions_hooked_are_the_same() {
         let hooked: Vec<_> = Function::ALL.map(Function::symbol).to_vec();
         assert_eq!(hooked, Functions::FREES);
         assert!(hooked.iter().all(|symbol| Function::named(symbol).is_some()));
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pointer_is_as_wide_as_its_version_of_the_function_has_it() {
+    fn pointer_has_the_width_of_its_function_version() {
         let args = [0x7f_0000_1000_usize, 0, 0, 0, 0, 0];
         assert_eq!(Function::cuMemFree_v2.pointer(&args), Some(0x7f_0000_1000));
         assert_eq!(Function::cuMemFree.pointer(&args), Some(0x1000));

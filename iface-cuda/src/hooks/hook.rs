@@ -24,16 +24,17 @@ use super::{
 };
 use crate::sys::{self, CuDevicePtr, CuPointerAttribute, CuResult};
 
-/// State that hooks share with the rest of the process.
+/// State of the hooks, which every thread of the process shares.
 #[repr(C)]
 #[derive(Debug)]
 pub(super) struct CudaHookState {
     pub(super) table: SubscriberTable,
-    /// Calls of a test that arrived.
+    /// Number of test calls that reached a hook.
     probes: AtomicU64,
 }
 
-// SAFETY: zeroes are an empty table and no arrivals; both are shared by atomics alone.
+// SAFETY: all-zero bytes are an empty table and no arrivals, and both are accessed by atomics
+// alone.
 unsafe impl Wipeable for CudaHookState {}
 
 impl HasTable for CudaHookState {
@@ -43,7 +44,7 @@ impl HasTable for CudaHookState {
     }
 }
 
-/// A function of the driver as the registers see it: whole registers in, whole register out.
+/// A function of the driver, called with six whole registers. It returns one whole register.
 type Call = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> usize;
 
 type Ask =
@@ -68,7 +69,7 @@ pub(super) fn original_of(function: Function) -> &'static AtomicUsize {
     &ORIGINALS[function as usize]
 }
 
-/// Makes hooks query by this function.
+/// Sets the function by which hooks query the driver.
 pub(super) fn ask_by(ask: Ask) {
     ASK.store((ask as *const ()).expose_provenance(), Ordering::Release);
 }
@@ -87,7 +88,7 @@ pub(super) fn hook_of(function: Function) -> usize {
 }
 
 /// # Safety
-/// As for the function of this number.
+/// The arguments are valid for the function of this number.
 unsafe extern "C" fn hook<const FUNCTION: usize>(
     a: usize,
     b: usize,
@@ -96,7 +97,7 @@ unsafe extern "C" fn hook<const FUNCTION: usize>(
     e: usize,
     f: usize,
 ) -> usize {
-    // SAFETY: called in place of the function with its arguments.
+    // SAFETY: the patched entry jumps here with the arguments of the function's caller.
     unsafe { hooked(const { Function::ALL[FUNCTION] }, [a, b, c, d, e, f]) }
 }
 
@@ -111,14 +112,14 @@ pub(super) unsafe fn probe(subscribers: &Subscribers<CudaHookState>, entry: usiz
     // SAFETY: the entry of a function that takes at most six arguments in registers, as its hook
     // does.
     let call: Call = unsafe { std::mem::transmute(ptr::with_exposed_provenance::<()>(entry)) };
-    // SAFETY: the hook returns at once. If somebody overwrote the patch this very moment, the
-    // driver refuses the address of a static, which is none of its own.
+    // SAFETY: the hook returns at once. If other code overwrites the patch at this moment, the
+    // driver refuses the argument: the address of a static is no allocation of the driver.
     unsafe { call(ptr::addr_of!(PROBE).addr(), 0, 0, 0, 0, 0) };
     probes.load(Ordering::SeqCst) != before
 }
 
 /// # Safety
-/// As for the function with these arguments.
+/// The arguments are valid for the function.
 #[inline(always)]
 unsafe fn hooked(function: Function, args: Args) -> usize {
     let Some(subscribers) = REGISTRY.subscribers() else {
@@ -130,7 +131,8 @@ unsafe fn hooked(function: Function, args: Args) -> usize {
         return 0;
     }
     let pass = subscribers.table().pass();
-    // The pass lasts over the call even without subscribers: a subscription meanwhile waits for it.
+    // The guard is held over the call even without subscribers: a subscription that begins
+    // meanwhile waits for it.
     if pass.is_empty() {
         // SAFETY: the caller called the function with these arguments.
         unsafe { original(function, args) }
@@ -141,7 +143,7 @@ unsafe fn hooked(function: Function, args: Args) -> usize {
 }
 
 /// # Safety
-/// As for the function with these arguments.
+/// The arguments are valid for the function.
 #[inline(never)]
 unsafe fn notified(pass: &TableReadGuard<'_>, function: Function, args: Args) -> usize {
     let Some(range) = freed_by(function, &args) else {
@@ -155,14 +157,15 @@ unsafe fn notified(pass: &TableReadGuard<'_>, function: Function, args: Args) ->
     // SAFETY: the caller called the function with these arguments.
     let result = unsafe { original(function, args) };
     pass.each(|slot, invalidator| {
-        // SAFETY: this pass has the same slots each time, and `invalidate_start` wrote this one.
+        // SAFETY: the guard returns the same slots each time, and `invalidate_start` wrote this
+        // one.
         invalidator.invalidate_end(unsafe { changes[slot].assume_init_read() });
     });
     result
 }
 
-/// Returns the memory that a call is about to free: everything, if the driver does not know the
-/// allocation's range. `None` for nothing.
+/// Returns the memory that a call is about to free: all memory if the driver does not know the
+/// range of the allocation. `None` if the call frees nothing.
 fn freed_by(function: Function, args: &Args) -> Option<AddressRange> {
     let everything = || clamped(0, u64::MAX);
     match function.pointer(args) {
@@ -190,12 +193,12 @@ fn allocation_at(pointer: u64) -> Option<AddressRange> {
 }
 
 /// # Safety
-/// As for the function with these arguments.
+/// The arguments are valid for the function.
 #[inline(always)]
 unsafe fn original(function: Function, [a, b, c, d, e, f]: Args) -> usize {
     let original = ORIGINALS[function as usize].load(Ordering::Relaxed);
-    // SAFETY: the plan of the patches, by which an entry led here, has written the way past what it
-    // replaced; the store of the patch orders it.
+    // SAFETY: the patch plan wrote the address behind the replaced instruction before it stored the
+    // patch, and only a patched entry leads here.
     let original: Call =
         unsafe { std::mem::transmute(ptr::with_exposed_provenance::<()>(original)) };
     // SAFETY: the caller called the function with these arguments.

@@ -2,13 +2,13 @@
 //!
 //! An application frees by calling the driver, not this crate. If the driver's exported functions
 //! can be patched, a hook notifies subscribers before the memory goes. Every entry of `libcuda` 535
-//! and 550 begins with one comparison that can be replaced. `cuGetProcAddress` returns those very
-//! entries, so that calls through it are seen too. A test shows both with the real libraries.
+//! and 550 begins with one comparison that can be replaced. `cuGetProcAddress` returns the same
+//! entries, so that the hooks see calls through it too. A test shows both with the real libraries.
 //!
 //! # Hooked functions
 //!
-//! Each with the versions that the ABI has of it (`_v2`, `_ptsz`, `Async`), and the memory that a
-//! call invalidates:
+//! Each function in all its ABI versions (`_v2`, `_ptsz`, `Async`), with the memory that a call
+//! invalidates:
 //!
 //! - `cuMemFree`, `cuMemFreeHost`, `cuMemFreeAsync`, `cuIpcCloseMemHandle`: the allocation at the
 //!   pointer, whose range the hook queries before the free.
@@ -18,23 +18,23 @@
 //! - `cuGraphicsUnmapResources`, `cuGraphicsUnregisterResource`, `cuGLUnmapBufferObject`,
 //!   `cuGLUnregisterBufferObject`, which end mappings of other APIs: everything.
 //!
-//! A release of a primary context invalidates everything even if others still retain the context,
-//! this crate for one. Memory that was allocated there lives on, but only for those who retain the
-//! context, and the last of them to release it may be this crate. This crate releases a context
-//! without notifying: no memory of its own is left in it then, and the releases of all others that
-//! had memory there notified. If neither release did, that memory would go while it is registered.
+//! A release of a primary context invalidates all memory, even if another part of the process still
+//! retains the context. The memory of a context lives until the last release, and this crate may
+//! make that release. This crate releases a context without notifying, since none of its own memory
+//! is left there. So the earlier releases of the application must notify: otherwise its memory
+//! would be freed while it is registered.
 //!
 //! # Functions without a hook
 //!
 //! - `cuMemUnmap`, `cuMemAddressFree`, `cuMemRelease` and `cuMemHostUnregister` free memory that is
 //!   never cached with this iface's monitor.
 //! - `cuMemPoolTrimTo` and `cuMemPoolDestroy` free nothing that was not freed before.
-//!   Stream-ordered memory is monitored by identity in any case, as it goes when its stream gets
-//!   there.
+//!   Stream-ordered memory is monitored by identity in any case: it is freed when its stream
+//!   reaches the free.
 //!
-//! Not seen:
+//! The hooks do not see:
 //!
-//! - memory of graph nodes (`cuGraphAddMemFreeNode`), which launches free;
+//! - memory of graph nodes (`cuGraphAddMemFreeNode`), which a graph launch frees;
 //! - a checkpoint of the process;
 //! - `cuEGLStreamConsumerReleaseFrame`;
 //! - frees that the CUDA runtime may make by tables of its own (`cuGetExportTable`): 12.9 looks the
@@ -77,19 +77,19 @@ pub struct FreeHooks {
     hooks: Hooks<CudaHookState>,
 }
 
-/// First entry of the patched library: only one library of a process is hooked. Claimed before any
-/// state of its hooks is written.
+/// First entry of the patched library. Only one library of a process is hooked. It is claimed
+/// before any state of the hooks is written.
 static LIBRARY: AtomicUsize = AtomicUsize::new(0);
 
 impl FreeHooks {
     /// Patches the frees of the library of these functions, and checks that each leads to its hook.
     ///
     /// # Errors
-    /// - Unsupported if the entry of a function cannot be patched, with the function, and the
-    ///   library that patched it before, if any; or if the hooks of this process are in another
-    ///   library.
+    /// - Unsupported if the entry of a function cannot be patched. The error names the function,
+    ///   and the library that patched it before, if any.
+    /// - Unsupported if the hooks of this process are in another library.
     /// - PermissionDenied or AccessDenied if a security policy forbids changing code.
-    /// - Busy if a call did not arrive.
+    /// - Busy if a call did not reach its hook.
     pub fn start(functions: &Functions) -> Result<Arc<Self>> {
         claim(functions)?;
         let this = Arc::new(Self { hooks: Hooks::start(&REGISTRY, NAME, || plan(functions))? });
@@ -105,13 +105,13 @@ impl FreeHooks {
     pub fn check(&self) -> Result<()> {
         self.hooks.check_patches("check")?;
         for (function, entry) in self.hooks.entries() {
-            // SAFETY: the patch of this entry was in place just now, and its hook does not pass
-            // the call on.
+            // SAFETY: `check_patches` above found the patch of this entry in place, and its hook
+            // does not pass the call on.
             let arrived = unsafe { hook::probe(self.hooks.subscribers(), entry) };
             if !arrived {
                 let error = NAME.error(ErrorKind::Busy).context("function", function);
                 return Err(error
-                    .context("why", "a call of it did not arrive")
+                    .context("why", "a call of the function did not reach its hook")
                     .remedy(NAME.fallback_hint));
             }
         }
@@ -128,8 +128,9 @@ impl FreeHooks {
     /// returns notify too.
     ///
     /// # Errors
-    /// Busy with the function whose patch was overwritten; OutOfResources with too many
-    /// invalidators; Unsupported in a forked child.
+    /// - Busy if a patch was overwritten. The error names the function.
+    /// - OutOfResources with too many invalidators.
+    /// - Unsupported in a forked child.
     pub fn subscribe(&self, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
         self.hooks.subscribe(&invalidator)
     }
@@ -171,10 +172,9 @@ fn plan(functions: &Functions) -> Result<Patches> {
         original: hook::original_of(function),
     };
     let targets: Vec<_> = entries(functions).map(target).collect();
-    // SAFETY: the entries are those of a library that `Functions` keeps loaded for good, or what
-    // its injector promised to be functions of these names; hooks take and pass on whole
-    // registers, and have an `original` each, which no call uses yet: nothing is patched
-    // before a plan is kept.
+    // SAFETY: the entries belong to a library that `Functions` never unloads, or are the functions
+    // that its injector promised. Hooks receive and pass on whole registers. Each hook has an
+    // `original` of its own, which no call uses yet: nothing is patched before the plan is kept.
     let patches = unsafe { Patches::plan(NAME, &targets) }?;
     hook::ask_by(functions.pointer_get_attributes);
     Ok(patches)

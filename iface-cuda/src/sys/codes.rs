@@ -1,20 +1,20 @@
 //! The driver's result codes, by the names of `cuda.h`.
 
-/// `CUresult`: what every call of the driver API returns.
+/// `CUresult`: result of a call of the driver API.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CuResult(pub u32);
 
 impl CuResult {
-    /// Whether it is the code of success.
+    /// Returns true for the code of success.
     #[must_use]
     pub const fn is_success(self) -> bool {
         self.0 == Self::CUDA_SUCCESS.0
     }
 
-    /// Whether the process has lost its device: a fault of the hardware or of a kernel, after
-    /// which, as `cuda.h` says of most of these codes, "any further CUDA work will return the
-    /// same error" and the process must be terminated.
+    /// Returns true if the process has lost its device by a fault of the hardware or of a kernel.
+    /// `cuda.h` says of most of these codes: "any further CUDA work will return the same error".
+    /// The process must be terminated.
     #[must_use]
     pub const fn is_sticky(self) -> bool {
         matches!(
@@ -46,10 +46,10 @@ macro_rules! codes {
                 pub const $name: Self = Self($code);
             )+
 
-            /// Every code that this crate names.
+            /// All codes that this crate names.
             pub const ALL: &[Self] = &[$(Self::$name),+];
 
-            /// The name in `cuda.h`, where it has one.
+            /// Returns the name in `cuda.h`, or `None` for an unknown code.
             #[must_use]
             pub const fn name(self) -> Option<&'static str> {
                 match self.0 {

@@ -1,15 +1,15 @@
-//! Types, layouts and constants of `cuda.h`, laid out by hand; `tests/layout.rs` compares them with
+//! Types, layouts and constants of `cuda.h`, written by hand. `tests/layout.rs` compares them with
 //! the header.
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ushort};
 
-/// `CUdevice`: a device's handle as the driver gives it for an ordinal.
+/// `CUdevice`: handle that the driver returns for the ordinal of a device.
 pub type CuDevice = c_int;
 /// `CUdeviceptr`: an address in the unified address space.
 pub type CuDevicePtr = u64;
-/// `CUpointer_attribute`: what to ask about a pointer.
+/// `CUpointer_attribute`: attribute of a pointer to query.
 pub type CuPointerAttribute = c_uint;
-/// `CUdevice_attribute`: what to ask about a device.
+/// `CUdevice_attribute`: attribute of a device to query.
 pub type CuDeviceAttribute = c_uint;
 /// `CUmemGenericAllocationHandle`: physical memory of `cuMemCreate`.
 pub type CuMemHandle = u64;
@@ -25,7 +25,7 @@ macro_rules! handles {
             /// The null handle.
             pub const NULL: Self = Self(0);
 
-            /// Whether it is the null handle.
+            /// Returns true for the null handle.
             #[must_use]
             pub const fn is_null(self) -> bool {
                 self.0 == 0
@@ -34,8 +34,8 @@ macro_rules! handles {
     )+};
 }
 
-// Opaque pointers of the driver, which nobody follows: kept as numbers, so that they may change
-// threads.
+// Opaque pointers of the driver, which are never dereferenced here. They are numbers, so that they
+// are `Send` and `Sync`.
 handles! {
     /// `CUcontext`: an opaque pointer.
     CuContext,
@@ -45,7 +45,7 @@ handles! {
     CuEvent,
 }
 
-/// `CUmemLocation`.
+/// `CUmemLocation`: place of physical memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CuMemLocation {
@@ -55,7 +55,7 @@ pub struct CuMemLocation {
     pub id: c_int,
 }
 
-/// `CUmemAllocationProp`: what physical memory to create.
+/// `CUmemAllocationProp`: properties of physical memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CuMemAllocationProp {
@@ -63,7 +63,7 @@ pub struct CuMemAllocationProp {
     pub kind: c_uint,
     /// `CU_MEM_HANDLE_TYPE_*` bits.
     pub requested_handle_types: c_uint,
-    /// Where.
+    /// Device on which the memory is created.
     pub location: CuMemLocation,
     /// Null on Linux.
     pub win32_handle_meta_data: usize,
@@ -77,11 +77,11 @@ pub struct CuMemAllocationProp {
     pub reserved: [c_uchar; 4],
 }
 
-/// `CUmemAccessDesc`: who may access a mapping.
+/// `CUmemAccessDesc`: rights of a device on a mapping.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CuMemAccessDesc {
-    /// From where.
+    /// Device that may access the mapping.
     pub location: CuMemLocation,
     /// A `CU_MEM_ACCESS_FLAGS_*`.
     pub flags: c_uint,
@@ -90,11 +90,11 @@ pub struct CuMemAccessDesc {
 /// `CU_IPC_HANDLE_SIZE`: bytes of a [`CuIpcMemHandle`].
 pub const CU_IPC_HANDLE_SIZE: usize = 64;
 
-/// `CUipcMemHandle`: an allocation for another process.
+/// `CUipcMemHandle`: handle by which another process opens an allocation.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CuIpcMemHandle {
-    /// Opaque.
+    /// Opaque value of the driver.
     pub reserved: [c_char; CU_IPC_HANDLE_SIZE],
 }
 
@@ -102,7 +102,7 @@ macro_rules! constants {
     ($($(#[doc = $doc:literal])+ $name:ident: $type:ty = $value:literal;)+) => {
         $($(#[doc = $doc])+ pub const $name: $type = $value;)+
 
-        /// Every constant of this module with its name in `cuda.h` and its value.
+        /// All constants of this module: name in `cuda.h`, and value.
         pub const CONSTANTS: &[(&str, u64)] = &[$((stringify!($name), $name as u64)),+];
     };
 }
@@ -112,9 +112,9 @@ constants! {
     CU_POINTER_ATTRIBUTE_CONTEXT: CuPointerAttribute = 1;
     /// A `CU_MEMORYTYPE_*` as `unsigned int`, 0 for foreign addresses.
     CU_POINTER_ATTRIBUTE_MEMORY_TYPE: CuPointerAttribute = 2;
-    /// Whether synchronous operations on the memory always synchronise, as `unsigned int`.
+    /// 1 if synchronous operations on the memory always synchronise (`unsigned int`).
     CU_POINTER_ATTRIBUTE_SYNC_MEMOPS: CuPointerAttribute = 6;
-    /// Never given twice in a process, as `unsigned long long`.
+    /// Number of the allocation (`unsigned long long`), unique in the process.
     CU_POINTER_ATTRIBUTE_BUFFER_ID: CuPointerAttribute = 7;
     /// A boolean.
     CU_POINTER_ATTRIBUTE_IS_MANAGED: CuPointerAttribute = 8;
@@ -126,9 +126,9 @@ constants! {
     CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: CuPointerAttribute = 11;
     /// The allocation's (for VMM, the reservation's) bytes, as `size_t`.
     CU_POINTER_ATTRIBUTE_RANGE_SIZE: CuPointerAttribute = 12;
-    /// A boolean: whether memory is mapped at the address.
+    /// Boolean: memory is mapped at the address.
     CU_POINTER_ATTRIBUTE_MAPPED: CuPointerAttribute = 13;
-    /// A boolean: whether GPUDirect RDMA can reach the memory.
+    /// Boolean: GPUDirect RDMA can reach the memory.
     CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE: CuPointerAttribute = 15;
     /// The pool of stream-ordered memory, null for other memory.
     CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE: CuPointerAttribute = 17;
@@ -139,7 +139,7 @@ constants! {
     CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY: CuDeviceAttribute = 83;
     /// The device has `cuMemAddressReserve`, `cuMemCreate`, `cuMemMap`.
     CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: CuDeviceAttribute = 102;
-    /// `cuMemCreate` takes the GPUDirect RDMA flag.
+    /// `cuMemCreate` accepts the GPUDirect RDMA flag.
     CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED: CuDeviceAttribute = 110;
     /// The device has `cuMemAllocAsync`.
     CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED: CuDeviceAttribute = 115;
@@ -153,7 +153,8 @@ constants! {
     CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED: CuDeviceAttribute = 124;
     /// The device exports page-locked host memory as dma-bufs. From CUDA 13 on.
     CU_DEVICE_ATTRIBUTE_HOST_ALLOC_DMA_BUF_SUPPORTED: CuDeviceAttribute = 146;
-    /// The CPU can map the dma-bufs of the device's memory. CUDA 13.5 has it, 12.9 does not.
+    /// The CPU can map the dma-bufs of the device's memory. In the header of CUDA 13.5, not of
+    /// 12.9.
     CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED: CuDeviceAttribute = 152;
 
     /// Memory of the host.
@@ -176,27 +177,27 @@ constants! {
     /// Peer access is enabled where the opened memory needs it.
     CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: u32 = 1;
 
-    /// On a device.
+    /// The location is a device.
     CU_MEM_LOCATION_TYPE_DEVICE: u32 = 1;
-    /// Pinned on its device.
+    /// The memory is pinned on its device.
     CU_MEM_ALLOCATION_TYPE_PINNED: u32 = 1;
-    /// The smallest step of sizes and addresses.
+    /// Asks for the minimum granularity of sizes and addresses.
     CU_MEM_ALLOC_GRANULARITY_MINIMUM: u32 = 0;
-    /// Reads and writes.
+    /// Reads and writes are allowed.
     CU_MEM_ACCESS_FLAGS_PROT_READWRITE: u32 = 3;
     /// A dma-buf fd.
     CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD: u32 = 1;
-    /// Map the dma-buf through the PCIe BAR.
+    /// The dma-buf is mapped through the PCIe BAR.
     CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE: u64 = 1;
 
     /// `cuFlushGPUDirectRDMAWrites` works.
     CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST: u32 = 1;
     /// The device that owns the memory sees inbound writes in order.
     CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER: u32 = 100;
-    /// Every device does.
+    /// Every device sees inbound writes in order.
     CU_GPU_DIRECT_RDMA_WRITES_ORDERING_ALL_DEVICES: u32 = 200;
-    /// Flush towards the current context.
+    /// Makes the writes visible to the current context.
     CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX: u32 = 0;
-    /// Until the owner sees the writes.
+    /// The flush ends when the owner of the memory sees the writes.
     CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER: u32 = 100;
 }

@@ -1,5 +1,5 @@
-//! How many calls of the driver questions cost: a table whose functions count, and go on to the
-//! driver's.
+//! Number of driver calls per query, measured by a table of functions that count and forward to the
+//! driver.
 
 use std::{
     ffi::{c_char, c_int, c_uint, c_void},
@@ -25,10 +25,10 @@ use crate::{
     report::{Failure, Outcome, Report, Row, and, attempt},
 };
 
-/// What page-locked memory owes the first time that its identity is seen.
+/// Number of driver calls for page-locked memory when its identity is seen for the first time.
 const FIRST: u64 = 4;
 
-/// A C function has no place for what it counts in: the driver is one for the process.
+/// A C function cannot carry state, so that the count and the driver are process-wide.
 static DRIVER: OnceLock<Functions> = OnceLock::new();
 static CALLS: AtomicU64 = AtomicU64::new(0);
 
@@ -37,17 +37,18 @@ macro_rules! counted {
         required { $($field:ident($($name:ident: $type:ty),*);)+ }
         optional { $($ofield:ident($($oname:ident: $otype:ty),*);)+ }
     ) => {
-        /// How many functions count.
+        /// Number of functions that count.
         pub(crate) const COUNTED: usize = [$(stringify!($field),)+ $(stringify!($ofield),)+].len();
 
-        /// The driver's functions, each of which counts; those of the first table that this is given.
+        /// Returns functions that count and then call those of the first table passed here.
         pub(crate) fn counted(functions: &Functions) -> Functions {
             let mut counted = DRIVER.get_or_init(|| functions.clone()).clone();
             $(
                 counted.$field = {
                     unsafe extern "C" fn call($($name: $type),*) -> CuResult {
                         CALLS.fetch_add(1, Ordering::Relaxed);
-                        // SAFETY: as the caller's.
+                        // SAFETY: the caller passes the arguments of the function, and they are
+                        // forwarded unchanged.
                         unsafe { (DRIVER.get().expect("a driver").$field)($($name),*) }
                     }
                     call
@@ -57,8 +58,9 @@ macro_rules! counted {
                 if counted.$ofield.is_some() {
                     unsafe extern "C" fn call($($oname: $otype),*) -> CuResult {
                         CALLS.fetch_add(1, Ordering::Relaxed);
-                        // SAFETY: as the caller's.
-                        unsafe { (DRIVER.get().expect("a driver").$ofield.expect("it is there"))($($oname),*) }
+                        let call = DRIVER.get().expect("a driver").$ofield.expect("present");
+                        // SAFETY: the caller passes the arguments of the function, unchanged.
+                        unsafe { call($($oname),*) }
                     }
                     counted.$ofield = Some(call);
                 }
@@ -85,7 +87,9 @@ counted! {
         ctx_get_device(a: *mut CuDevice);
         ctx_push_current(a: CuContext);
         ctx_pop_current(a: *mut CuContext);
-        pointer_get_attributes(a: c_uint, b: *mut CuPointerAttribute, c: *mut *mut c_void, d: CuDevicePtr);
+        pointer_get_attributes(
+            a: c_uint, b: *mut CuPointerAttribute, c: *mut *mut c_void, d: CuDevicePtr
+        );
         pointer_set_attribute(a: *const c_void, b: CuPointerAttribute, c: CuDevicePtr);
         mem_get_address_range(a: *mut CuDevicePtr, b: *mut usize, c: CuDevicePtr);
         mem_alloc(a: *mut CuDevicePtr, b: usize);
@@ -110,7 +114,9 @@ counted! {
         ipc_close_mem_handle(a: CuDevicePtr);
     }
     optional {
-        mem_get_handle_for_address_range(a: *mut c_void, b: CuDevicePtr, c: usize, d: c_uint, e: u64);
+        mem_get_handle_for_address_range(
+            a: *mut c_void, b: CuDevicePtr, c: usize, d: c_uint, e: u64
+        );
         flush_gpu_direct_rdma_writes(a: c_uint, b: c_uint);
         ctx_get_flags(a: *mut c_uint);
         ctx_set_flags(a: c_uint);
@@ -129,16 +135,16 @@ counted! {
     }
 }
 
-/// What a question costs.
+/// Driver calls of a query.
 fn calls<T>(ask: impl FnOnce() -> hmem_core::Result<T>) -> Outcome<(T, u64)> {
     let before = CALLS.load(Ordering::Relaxed);
     let answer = ask()?;
     Ok((answer, CALLS.load(Ordering::Relaxed) - before))
 }
 
-/// Whether the calls of the first question and of the next are as owed: one, of page-locked memory
-/// more the first time. Memory of a context that legacy handles do not reach is VMM memory or not
-/// by its handle, which is asked for and given back.
+/// Returns true if the first query and the next one make the expected number of calls: one, and
+/// more for the first query of page-locked memory. Memory of a context without a legacy handle
+/// needs its VMM handle to be recognised, which is retained and released.
 pub(crate) fn owed(first: u64, then: u64, kind: Option<AllocationKind>) -> bool {
     let (most_first, most) = match kind {
         Some(AllocationKind::Host | AllocationKind::HostRegistered) => (FIRST, 1),
@@ -150,7 +156,7 @@ pub(crate) fn owed(first: u64, then: u64, kind: Option<AllocationKind>) -> bool 
 
 pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
     let columns = ["memory", "the first time", "then", "without a context"];
-    report.table("Driver calls to tell whose an address is", &columns);
+    report.table("Driver calls to find the owner of an address", &columns);
     report.row(&["the stack"], || {
         let on_the_stack = 0u8;
         let cuda = open(driver, CudaMonitorKind::Identity)?;
@@ -162,7 +168,7 @@ pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
         let start = Address(Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096));
         let range = AddressRange::new(start, 8192).expect("no wrap");
         let cuda = open(driver, CudaMonitorKind::Identity)?;
-        // SAFETY: the memory is there until it is given back below.
+        // SAFETY: the memory stays until it is released below.
         unsafe { driver.cuda.host_register(range) }?;
         let row = attempt(|| asked(driver, &cuda, start, Some(AllocationKind::HostRegistered)));
         let row = and(row, driver.cuda.host_unregister(range).map_err(Failure::from));
@@ -189,11 +195,12 @@ pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
                     if there {
                         Ok(calls)
                     } else {
-                        Err("live memory is taken for gone".to_owned().into())
+                        Err("live memory counts as freed".to_owned().into())
                     }
                 };
                 let identity = monitored(driver, CudaMonitorKind::Identity, hit)?;
-                // Stream-ordered memory goes when its stream gets there, whoever told of it before.
+                // Stream-ordered memory is freed when its stream reaches the free, after any
+                // notification.
                 let most = u64::from(kind == AllocationKind::StreamOrdered);
                 let (hooks, met) = match monitored(driver, CudaMonitorKind::Hooks, hit) {
                     Ok(calls) => (calls.to_string(), calls <= most),
@@ -205,7 +212,7 @@ pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
     }
 }
 
-/// An iface over the functions that count.
+/// Opens an iface over the functions that count.
 fn open(driver: &Driver, monitor: CudaMonitorKind) -> Outcome<Cuda> {
     Ok(Cuda::builder().functions(counted(&driver.functions)).monitor(monitor).open()?)
 }
@@ -224,8 +231,8 @@ fn monitored(
     and(outcome, close(cuda))
 }
 
-/// The first question and the second with a context current, and one without. The last is not
-/// judged: what a driver that wants a context costs is its own.
+/// Calls of the first and the second query with a current context, and of one query without. The
+/// last one is not judged, since a driver that needs a context makes more calls.
 fn asked(
     driver: &Driver,
     cuda: &Cuda,
@@ -245,7 +252,7 @@ fn asked(
     let without = if without <= then {
         without.to_string()
     } else {
-        format!("{without}: the driver wants one")
+        format!("{without}: the driver needs one")
     };
     let met = verdict.is_empty();
     Ok(Row::new([first.to_string(), format!("{then}{verdict}"), without]).met(met))

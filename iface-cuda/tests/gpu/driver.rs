@@ -13,7 +13,7 @@ use hmem_iface_cuda::{
 
 use crate::report::{Failure, Outcome, and, attempt};
 
-/// What every device has room for, in bytes.
+/// Bytes that every device can allocate.
 const OWED: u64 = 64 << 20;
 
 /// The attributes that decide how memory reaches a NIC.
@@ -36,15 +36,15 @@ pub(crate) const ATTRIBUTES: [(CuDeviceAttribute, &str); 8] = [
 
 type Memcpy = unsafe extern "C" fn(CuDevicePtr, CuDevicePtr, usize) -> CuResult;
 
-/// Why there is no driver to run over.
+/// Reason why no driver can be used.
 #[derive(Debug)]
 pub(crate) struct Absent {
-    /// Whether the machine lacks it, and not that it fails.
+    /// True if the machine lacks the driver or a GPU; false if the driver fails.
     pub(crate) machine: bool,
     pub(crate) error: hmem_core::Error,
 }
 
-/// A driver, an iface over it, and a context of the application's.
+/// A driver, an iface over it, and a context of the application.
 pub(crate) struct Driver {
     pub(crate) cuda: Cuda,
     pub(crate) functions: Functions,
@@ -55,8 +55,8 @@ pub(crate) struct Driver {
 
 impl Driver {
     /// # Errors
-    /// [`Absent`] without a driver or without a GPU. What is there and does not start is an error
-    /// of the driver's.
+    /// [`Absent`] without a driver or without a GPU. A driver that is present and does not start is
+    /// an error of the driver.
     pub(crate) fn real() -> Result<Self, Absent> {
         let path = std::env::var(Cuda::LIBRARY_VARIABLE).ok().filter(|path| !path.is_empty());
         let path = path.unwrap_or_else(|| Functions::LIBRARY.into());
@@ -66,7 +66,7 @@ impl Driver {
         let library = unsafe { libloading::Library::new(&path) }.expect("loaded just now");
         // SAFETY: the signature is that of `cuMemcpy` in `cuda.h`; the library stays loaded.
         let memcpy = *unsafe { library.get::<Memcpy>("cuMemcpy") }.expect("cuMemcpy");
-        // SAFETY: only looked for.
+        // SAFETY: the symbol is only looked up.
         let real = unsafe { library.get::<*const ()>("hmem_fake_cuda_calls") }.is_err();
         std::mem::forget(library);
         let cuda = Cuda::builder()
@@ -99,8 +99,8 @@ impl Driver {
         Self { cuda, functions, memcpy: hmem_fake_cuda::cuMemcpy, real: false, fake: Some(fake) }
     }
 
-    /// What cached registrations rest on where nobody names it. It hooks the driver's frees where
-    /// that can be done, which nothing else here does.
+    /// Returns the default detection of freed memory for cached registrations. Starting it hooks
+    /// the driver's frees if possible, which no other part of this program does.
     pub(crate) fn monitor(&self) -> Outcome<String> {
         let cuda = Cuda::builder()
             .functions(self.functions.clone())
@@ -113,12 +113,12 @@ impl Driver {
         Ok(text)
     }
 
-    /// Whether it is the fake one, within this program.
+    /// Returns true for the fake driver in this program.
     pub(crate) fn is_in_this_program(&self) -> bool {
         self.fake.is_some()
     }
 
-    /// Whether figures mean something, and are judged.
+    /// Returns true if figures are meaningful, and are judged.
     pub(crate) fn is_real(&self) -> bool {
         self.real
     }
@@ -131,14 +131,14 @@ impl Driver {
 
     pub(crate) fn version(&self) -> Outcome<String> {
         let mut version = 0;
-        // SAFETY: the place is writable.
+        // SAFETY: the output is writable.
         check(unsafe { (self.functions.driver_get_version)(&mut version) }, "cuDriverGetVersion")?;
         Ok(format!("{}.{}", version / 1000, version % 1000 / 10))
     }
 
     pub(crate) fn attribute(&self, attribute: CuDeviceAttribute) -> String {
         let mut value = 0;
-        // SAFETY: the place is writable; device 0 is there.
+        // SAFETY: the output is writable, and device 0 exists.
         let code = unsafe { (self.functions.device_get_attribute)(&mut value, attribute, 0) };
         if code.is_success() {
             value.to_string()
@@ -147,8 +147,8 @@ impl Driver {
         }
     }
 
-    /// Runs over memory that is freed afterwards, whatever comes of it. What the machine lacks is
-    /// no failure: a kind of memory, or memory for more than [`OWED`].
+    /// Runs over memory that is freed afterwards in any case. It is no failure if the machine lacks
+    /// a kind of memory, or has no room for more than [`OWED`].
     pub(crate) fn with<T>(
         &self,
         len: u64,
@@ -172,7 +172,7 @@ impl Driver {
         and(outcome, freed.map_err(Failure::from))
     }
 
-    /// How long the driver's own blocking copy takes, in the primary context, as an application
+    /// Returns the time of the driver's own blocking copy in the primary context, as an application
     /// makes it.
     pub(crate) fn memcpy(&self, to: u64, from: u64, len: u64) -> Outcome<Duration> {
         self.in_context(|| {
@@ -188,14 +188,14 @@ impl Driver {
     pub(crate) fn in_context<T>(&self, run: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
         let (mut context, mut popped) = (CuContext::NULL, CuContext::NULL);
         check(
-            // SAFETY: the place is writable; device 0 is there.
+            // SAFETY: the output is writable, and device 0 exists.
             unsafe { (self.functions.primary_ctx_retain)(&mut context, 0) },
             "cuDevicePrimaryCtxRetain",
         )?;
         // SAFETY: retained above.
         check(unsafe { (self.functions.ctx_push_current)(context) }, "cuCtxPushCurrent")?;
         let outcome = attempt(run);
-        // SAFETY: pushed above; the place is writable.
+        // SAFETY: pushed above; the output is writable.
         let undone =
             check(unsafe { (self.functions.ctx_pop_current)(&mut popped) }, "cuCtxPopCurrent");
         // SAFETY: retained above.
@@ -216,19 +216,19 @@ pub(crate) fn nic() -> Nic {
     Nic { provider: "report".into(), name: "none".into(), pci_bus_id: None }
 }
 
-/// The median of times of which the first is not counted.
+/// Returns the median of the times, without the first one.
 pub(crate) fn median(mut times: Vec<Duration>) -> Duration {
     times.remove(0);
     times.sort_unstable();
     times[times.len() / 2]
 }
 
-/// The fds that this process has open.
+/// Returns the number of open fds of this process.
 pub(crate) fn open_fds() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("/proc").count()
 }
 
-/// A length as people write it.
+/// Formats a length with a binary unit.
 pub(crate) fn size(bytes: u64) -> String {
     match bytes {
         0..1024 => format!("{bytes} B"),

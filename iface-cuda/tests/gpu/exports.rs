@@ -1,5 +1,5 @@
-//! dma-bufs of each kind of memory at each size: whether, how long it takes, whether the CPU can
-//! map them, and that no fd stays open.
+//! dma-bufs of each kind of memory at each size: success, time, mapping by the CPU, and fds that
+//! stay open.
 
 use std::time::{Duration, Instant};
 
@@ -44,8 +44,7 @@ pub(crate) fn write(
     ));
 }
 
-/// What the driver opens for itself it opens at the first export of each mapping, before fds are
-/// counted.
+/// Exports once under each mapping, before fds are counted: the driver opens its own files then.
 fn row(driver: &Driver, memory: &Allocation) -> Outcome<Row> {
     let (first, _) = (
         export(driver, memory, DmaBufMapping::Default)?,
@@ -71,34 +70,35 @@ fn row(driver: &Driver, memory: &Allocation) -> Outcome<Row> {
     Ok(Row::new([cell(first), cell(again), pcie, maps, left.to_string()]).met(met))
 }
 
-/// Whether a device that has dma-bufs owes them of a kind of memory: of VMM memory where it has
-/// GPUDirect RDMA to that.
+/// Returns true if a device with dma-bufs must export a kind of memory. VMM memory must be exported
+/// if the device has GPUDirect RDMA to it.
 pub(crate) fn owed_of(kind: AllocationKind, vmm: bool) -> bool {
     kind == AllocationKind::Device || kind == AllocationKind::Virtual && vmm
 }
 
-/// Whether both exports are as owed.
+/// Returns true if both exports have the expected result.
 pub(crate) fn exported<T, E>(owed: bool, first: &Result<T, E>, again: &Result<T, E>) -> bool {
     !owed || (first.is_ok() && again.is_ok())
 }
 
-/// The cell of what a mapping by the CPU came to, and whether that is as owed: `cuda.h` has the fd
-/// "passed as the file descriptor argument to the mmap() system call" where the device says
-/// DMA_BUF_MMAP_SUPPORTED.
+/// Returns the table cell for a mapping by the CPU, and true if the result is the expected one.
+/// `cuda.h`: the fd can be "passed as the file descriptor argument to the mmap() system call" if
+/// the device reports DMA_BUF_MMAP_SUPPORTED.
 pub(crate) fn mappable(came_to: String, owed: bool) -> (String, bool) {
     if owed && came_to != "yes" { (format!("NOT MET: {came_to}"), false) } else { (came_to, true) }
 }
 
-/// How long it took and what mapping the fd came to, or how it was refused.
+/// Time of the export and result of mapping the fd, or the refusal.
 type Exported = Result<(Duration, String), String>;
 
-/// How long it takes and whether the CPU can map the fd, or how it is refused as unsupported.
+/// Measures the export and maps the fd by the CPU. Returns the refusal if the export is
+/// unsupported.
 fn export(driver: &Driver, memory: &Allocation, mapping: DmaBufMapping) -> Outcome<Exported> {
     let start = Instant::now();
     match driver.cuda.export_dma_buf(memory.range, &nic(), mapping) {
         Ok(export) => {
             let took = start.elapsed();
-            // SAFETY: a new mapping at an address that the kernel picks, given back unused.
+            // SAFETY: a new mapping at an address that the kernel picks, which is unmapped unused.
             let mapped = unsafe {
                 let flags = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
                 mmap(std::ptr::null_mut(), 4096, flags.0, flags.1, &export.fd, 0)
@@ -119,7 +119,7 @@ fn export(driver: &Driver, memory: &Allocation, mapping: DmaBufMapping) -> Outco
     }
 }
 
-/// The median time of an export with its release, where there is one.
+/// Returns the median time of an export with its release, if any export succeeded.
 pub(crate) fn cost(driver: &Driver, extent: Extent, memory: &Allocation) -> Outcome<String> {
     let mut times = Vec::new();
     for _ in 0..=extent.repetitions {

@@ -1,4 +1,4 @@
-//! Identities on reuse, copies beside the driver's own, and what asking costs.
+//! Identities of reused addresses, copies compared with the driver's own, and the cost of queries.
 
 use std::{
     hint::black_box,
@@ -14,10 +14,10 @@ use crate::{
     report::{Failure, Outcome, Report, Row},
 };
 
-/// What copies owe of the driver's own bandwidth.
+/// Required share of the driver's own copy bandwidth.
 const OWED: f64 = 0.95;
 
-/// From which length on.
+/// Length from which on the share is required.
 const OWED_FROM: u64 = 1 << 20;
 
 pub(crate) fn identities(
@@ -57,13 +57,14 @@ pub(crate) fn identities(
     });
 }
 
-/// The cell of how often an address came back: the others say nothing where none did.
+/// Returns the table cell with the number of reused addresses. The other cells mean nothing if it
+/// is 0.
 pub(crate) fn reused(times: u64) -> String {
     if times == 0 { "0: nothing is shown".to_owned() } else { times.to_string() }
 }
 
-/// Each size both ways, by the iface and by `cuMemcpy`, in turns; the ratio is ours over the
-/// driver's.
+/// Copies each size in both directions, by the iface and by `cuMemcpy` in turns. The ratio is the
+/// iface's bandwidth over the driver's.
 pub(crate) fn copies(driver: &Driver, extent: Extent, locked: bool, report: &mut Report<'_>) {
     let host = if locked { "page-locked" } else { "pageable" };
     report.table(
@@ -101,15 +102,16 @@ pub(crate) fn copies(driver: &Driver, extent: Extent, locked: bool, report: &mut
     }
 }
 
-/// Medians of rounds in which each goes first by turns; the first round is not counted.
+/// Returns the medians of rounds. The two sides begin alternately, and the first round is not
+/// counted.
 fn copy(driver: &Driver, extent: Extent, to: Address, from: Address, len: u64) -> Outcome<Row> {
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     for round in 0..=extent.repetitions {
         for mine in [round % 2 == 0, round % 2 != 0] {
             if mine {
                 let start = Instant::now();
-                // SAFETY: both sides were allocated for at least `len` bytes, and nobody else uses
-                // them.
+                // SAFETY: both sides were allocated for at least `len` bytes, and no other code
+                // uses them.
                 unsafe { driver.cuda.copy(to, from, len) }?;
                 ours.push(start.elapsed());
             } else {
@@ -125,7 +127,7 @@ fn copy(driver: &Driver, extent: Extent, to: Address, from: Address, len: u64) -
     Ok(Row::new(figures.into_iter().chain([verdict.to_owned()])).met(met))
 }
 
-/// Whether a ratio is what is owed, in words and as a verdict.
+/// Returns the ratio as text, and true if it reaches the required share.
 pub(crate) fn judged(ratio: f64, len: u64, real: bool) -> (&'static str, bool) {
     match ratio {
         _ if !real || len < OWED_FROM => ("not judged", true),
@@ -134,15 +136,15 @@ pub(crate) fn judged(ratio: f64, len: u64, real: bool) -> (&'static str, bool) {
     }
 }
 
-/// What it costs to ask about memory that is not CUDA's.
+/// Measures queries of memory that does not belong to CUDA.
 pub(crate) fn cost_of_the_system(driver: &Driver, extent: Extent, report: &mut Report<'_>) {
-    report.table("What asking costs: memory of the system", &["of", "whose is it, ns"]);
+    report.table("Cost of queries: memory of the system", &["of", "whose is it, ns"]);
     report.row(&["the stack"], || {
         let on_the_stack = 0u8;
         let host = Address::of_ptr(&on_the_stack);
         let cost = nanos(extent, || match driver.cuda.query(host)? {
             None => Ok(()),
-            Some(memory) => Err(format!("taken for CUDA's: {memory:?}").into()),
+            Some(memory) => Err(format!("query returned CUDA memory: {memory:?}").into()),
         })?;
         Ok(Row::new([cost]))
     });
@@ -172,13 +174,12 @@ pub(crate) fn costs(
                     let found = driver.cuda.query(inside)?;
                     found.map(|_| ()).ok_or_else(|| "not taken for CUDA's".to_owned().into())
                 })?;
-                // Memory that is mapped piece by piece has no identity, so that nothing of it is
-                // told to be there.
+                // VMM memory has no identity, so that validation never finds it live.
                 let known = kind != AllocationKind::Virtual;
                 let valid = nanos(extent, || match monitor.valid(memory)? {
                     there if there == known => Ok(()),
-                    true => Err("memory without an identity is taken for live".to_owned().into()),
-                    false => Err("live memory is taken for gone".to_owned().into()),
+                    true => Err("memory without an identity counts as live".to_owned().into()),
+                    false => Err("live memory counts as freed".to_owned().into()),
                 })?;
                 let segments = nanos(extent, || {
                     black_box(driver.cuda.physical_segments(memory.range)?);
@@ -190,7 +191,7 @@ pub(crate) fn costs(
     }
 }
 
-/// The median cost of one of many, the first many not counted.
+/// Returns the median time of one run among many. The first batch is not counted.
 fn nanos(extent: Extent, mut run: impl FnMut() -> Outcome<()>) -> Result<String, Failure> {
     const EACH: u32 = 1000;
     let mut times = Vec::new();

@@ -1,11 +1,11 @@
-//! What a GPU does, as a report in markdown: exports of every kind and size, identities on reuse,
-//! copies beside the driver's own, and what asking costs.
+//! Measures a GPU and writes a Markdown report: exports of every kind and size, identities of
+//! reused addresses, copies compared with the driver's own, and the cost of queries.
 //!
-//! With `HMEM_CUDA=real` it runs over the machine's driver; otherwise over the fake one, small, to
-//! show that the program works, and that failures are told. Arguments name the parts to run, of
-//! those that `--parts` lists; without them all are. Exit status: 0 passed, 1 something failed, 2
-//! usage, 3 no driver or no GPU. `tests/gpu/run` is the command. It needs nothing but the driver
-//! library, so that it can be built on one machine and carried to another.
+//! With `HMEM_CUDA=real` it runs over the driver of the machine. Otherwise it runs small over the
+//! fake driver, which shows that the program works and reports failures. Arguments name the parts
+//! to run; `--parts` lists them. Without arguments all parts run. Exit status: 0 passed, 1
+//! something failed, 2 usage, 3 no driver or no GPU. `tests/gpu/run` is the command. It needs
+//! nothing but the driver library, so that it can be built on one machine and carried to another.
 #![allow(unsafe_code)]
 
 mod calls;
@@ -22,7 +22,7 @@ use hmem_core::{AllocationKind, Iface, IfaceExt};
 
 use self::{driver::Driver, report::Report};
 
-/// How far to go.
+/// Extent of the measurements.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Extent {
     pub(crate) largest_export: u64,
@@ -56,7 +56,7 @@ const KINDS: [AllocationKind; 5] = [
     AllocationKind::Host,
 ];
 
-/// What can be run alone.
+/// The parts of the report, each of which can run alone.
 #[derive(Clone, Copy, Debug)]
 enum Part {
     Machine,
@@ -167,7 +167,7 @@ fn real() -> bool {
     std::env::var("HMEM_CUDA").is_ok_and(|names| names.split(',').any(|name| name.trim() == "real"))
 }
 
-/// The process that opens another's memory.
+/// Part of the child process, which opens the memory of its parent.
 fn import(handle: &str) -> ExitCode {
     let driver = if real() {
         Driver::real().map_err(|absent| absent.error.into())
@@ -185,7 +185,7 @@ fn import(handle: &str) -> ExitCode {
     ExitCode::from(u8::from(cells.is_err()))
 }
 
-/// Writes the parts, and counts what failed.
+/// Writes the selected parts of the report, and counts failures.
 fn write(driver: Driver, parts: &[Part], report: &mut Report<'_>) -> u32 {
     let extent = if driver.is_real() { REAL } else { FAKE };
     for part in parts {

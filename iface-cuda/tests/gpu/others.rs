@@ -1,5 +1,5 @@
-//! What no kind of allocation stands for: host memory that is page-locked where it lies, another
-//! process's memory, and the CPU's own way to device memory, GDRCopy.
+//! Memory beyond the kinds of allocation: page-locked host memory of the application, memory of
+//! another process, and CPU access to device memory by GDRCopy.
 
 use std::process::Command;
 
@@ -16,7 +16,7 @@ use crate::{
 
 const COLUMNS: [&str; 5] = ["memory", "expected", "dma-buf", "peer memory", "fds left"];
 
-/// Exports a range both ways: what each came to, and how many fds stay open.
+/// Exports a range under both mappings. Returns the results and the number of fds that stay open.
 fn exports(driver: &Driver, range: AddressRange) -> Outcome<[String; 3]> {
     let said = |result: hmem_core::Result<()>| match result {
         Ok(()) => Ok("exported".to_owned()),
@@ -31,7 +31,7 @@ fn exports(driver: &Driver, range: AddressRange) -> Outcome<[String; 3]> {
         let export = cuda.export_dma_buf(range, &nic(), DmaBufMapping::Default)?;
         cuda.release_dma_buf(export)
     };
-    // What the driver opens for itself it opens the first time.
+    // The driver opens its own files at the first export.
     said(dma_buf())?;
     let before = open_fds();
     let dma_buf = said(dma_buf())?;
@@ -40,15 +40,14 @@ fn exports(driver: &Driver, range: AddressRange) -> Outcome<[String; 3]> {
     Ok([dma_buf, peer, left.to_string()])
 }
 
-/// Memory of the application's own is host memory, of which no NIC is handed an address of a
-/// device.
+/// The application's own memory is host memory, which must not be exported as device memory.
 pub(crate) fn page_locked(driver: &Driver, report: &mut Report<'_>) {
-    report.table("Exports of host memory that is page-locked where it lies", &COLUMNS);
+    report.table("Exports of page-locked host memory of the application", &COLUMNS);
     let memory = vec![0u8; 3 << 12];
     let start = Address(Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096));
     report.row(&["page-locked", "refused: unsupported"], || {
         let range = AddressRange::new(start, 8192).expect("no wrap");
-        // SAFETY: the memory is there until it is given back below.
+        // SAFETY: the memory stays until it is released below.
         unsafe { driver.cuda.host_register(range) }?;
         let cells = attempt(|| exports(driver, range));
         let cells = and(cells, driver.cuda.host_unregister(range).map_err(Failure::from))?;
@@ -57,7 +56,7 @@ pub(crate) fn page_locked(driver: &Driver, report: &mut Report<'_>) {
     });
 }
 
-/// The cells of what is to be refused, and whether it was.
+/// Returns the cells of exports that must be refused, and true if they were.
 pub(crate) fn refused([dma_buf, peer, left]: [String; 3]) -> ([String; 3], bool) {
     let judge = |cell: String| match cell.starts_with("refused") {
         true => (cell, true),
@@ -68,11 +67,11 @@ pub(crate) fn refused([dma_buf, peer, left]: [String; 3]) -> ([String; 3], bool)
     ([dma_buf, peer, left], first && second && none)
 }
 
-/// Memory that another process allocated: `cuda.h` says nothing of handing it on, so that any
-/// answer of the driver's is one.
+/// Exports memory that another process allocated. `cuda.h` does not say whether that works, so that
+/// any answer of the driver is accepted.
 pub(crate) fn imported(driver: &Driver, report: &mut Report<'_>) {
     report.table("Exports of another process's memory", &COLUMNS);
-    report.row(&["imported", "the driver's own answer, exported or a code"], || {
+    report.row(&["imported", "any answer of the driver: success or a code"], || {
         driver.with(4 << 20, AllocationKind::Device, |memory| {
             let handle = match driver.cuda.ipc_export(memory) {
                 Err(error) if error.is_unsupported() => return Err(Failure::lacking(error)),
@@ -103,10 +102,10 @@ pub(crate) fn imported(driver: &Driver, report: &mut Report<'_>) {
     });
 }
 
-/// The argument before the handle, of the process that imports.
+/// First argument of the importing process; the second one is the handle.
 pub(crate) const IMPORT: &str = "--import";
 
-/// The part of that process: prints the cells.
+/// Part of the importing process: prints the cells.
 pub(crate) fn import(driver: &Driver, text: &str) -> Outcome<String> {
     let digit = |at: usize| {
         text.get(2 * at..2 * at + 2).and_then(|digits| u8::from_str_radix(digits, 16).ok())
@@ -116,12 +115,12 @@ pub(crate) fn import(driver: &Driver, text: &str) -> Outcome<String> {
     let memory = driver.cuda.ipc_open(&IpcHandle { iface: IfaceKind::CUDA, bytes })?;
     let range = memory.range.slice(0, 4096).ok_or_else(|| "less than a page".to_owned())?;
     let cells = attempt(|| exports(driver, range));
-    // SAFETY: nobody uses it.
+    // SAFETY: no code uses the memory.
     let closed = unsafe { driver.cuda.ipc_close(&memory) };
     Ok(and(cells, closed.map_err(Failure::from))?.join("|"))
 }
 
-/// Where the library and its kernel module are there, a window must move bytes both ways.
+/// If GDRCopy and its kernel module are present, a window must move bytes in both directions.
 pub(crate) fn gdrcopy(driver: &Driver, report: &mut Report<'_>) {
     report.say("GDRCopy", || {
         if driver.is_in_this_program() {
@@ -135,7 +134,7 @@ pub(crate) fn gdrcopy(driver: &Driver, report: &mut Report<'_>) {
         };
         driver.with(1 << 20, AllocationKind::Device, |memory| {
             let range = memory.range.slice(70_001, 5000).expect("a part");
-            // SAFETY: the window goes before the memory.
+            // SAFETY: the window is closed before the memory is freed.
             let window = match unsafe { gdr.map(&driver.cuda, range) } {
                 Err(error) if error.is_unsupported() => return Err(Failure::lacking(error)),
                 window => window?,
@@ -147,9 +146,9 @@ pub(crate) fn gdrcopy(driver: &Driver, report: &mut Report<'_>) {
             unsafe { driver.cuda.read(range.start(), &mut by_copy) }?;
             window.read(0, &mut by_window)?;
             if by_copy != bytes || by_window != bytes {
-                return Err("other bytes came back than were written".to_owned().into());
+                return Err("read bytes differ from the written ones".to_owned().into());
             }
-            Ok("works: bytes move both ways".to_owned())
+            Ok("works: bytes move in both directions".to_owned())
         })
     });
 }

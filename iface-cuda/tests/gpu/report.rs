@@ -1,5 +1,5 @@
-//! What is written, row by row as it is measured: a measurement that fails is a row that says why,
-//! and the next one follows.
+//! The report. Each row is written when it is measured. A failed measurement is a row with the
+//! reason, and the next one follows.
 
 use std::{
     fmt::Display,
@@ -7,11 +7,11 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
-/// Why there is no figure.
+/// Reason for a missing figure.
 #[derive(Debug)]
 pub(crate) struct Failure {
     text: String,
-    /// Whether the machine lacks what is to be measured, which is no failure of anything.
+    /// True if the machine lacks the subject of the measurement, which is no failure.
     lacking: bool,
 }
 
@@ -26,7 +26,7 @@ impl Failure {
         &self.text
     }
 
-    /// As it was, after `before`.
+    /// Puts `before` in front of the text.
     pub(crate) fn after(self, before: impl Display) -> Self {
         Self { text: format!("{before}: {}", self.text), ..self }
     }
@@ -44,11 +44,11 @@ impl From<hmem_core::Error> for Failure {
     }
 }
 
-/// What was measured.
+/// Result of a measurement.
 #[derive(Debug)]
 pub(crate) struct Row {
     cells: Vec<String>,
-    /// Whether the figures hold what is asked of them.
+    /// True if the figures meet the requirements.
     met: bool,
 }
 
@@ -57,13 +57,13 @@ impl Row {
         Self { cells: cells.into_iter().collect(), met: true }
     }
 
-    /// The run fails at its end unless `met`.
+    /// Makes a result; the run fails at its end unless `met`.
     pub(crate) fn met(self, met: bool) -> Self {
         Self { met: self.met && met, ..self }
     }
 }
 
-/// Runs it; a panic is a failure.
+/// Runs a measurement. A panic is a failure.
 pub(crate) fn attempt<T>(run: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
     catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str);
@@ -72,7 +72,8 @@ pub(crate) fn attempt<T>(run: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
     })
 }
 
-/// Both outcomes, of which the first counts if both are failures, with the second's text.
+/// Combines two outcomes. If both failed, the first one counts and has the text of the second one
+/// appended.
 pub(crate) fn and<T>(first: Outcome<T>, second: Outcome<()>) -> Outcome<T> {
     match (first, second) {
         (Ok(value), Ok(())) => Ok(value),
@@ -112,13 +113,13 @@ impl<'a> Report<'a> {
         ));
     }
 
-    /// One line with a name, for what has no table.
+    /// Writes one named line outside a table.
     pub(crate) fn say(&mut self, name: &str, measure: impl FnOnce() -> Outcome<String>) {
         let text = attempt(measure).unwrap_or_else(|failure| self.failed(failure));
         self.line(format_args!("- {name}: {text}"));
     }
 
-    /// One row: what is measured, then the cells that `measure` comes to.
+    /// Writes one row: the subject, then the cells that `measure` returns.
     pub(crate) fn row(&mut self, of: &[&str], measure: impl FnOnce() -> Outcome<Row>) {
         let cells = match attempt(measure) {
             Ok(row) => {
@@ -130,7 +131,7 @@ impl<'a> Report<'a> {
         self.line(format_args!("| {} | {cells} |", of.join(" | ")));
     }
 
-    /// Counts it, and makes it fit into a row.
+    /// Counts a failure, and formats it for a row.
     fn failed(&mut self, failure: Failure) -> String {
         let text = failure.text.replace('|', "\\|").replace('\n', " ");
         if failure.lacking {

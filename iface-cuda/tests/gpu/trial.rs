@@ -1,5 +1,5 @@
-//! The program over the fake driver: everything is reported, and what fails is a row while the
-//! others stay.
+//! Tests of the program over the fake driver: everything is reported, and a failure is one row
+//! beside the others.
 
 use std::{path::Path, process::Command};
 
@@ -37,7 +37,7 @@ pub(crate) fn show(parts: &[Part], print: bool) {
     );
 }
 
-/// A failure, a panic and a figure that is not what is owed are counted, and hide no row.
+/// Failures, panics and insufficient figures are counted and hide no row.
 fn rows() {
     let mut out = Vec::new();
     let mut report = Report::new(&mut out);
@@ -47,8 +47,8 @@ fn rows() {
     report.row(&["d"], || Err(crate::report::Failure::lacking("not to be had")));
     report.row(&["e"], || Ok(Row::new(["1".to_owned(), "2".to_owned()])));
     assert_eq!(report.failures(), 3);
-    let rows = "| a | FAILED: no\\|thing here |\n| b | FAILED: panicked: it failed |\n| c | 0.94 |\n\
-                | d | not to be had |\n| e | 1 | 2 |\n";
+    let rows = "| a | FAILED: no\\|thing here |\n| b | FAILED: panicked: it failed |\n| c | 0.94 \
+                |\n| d | not to be had |\n| e | 1 | 2 |\n";
     assert_eq!(String::from_utf8(out).expect("text"), rows);
 
     let driver = Driver::fake();
@@ -64,28 +64,32 @@ fn verdicts() {
     assert_eq!(judged(0.5, 1 << 20, false), ("not judged", true));
     assert_eq!((reused(0), reused(7)), ("0: nothing is shown".into(), "7".into()));
     let of_vmm = [true, false].map(|vmm| owed_of(hmem_core::AllocationKind::Virtual, vmm));
-    assert_eq!(of_vmm, [true, false], "of VMM memory what the device says it has");
+    assert_eq!(of_vmm, [true, false], "VMM memory as the device reports it");
     let (host, device) =
         (Some(hmem_core::AllocationKind::Host), Some(hmem_core::AllocationKind::Device));
     assert!(owed(1, 1, None) && owed(4, 1, host) && owed(3, 3, device));
     assert!(!owed(2, 1, None) && !owed(5, 1, host) && !owed(1, 2, host) && !owed(1, 4, device));
     let table = Functions::SYMBOLS.len() + Functions::OPTIONAL_SYMBOLS.len();
-    assert_eq!(COUNTED, table, "every function of the table counts");
+    assert_eq!(COUNTED, table, "each function of the table counts");
     let cells = |dma_buf: &str, left: &str| [dma_buf, "refused: 801", left].map(str::to_owned);
     assert!(others::refused(cells("refused: 1", "0")).1);
     assert!(
         !others::refused(cells("exported", "0")).1 && !others::refused(cells("refused: 1", "1")).1
     );
     let refused = [Ok(()), Err(())];
-    assert!(!exported(true, &refused[0], &refused[1]), "what is refused again is not met");
+    assert!(
+        !exported(true, &refused[0], &refused[1]),
+        "a refusal of an expected export does not \
+                                                        meet the requirement"
+    );
     assert!(exported(false, &refused[1], &refused[1]) && exported(true, &refused[0], &refused[0]));
     assert_eq!(mappable("yes".into(), true), ("yes".into(), true));
     assert_eq!(mappable("no: EPERM (1)".into(), false), ("no: EPERM (1)".into(), true));
     assert_eq!(mappable("no: EPERM (1)".into(), true), ("NOT MET: no: EPERM (1)".into(), false));
 }
 
-/// Runs this program over the fake as a library, as it runs over a GPU: its exit status, and the
-/// report.
+/// Runs this program over the fake driver's library, as it runs over a GPU. Returns the exit status
+/// and the report.
 fn run(library: &Path, fault: &str, parts: &[&str]) -> (Option<i32>, String) {
     let program = std::env::current_exe().expect("this program");
     let output = Command::new(program)
@@ -100,7 +104,7 @@ fn run(library: &Path, fault: &str, parts: &[&str]) -> (Option<i32>, String) {
     (output.status.code(), String::from_utf8(output.stdout).expect("text"))
 }
 
-/// Cargo builds the fake beside this program, of whose dependencies it is one.
+/// Cargo builds the fake library beside this program, since it is a dependency.
 fn fake() -> std::path::PathBuf {
     let program = std::env::current_exe().expect("this program");
     let library = program.parent().expect("a folder").join("libhmem_fake_cuda.so");
@@ -108,7 +112,7 @@ fn fake() -> std::path::PathBuf {
     library
 }
 
-/// A call that always fails costs the rows that make it.
+/// A call that always fails affects only the rows that make it.
 fn faults() {
     for (fault, failing, code, part) in [
         ("cuMemHostAlloc=1", "page-locked", "CUDA_ERROR_INVALID_VALUE (1)", "copies-page-locked"),
@@ -142,7 +146,7 @@ fn faults() {
     );
 }
 
-/// GDRCopy is a line that says that it is absent, or that what is there fails.
+/// The report has one line about GDRCopy: that it is absent, or that it fails.
 fn gdrcopy() {
     let folder = std::env::temp_dir().join(format!("hmem-gpu-gdrcopy-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder");
@@ -162,14 +166,14 @@ fn gdrcopy() {
     std::fs::write(&place, "not a library").expect("a file");
     run("- GDRCopy: absent: ", 0);
     std::fs::remove_file(&place).expect("written just now");
-    // The fake has the functions, and pins nothing.
+    // The fake has the functions, and refuses to pin.
     std::os::unix::fs::symlink(fake(), &place).expect("a link");
     run("- GDRCopy: FAILED: gdr_pin_buffer", 1);
     std::fs::remove_dir_all(&folder).expect("made above");
 }
 
-/// Without a driver or a GPU there is no report, and the exit status says why; a driver that fails
-/// is a failure.
+/// Without a driver or a GPU the program writes no report and exits with its own status. A driver
+/// that fails is a failure.
 fn absence() {
     for (library, fault, wanted) in [
         (Path::new("/nowhere/libcuda.so.1"), "devices=1", 3),

@@ -4,7 +4,7 @@ use std::process::{Command, Stdio};
 
 use crate::world::NOT_OVER_A_GPU;
 
-/// What the parent passes on, in the child.
+/// Returns the text that the parent passed, in the child.
 pub(crate) fn passed() -> Option<String> {
     std::env::var("HMEM_CUDA_CHILD").ok()
 }
@@ -22,7 +22,7 @@ pub(crate) fn run(name: &str, pass: &str) {
         .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
         .concat();
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
-    // What the child says of itself is so of the test.
+    // A reason printed by the child holds for the test.
     for (at, _) in text.match_indices(NOT_OVER_A_GPU) {
         println!("{}", text[at..].lines().next().unwrap_or_default());
     }

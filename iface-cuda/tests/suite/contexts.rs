@@ -1,4 +1,4 @@
-//! The calling thread's context is its own.
+//! Calls leave the calling thread's context unchanged, and create no context without need.
 
 use hmem_core::{
     Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceExt, iface::AllocRequest,
@@ -12,12 +12,12 @@ use crate::world::{
 
 fn current(world: &World) -> CuContext {
     let mut current = CuContext::NULL;
-    // SAFETY: the place is writable.
+    // SAFETY: the output is writable.
     check(unsafe { (world.app.functions.ctx_get_current)(&mut current) });
     current
 }
 
-/// Something of every sort, with its bytes checked.
+/// Uses every operation once, and checks the bytes.
 fn use_everything(world: &World) {
     let memory = world.allocate(100_000, AllocationKind::Device);
     let bytes = pattern(1, 100_000);
@@ -36,7 +36,7 @@ fn use_everything(world: &World) {
 
 /// HM-05
 #[test]
-fn a_thread_without_context_has_none_afterwards() {
+fn thread_without_context_has_none_afterwards() {
     each(|world| {
         assert!(current(world).is_null(), "{}", world.name);
         use_everything(world);
@@ -46,7 +46,7 @@ fn a_thread_without_context_has_none_afterwards() {
 
 /// HM-05
 #[test]
-fn a_wrong_current_context_is_neither_used_nor_changed() {
+fn context_of_another_device_is_neither_used_nor_changed() {
     each(|world| {
         let foreign = world.app.create_context();
         use_everything(world);
@@ -57,14 +57,14 @@ fn a_wrong_current_context_is_neither_used_nor_changed() {
 
 /// HM-05
 #[test]
-fn memory_of_another_context_is_worked_on_in_that_context() {
+fn calls_on_memory_use_the_context_of_the_memory() {
     each(|world| {
         let foreign = world.app.create_context();
         let mut pointer: CuDevicePtr = 0;
-        // SAFETY: the place is writable.
+        // SAFETY: the output is writable.
         check(unsafe { (world.app.functions.mem_alloc)(&mut pointer, 50_000) });
         let mut popped = CuContext::NULL;
-        // SAFETY: the place is writable.
+        // SAFETY: the output is writable.
         check(unsafe { (world.app.functions.ctx_pop_current)(&mut popped) });
         let bytes = pattern(2, 50_000);
         world.cuda.write_bytes(Address(pointer), &bytes).expect("write");
@@ -81,9 +81,9 @@ fn memory_of_another_context_is_worked_on_in_that_context() {
         if let Some((driver, _)) = &world.fake {
             let live = driver.live();
             let expected = Live { allocations: 1, ..Live::default() };
-            assert_eq!(live, expected, "no primary context, stream or event was left for it");
+            assert_eq!(live, expected, "it left no primary context, stream or event");
         }
-        // SAFETY: as above; the memory was allocated above.
+        // SAFETY: the host side lives until the copy has ended; the memory was allocated above.
         unsafe {
             check((world.app.functions.ctx_push_current)(foreign));
             check((world.app.functions.mem_free)(pointer));
@@ -94,7 +94,7 @@ fn memory_of_another_context_is_worked_on_in_that_context() {
 
 /// HM-05
 #[test]
-fn opening_and_asking_make_no_context() {
+fn opening_and_queries_create_no_context() {
     over(Profile::default(), |world| {
         let on_the_stack = 0u8;
         for address in [Address(0), Address::of_ptr(&on_the_stack)] {
@@ -102,8 +102,11 @@ fn opening_and_asking_make_no_context() {
         }
         world.cuda.devices().expect("devices");
         world.cuda.start_monitor().expect("monitor");
-        world.cuda.flush_inbound(DeviceId(0)).expect("ordered natively: nothing to do");
-        // SAFETY: refused before anything is touched.
+        world.cuda.flush_inbound(DeviceId(0)).expect(
+            "the device orders writes itself: nothing to \
+                                                      do",
+        );
+        // SAFETY: the call is refused before it accesses memory.
         unsafe { world.cuda.copy(Address(0), Address(0), 0) }.expect("nothing to copy");
         assert_eq!(world.driver().live(), Live::default());
         assert_eq!(world.driver().calls("cuDevicePrimaryCtxRetain"), 0);
@@ -112,7 +115,7 @@ fn opening_and_asking_make_no_context() {
 
 /// HM-05
 #[test]
-fn each_device_has_its_own_context_retained_once_and_given_back() {
+fn each_device_context_is_retained_once_and_released() {
     over(Profile::default(), |world| {
         for _ in 0..3 {
             for device in [0, 1] {
@@ -130,21 +133,21 @@ fn each_device_has_its_own_context_retained_once_and_given_back() {
     });
 }
 
-/// An allocation that no device has room for.
+/// An allocation that exceeds the memory of every device.
 fn too_much(kind: AllocationKind) -> AllocRequest {
     AllocRequest { len: 1 << 50, device: DeviceId(0), kind }
 }
 
 /// HM-05
 #[test]
-fn a_refused_allocation_leaves_no_context() {
+fn refused_allocation_leaves_no_context() {
     each(|world| {
         for kind in world.kinds(&KINDS) {
             assert!(world.active().is_empty(), "{}: {kind:?}", world.name);
             world.cuda.allocate(&too_much(kind)).expect_err("too much");
             assert!(world.active().is_empty(), "{}: {kind:?}", world.name);
         }
-        // One that something lives in stays, with the stream that pools have.
+        // A context with an allocation stays, with the stream for pools.
         let memory = world.allocate(4096, AllocationKind::Device);
         for kind in world.kinds(&KINDS) {
             world.cuda.allocate(&too_much(kind)).expect_err("too much");
@@ -157,7 +160,7 @@ fn a_refused_allocation_leaves_no_context() {
 
 /// HM-05
 #[test]
-fn an_allocation_that_the_driver_does_not_know_afterwards_leaves_no_context() {
+fn allocation_unknown_to_the_driver_leaves_no_context() {
     over(Profile::default(), |world| {
         for kind in world.kinds(&KINDS) {
             world.driver().fail("cuPointerGetAttributes", CuResult::CUDA_ERROR_UNKNOWN);
@@ -170,10 +173,10 @@ fn an_allocation_that_the_driver_does_not_know_afterwards_leaves_no_context() {
 
 /// HM-05
 ///
-/// While one thread's attempt is refused, another works in the context: it stays until that has
-/// ended.
+/// The call of one thread is refused while another thread uses the context. The context stays until
+/// the other call has ended.
 #[test]
-fn a_refused_attempt_takes_no_context_from_under_another_thread() {
+fn refused_call_does_not_release_the_context_of_another_thread() {
     over(Profile::default(), |world| {
         let cuda = &world.cuda;
         let memory = std::thread::scope(|scope| {
@@ -194,10 +197,10 @@ fn a_refused_attempt_takes_no_context_from_under_another_thread() {
 
 /// HM-05
 ///
-/// A context that the driver does not take back is given back by the next call, or as the iface
+/// A context that the driver refuses to release is released by the next call, or when the iface
 /// closes.
 #[test]
-fn a_context_that_was_not_given_back_is_with_the_next_call() {
+fn refused_release_is_repeated_by_the_next_call() {
     over(Profile::default(), |world| {
         let release = "cuDevicePrimaryCtxRelease_v2";
         for _ in 0..2 {
@@ -211,18 +214,18 @@ fn a_context_that_was_not_given_back_is_with_the_next_call() {
         assert!(world.active().is_empty());
         world.driver().fail(release, CuResult::CUDA_ERROR_UNKNOWN);
         world.cuda.allocate(&too_much(AllocationKind::Device)).expect_err("too much");
-        // `over` closes the iface and finds nothing left.
+        // `over` closes the iface and checks that nothing is left.
     });
 }
 
-/// Whole pages of host memory, and the range that they are.
+/// Returns whole pages of host memory and their range.
 fn pages() -> (Vec<u8>, AddressRange) {
     let memory = vec![0u8; 3 << 12];
     let start = Address(Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096));
     (memory, AddressRange::new(start, 8192).expect("a range"))
 }
 
-/// Page-locks and undoes it.
+/// Page-locks and unlocks a range.
 fn page_lock(world: &World) {
     let (_memory, range) = pages();
     // SAFETY: the memory lives until the end.
@@ -239,14 +242,14 @@ fn page_lock(world: &World) {
 
 /// HM-05
 #[test]
-fn page_locking_makes_no_context_where_another_device_has_one() {
+fn page_locking_uses_an_active_context_of_another_device() {
     each(|world| {
         if world.cuda.devices().expect("devices").len() < 2 {
             assert!(not_over_a_gpu("the machine has one device"), "{} has one device", world.name);
             return;
         }
         let mut context = CuContext::NULL;
-        // SAFETY: the place is writable; device 1 is there.
+        // SAFETY: the output is writable, and device 1 exists.
         check(unsafe { (world.app.functions.primary_ctx_retain)(&mut context, 1) });
         page_lock(world);
         assert_eq!(world.active(), [1], "{}", world.name);
@@ -257,20 +260,20 @@ fn page_locking_makes_no_context_where_another_device_has_one() {
 
 /// HM-05
 ///
-/// Of two that are there it is the thread's.
+/// Of two active contexts the one of the thread's device is used.
 #[test]
-fn page_locking_is_done_on_the_device_that_the_thread_works_on() {
+fn page_locking_prefers_the_device_of_the_thread() {
     over(Profile::default(), |world| {
         let mut contexts = [CuContext::NULL; 2];
         for (device, context) in contexts.iter_mut().enumerate() {
-            // SAFETY: the place is writable; the device is there.
+            // SAFETY: the output is writable, and the device exists.
             check(unsafe { (world.app.functions.primary_ctx_retain)(context, device as i32) });
         }
         // SAFETY: retained above.
         check(unsafe { (world.app.functions.ctx_push_current)(contexts[1]) });
         page_lock(world);
         world.app.pop();
-        // The iface has kept that one, and no other.
+        // The iface has retained that context and no other.
         for device in [0, 1] {
             // SAFETY: retained above.
             check(unsafe { (world.app.functions.primary_ctx_release)(device) });
@@ -281,12 +284,12 @@ fn page_locking_is_done_on_the_device_that_the_thread_works_on() {
 
 /// HM-05
 #[test]
-fn page_locking_is_done_in_the_threads_own_context_where_no_other_is() {
+fn page_locking_uses_the_threads_context_if_none_is_active() {
     each(|world| {
         let foreign = world.app.create_context();
         page_lock(world);
         assert!(world.active().is_empty(), "{}", world.name);
-        // Undone from a thread that has no context, in the one in which it was done.
+        // A thread without a context unlocks in the context that page-locked the range.
         let (_memory, range) = pages();
         // SAFETY: the memory lives until the end.
         unsafe { world.cuda.host_register(range) }.expect("page-locked");
@@ -296,8 +299,8 @@ fn page_locking_is_done_in_the_threads_own_context_where_no_other_is() {
         if let Some((driver, _)) = &world.fake {
             assert_eq!(driver.calls("cuDevicePrimaryCtxRetain"), 0);
         }
-        // What goes with its context is not there to undo.
-        // SAFETY: made above.
+        // The page-locking ends with its context, so that nothing is left to unlock. SAFETY:
+        // `create_context` above made the context.
         check(unsafe { (world.app.functions.ctx_push_current)(foreign) });
         // SAFETY: the memory lives until the end.
         unsafe { world.cuda.host_register(range) }.expect("page-locked again");
@@ -309,7 +312,7 @@ fn page_locking_is_done_in_the_threads_own_context_where_no_other_is() {
 
 /// HM-05
 #[test]
-fn page_locking_that_is_refused_leaves_no_context() {
+fn refused_page_locking_leaves_no_context() {
     each(|world| {
         let (_memory, range) = pages();
         let foreign = world.app.create_context();
@@ -317,10 +320,10 @@ fn page_locking_that_is_refused_leaves_no_context() {
         // SAFETY: the memory lives until the end.
         check(unsafe { (world.app.functions.mem_host_register)(start, 8192, 1) });
         world.app.pop();
-        // SAFETY: as above.
+        // SAFETY: the memory lives until the end of the test.
         unsafe { world.cuda.host_register(range) }.expect_err("page-locked by the application");
         assert!(world.active().is_empty(), "{}", world.name);
-        // SAFETY: made above, where the memory was registered.
+        // SAFETY: `create_context` above made the context, in which the memory was registered.
         unsafe {
             check((world.app.functions.ctx_push_current)(foreign));
             check((world.app.functions.mem_host_unregister)(start));
@@ -329,7 +332,7 @@ fn page_locking_that_is_refused_leaves_no_context() {
     });
 }
 
-/// Asks all there is to ask about VMM memory, moves bytes of it and hands it to a NIC.
+/// Queries VMM memory in every way, copies bytes of it and exports it to a NIC.
 fn use_mapped(world: &World, range: AddressRange) {
     world.cuda.physical_segments(range).expect("segments");
     world.cuda.export_peer_memory(range, &nic()).expect("peer memory");
@@ -346,7 +349,7 @@ fn use_mapped(world: &World, range: AddressRange) {
 
 /// HM-05
 #[test]
-fn memory_of_no_context_is_worked_on_in_the_threads_own() {
+fn memory_without_a_context_uses_the_threads_context() {
     each(|world| {
         if world.no_rdma_to_vmm() {
             return;
@@ -370,9 +373,10 @@ fn memory_of_no_context_is_worked_on_in_the_threads_own() {
 
 /// HM-05
 ///
-/// An asynchronous copy of such memory has ended when the application may destroy the context.
+/// An asynchronous copy of memory without a context ends before the call returns, since the
+/// application may then destroy the context.
 #[test]
-fn a_copy_in_the_threads_own_context_outlives_it() {
+fn copy_in_the_threads_context_ends_before_its_destruction() {
     each(|world| {
         if let Some((driver, _)) = &world.fake {
             driver.change(|profile| profile.slow_copies = true);
@@ -400,7 +404,7 @@ fn a_copy_in_the_threads_own_context_outlives_it() {
 
 /// HM-05
 #[test]
-fn a_question_about_memory_of_no_context_leaves_none() {
+fn query_of_memory_without_a_context_leaves_no_context() {
     each(|world| {
         if world.no_rdma_to_vmm() {
             return;
@@ -425,12 +429,16 @@ fn a_question_about_memory_of_no_context_leaves_none() {
             driver.fail("cuMemcpyAsync", CuResult::CUDA_ERROR_UNKNOWN);
             world.cuda.write_bytes(capable.start(), &[1]).expect_err("refused");
             assert!(world.active().is_empty(), "{}", world.name);
-            // The flag that makes copies of such memory synchronous is that of a context in which
-            // somebody works.
+            // The flag for synchronous operations belongs to a context that is in use.
             world.cuda.export_peer_memory(capable, &nic()).expect("peer memory");
-            assert!(world.active().is_empty(), "{}: none is made to have the flag", world.name);
+            assert!(
+                world.active().is_empty(),
+                "{}: no context is created to hold the \
+                                                flag",
+                world.name
+            );
         }
-        // SAFETY: made above.
+        // SAFETY: `create_context` above made the context.
         check(unsafe { (world.app.functions.ctx_push_current)(foreign) });
         memory.end_here(&world.app.functions, &parts);
         world.app.destroy_context(foreign);
@@ -439,7 +447,7 @@ fn a_question_about_memory_of_no_context_leaves_none() {
 
 /// HM-05
 #[test]
-fn a_current_context_of_another_device_is_not_taken() {
+fn current_context_of_another_device_is_not_used() {
     over(Profile::default(), |world| {
         let foreign = world.app.create_context();
         let parts = [Some(true)];
@@ -452,14 +460,14 @@ fn a_current_context_of_another_device_is_not_taken() {
         assert_eq!(
             world.driver().context_flags(1),
             CU_CTX_SYNC_MEMOPS,
-            "worked on in its device's"
+            "uses the context of its device"
         );
         world.free(&other);
-        // REL-01: what the driver cannot say of the current context is an error, and takes nothing.
+        // REL-01: a failed query of the current context is an error, and retains nothing.
         world.driver().fail("cuCtxGetDevice", CuResult::CUDA_ERROR_UNKNOWN);
         let error = world.cuda.physical_segments(memory.range(0, 4096)).expect_err("refused");
         assert!(error.to_string().contains("cuCtxGetDevice"), "{error}");
-        // One that was destroyed is none.
+        // A destroyed context counts as no context.
         for code in
             [CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED, CuResult::CUDA_ERROR_INVALID_CONTEXT]
         {
@@ -474,20 +482,20 @@ fn a_current_context_of_another_device_is_not_taken() {
 
 /// HM-05
 #[test]
-fn a_flush_makes_no_context() {
+fn flush_creates_no_context() {
     over(Profile { writes_ordering: 0, ..Profile::default() }, |world| {
         let flush =
             |world: &World, device| world.cuda.flush_inbound(DeviceId(device)).expect("flush");
         let retained = |world: &World| world.driver().calls("cuDevicePrimaryCtxRetain");
         flush(world, 0);
-        assert_eq!(world.driver().flushed(), [], "there is none, and no memory of one");
+        assert_eq!(world.driver().flushed(), [], "no context exists, and no memory of a context");
         let foreign = world.app.create_context();
         flush(world, 0);
         flush(world, 1);
-        assert_eq!(world.driver().flushed(), [foreign], "the thread's own is of device 0");
+        assert_eq!(world.driver().flushed(), [foreign], "the thread's context belongs to device 0");
         assert_eq!(retained(world), 0);
         let mut primary = CuContext::NULL;
-        // SAFETY: the place is writable.
+        // SAFETY: the output is writable.
         world.app.current(|driver| check(unsafe { (driver.ctx_get_current)(&mut primary) }));
         for _ in 0..3 {
             flush(world, 0);
@@ -501,9 +509,9 @@ fn a_flush_makes_no_context() {
 
 /// HM-05
 ///
-/// One in which the flush is refused is not kept.
+/// A context in which the flush is refused is not retained.
 #[test]
-fn a_refused_flush_keeps_no_context() {
+fn refused_flush_retains_no_context() {
     over(Profile { writes_ordering: 0, ..Profile::default() }, |world| {
         world.app.current(|_| ());
         world.driver().fail("cuFlushGPUDirectRDMAWrites", CuResult::CUDA_ERROR_UNKNOWN);
@@ -516,17 +524,17 @@ fn a_refused_flush_keeps_no_context() {
 
 /// HM-05
 ///
-/// Detection asks in a context that somebody has, and keeps none of it.
+/// Queries use an existing context, and do not retain it afterwards.
 #[test]
-fn a_query_keeps_no_context_of_the_application() {
+fn query_retains_no_context_of_the_application() {
     over(Profile { queries_need_context: true, ..Profile::default() }, |world| {
         let mut pointer: CuDevicePtr = 0;
-        // SAFETY: the place is writable; the memory is freed below.
+        // SAFETY: the output is writable; the memory is freed below.
         world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 4096) }));
         let before = world.driver().all_calls();
         let found = world.cuda.query(Address(pointer)).expect("query").expect("known");
         assert_eq!(found.kind, AllocationKind::Device);
-        // The question, whether the thread has a context, and six in the primary one.
+        // The query, the query of the thread's context, and six calls for the primary context.
         assert_eq!(world.driver().all_calls() - before, 8);
         // SAFETY: allocated above.
         world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
@@ -537,9 +545,9 @@ fn a_query_keeps_no_context_of_the_application() {
 
 /// HM-05
 ///
-/// A thread that cannot be rid of the context has one that is there.
+/// If the context cannot be popped from the thread, it is kept alive.
 #[test]
-fn a_context_that_stays_current_is_not_destroyed() {
+fn context_that_stays_current_is_not_destroyed() {
     over(Profile::default(), |world| {
         world.driver().fail_always("cuCtxPopCurrent_v2", CuResult::CUDA_ERROR_UNKNOWN);
         world.cuda.allocate(&too_much(AllocationKind::Device)).expect_err("too much");
@@ -551,7 +559,7 @@ fn a_context_that_stays_current_is_not_destroyed() {
 
 /// HM-05
 #[test]
-fn threads_work_at_once() {
+fn threads_allocate_copy_and_free_concurrently() {
     each(|world| {
         let world = &*world;
         let cuda = &world.cuda;
@@ -570,7 +578,7 @@ fn threads_work_at_once() {
                         let mut back = vec![0; bytes.len()];
                         cuda.read_bytes(memory.base(), &mut back).expect("read");
                         assert!(back == bytes);
-                        // SAFETY: nobody uses it any longer.
+                        // SAFETY: no code uses the memory any longer.
                         unsafe { cuda.free(&memory) }.expect("free");
                     }
                 });

@@ -1,4 +1,4 @@
-//! Moving bytes.
+//! Copies between host and device memory.
 
 use hmem_core::{
     Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::AllocRequest,
@@ -10,7 +10,7 @@ use crate::world::{Expandable, HeldCopies, KINDS, World, check, each, over, patt
 
 /// HM-03
 #[test]
-fn bytes_come_back_from_every_kind_at_every_size() {
+fn bytes_round_trip_through_every_kind_and_size() {
     each(|world| {
         for kind in world.kinds(&KINDS) {
             for len in [1, 2, 63, 64, 4095, 4096, 4097, 65_537, (1 << 20) + 1, 4 << 20] {
@@ -32,7 +32,7 @@ fn bytes_come_back_from_every_kind_at_every_size() {
 
 /// HM-03
 #[test]
-fn bytes_move_between_devices_memories_and_within_one() {
+fn bytes_move_between_devices_and_within_a_device() {
     each(|world| {
         let last = world.cuda.devices().expect("devices").len() as u32 - 1;
         let request =
@@ -56,7 +56,7 @@ fn bytes_move_between_devices_memories_and_within_one() {
 
 /// HM-03
 #[test]
-fn a_copy_past_an_allocation_is_refused_and_moves_nothing() {
+fn copy_past_an_allocation_is_refused_and_moves_nothing() {
     each(|world| {
         for kind in world.kinds(&KINDS) {
             let memory = world.allocate(4 << 20, kind);
@@ -77,7 +77,7 @@ fn a_copy_past_an_allocation_is_refused_and_moves_nothing() {
 
 /// HM-03
 #[test]
-fn a_copy_into_freed_memory_is_refused() {
+fn copy_into_freed_memory_is_refused() {
     each(|world| {
         let memory = world.allocate(8 << 20, AllocationKind::Device);
         world.free(&memory);
@@ -88,14 +88,14 @@ fn a_copy_into_freed_memory_is_refused() {
 
 /// MR-18
 #[test]
-fn a_copy_of_freed_memory_is_never_one_of_host_memory() {
+fn copy_of_freed_memory_never_accesses_host_memory() {
     each(|world| {
         let memory = world.allocate(8 << 20, AllocationKind::Device);
         world.free(&memory);
         let mut bytes = [9_u8; 64];
         let here = Address::of_ptr(bytes.as_mut_ptr());
         // SAFETY: the array is valid for the copies, which are refused before they start: the
-        // driver does not know the other side any longer.
+        // driver no longer knows the other side.
         let refused = unsafe {
             [
                 world.cuda.copy(here, memory.base(), 64),
@@ -146,7 +146,7 @@ fn asynchronous_copies_end_with_their_events() {
         let bytes = pattern(4, 1 << 20);
         let mut back = vec![0; 1 << 20];
         start(world, memory.base(), Address::of_ptr(bytes.as_ptr()), 1 << 20).wait().expect("wait");
-        // Vectored: uneven ranges, started together, waited for in another order.
+        // Ranges of different lengths, started together and waited for in another order.
         let cuts = [0, 1, 4096, 4099, 300_000, 1 << 20];
         let into = Address::of_ptr(back.as_mut_ptr()).0;
         let mut events: Vec<_> = cuts
@@ -170,12 +170,12 @@ fn asynchronous_copies_end_with_their_events() {
 
 /// HM-03
 #[test]
-fn an_event_says_when_its_copy_is_under_way() {
+fn event_is_not_done_while_its_copy_is_in_flight() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         let bytes = pattern(5, 4096);
         let event = start(world, memory.base(), Address::of_ptr(bytes.as_ptr()), 4096);
-        assert!(!event.is_done(), "nobody waited for it yet");
+        assert!(!event.is_done(), "no caller waited for it yet");
         assert!(event.is_done());
         event.wait().expect("wait");
         let event = start(world, memory.base(), Address::of_ptr(bytes.as_ptr()), 4096);
@@ -188,9 +188,9 @@ fn an_event_says_when_its_copy_is_under_way() {
 
 /// HM-03
 ///
-/// A blocking copy waits for itself alone: an asynchronous copy in flight stays in flight.
+/// A blocking copy waits for itself only: an asynchronous copy stays in flight.
 #[test]
-fn a_blocking_copy_waits_for_no_asynchronous_one() {
+fn blocking_copy_does_not_wait_for_asynchronous_copies() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {
         let memory = [(); 2].map(|()| world.allocate(4096, AllocationKind::Device));
         let bytes = [1, 2].map(|seed| pattern(seed, 4096));
@@ -201,8 +201,9 @@ fn a_blocking_copy_waits_for_no_asynchronous_one() {
         assert!(back == bytes[1]);
         let pool = world.allocate(4096, AllocationKind::StreamOrdered);
         world.free(&pool);
-        // The fake runs a copy only when somebody waits for its stream, or asked for it before.
-        assert!(!event.is_done(), "somebody else waited for it");
+        // The fake runs a copy only when a caller waits for its stream, or has queried its event
+        // before.
+        assert!(!event.is_done(), "another call waited for it");
         event.wait().expect("wait");
         world.cuda.read_bytes(memory[0].base(), &mut back).expect("read");
         assert!(back == bytes[0]);
@@ -214,10 +215,10 @@ fn a_blocking_copy_waits_for_no_asynchronous_one() {
 
 /// HM-03
 ///
-/// Blocking copies of several threads run at once, on streams that are used again and given
-/// back by the end.
+/// Blocking copies of several threads run concurrently, on streams that are reused and destroyed at
+/// the end.
 #[test]
-fn blocking_copies_of_two_threads_have_a_stream_each() {
+fn blocking_copies_of_two_threads_use_two_streams() {
     over(Profile::default(), |world| {
         let memory = [(); 2].map(|()| world.allocate(4096, AllocationKind::Device));
         let (driver, cuda) = (world.driver(), &world.cuda);
@@ -249,7 +250,7 @@ fn blocking_copies_of_two_threads_have_a_stream_each() {
 ///
 /// An open event keeps the iface from closing.
 #[test]
-fn closing_with_a_copy_or_an_allocation_left_is_refused_and_hands_the_iface_back() {
+fn close_with_a_copy_or_allocation_left_is_refused() {
     let mut world = World::fake(Profile { slow_copies: true, ..Profile::default() });
     let memory = world.allocate(4096, AllocationKind::Device);
     let bytes = pattern(5, 4096);
@@ -268,10 +269,10 @@ fn closing_with_a_copy_or_an_allocation_left_is_refused_and_hands_the_iface_back
 
 /// HM-03
 ///
-/// Memory of the iface that the driver calls foreign is copied neither by the CPU nor by the
-/// driver, which would take its address for the host's.
+/// The driver does not know the memory of the iface any longer. Neither the CPU nor the driver
+/// copies it: the driver would use the address as host memory.
 #[test]
-fn memory_that_the_driver_has_forgotten_is_not_copied() {
+fn memory_unknown_to_the_driver_is_not_copied() {
     over(Profile::default(), |world| {
         let memory = world.allocate(10_000, AllocationKind::Device);
         let others =
@@ -283,14 +284,14 @@ fn memory_that_the_driver_has_forgotten_is_not_copied() {
         world.driver().forget(memory.base().0);
         for other in known {
             for (to, from) in [(inside, other), (other, inside)] {
-                // SAFETY: both sides are there for 100 bytes; the copy is refused.
+                // SAFETY: both sides have 100 bytes; the copy is refused.
                 let error = unsafe { world.cuda.copy(to, from, 100) }.expect_err("refused");
                 assert_eq!(error.kind(), ErrorKind::Driver, "{error}");
                 assert_eq!(
                     error.context_value("allocation"),
                     Some(memory.range.to_string().as_str())
                 );
-                // SAFETY: as above.
+                // SAFETY: both sides have 100 bytes; the copy is refused.
                 unsafe { world.cuda.start_copy(to, from, 100) }.expect_err("refused");
             }
         }
@@ -302,16 +303,16 @@ fn memory_that_the_driver_has_forgotten_is_not_copied() {
     });
 }
 
-/// Device memory that the application allocated in the context that is current.
+/// Allocates device memory as the application, in the current context.
 fn of_the_application(world: &World) -> Address {
     let mut pointer = 0;
-    // SAFETY: the place is writable.
+    // SAFETY: the output is writable.
     check(unsafe { (world.app.functions.mem_alloc)(&mut pointer, 4096) });
     Address(pointer)
 }
 
-/// A copy that is refused after it began: the caller gets its memory back, so nothing runs on, and
-/// nothing is left of it.
+/// Starts a copy that fails after it began. The caller may then reuse its memory, so that the copy
+/// must have ended and left nothing.
 fn refused(world: &World, to: Address) -> hmem_core::Error {
     let bytes = pattern(9, 4096);
     let from = Address::of_ptr(bytes.as_ptr());
@@ -325,10 +326,9 @@ const REFUSED: CuResult = CuResult::CUDA_ERROR_UNKNOWN;
 
 /// HM-03, HM-05
 ///
-/// Over the stream and events that are kept, while the application has the context
-/// too.
+/// With the stream and events that the iface keeps, while the application retains the context too.
 #[test]
-fn a_copy_that_is_refused_after_it_began_has_ended_and_loses_nothing() {
+fn failed_start_of_a_copy_waits_and_keeps_its_stream() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         world.app.current(|_| ());
@@ -342,11 +342,11 @@ fn a_copy_that_is_refused_after_it_began_has_ended_and_loses_nothing() {
         let before = copies(world);
         world.driver().fail("cuCtxPopCurrent_v2", REFUSED);
         assert_eq!(refused(world, memory.base()).operation(), "cuCtxPopCurrent_v2");
-        assert_eq!(copies(world), before, "stream and event are used again");
+        assert_eq!(copies(world), before, "stream and event are reused");
         world.driver().fail("cuEventRecord", REFUSED);
         assert_eq!(refused(world, memory.base()).operation(), "cuEventRecord");
-        assert_eq!(copies(world), before, "stream and event are used again");
-        // Nobody can tell when this copy ends; what it was to be done with is not lost for it.
+        assert_eq!(copies(world), before, "stream and event are reused");
+        // No call shows when this copy ends. Its stream and event are kept all the same.
         world.driver().fail("cuEventRecord", REFUSED);
         world.driver().fail("cuStreamSynchronize", REFUSED);
         // SAFETY: the host side lives until the next copy on the stream has ended.
@@ -357,16 +357,17 @@ fn a_copy_that_is_refused_after_it_began_has_ended_and_loses_nothing() {
             "cuEventRecord",
             "the first error of the two"
         );
-        assert_eq!(copies(world), before, "stream and event are used again");
+        assert_eq!(copies(world), before, "stream and event are reused");
         world.free(&memory);
     });
 }
 
 /// HM-03
 ///
-/// The same where stream and event are made for the copy, in a context of the application's own.
+/// Like the test above, with a stream and an event that are created for the copy in a context of
+/// the application.
 #[test]
-fn a_copy_that_is_refused_in_the_applications_context_leaves_nothing_there() {
+fn failed_copy_leaves_nothing_in_the_applications_context() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {
         let foreign = world.app.create_context();
         let to = of_the_application(world);
@@ -388,7 +389,7 @@ fn a_copy_that_is_refused_in_the_applications_context_leaves_nothing_there() {
             );
             assert_eq!(world.driver().live(), before, "{symbols:?}");
         }
-        // What cannot be given back is not what the caller is told of.
+        // A failed destruction of stream or event is not the reported error.
         for (symbol, blocking) in
             [("cuEventRecord", false), ("cuEventCreate", false), ("cuMemcpyAsync", true)]
         {

@@ -1,4 +1,4 @@
-//! Which memory an address is of.
+//! Queries: the allocation around an address, its kind and its identity.
 
 use hmem_core::{
     Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceExt, IfaceKind,
@@ -11,7 +11,7 @@ use crate::world::{Expandable, KINDS, World, check, each, over};
 
 /// HM-01
 #[test]
-fn every_kind_is_told_apart_at_both_ends_and_inside() {
+fn query_tells_the_kind_at_both_ends_and_inside() {
     each(|world| {
         for kind in world.kinds(&KINDS) {
             let memory = world.allocate(100_000, kind);
@@ -52,29 +52,29 @@ fn every_kind_is_told_apart_at_both_ends_and_inside() {
 
 /// HM-01
 #[test]
-fn memory_of_the_applications_own_is_recognised() {
+fn memory_of_the_application_is_recognised() {
     each(|world| {
         let mut pointer: CuDevicePtr = 0;
-        // SAFETY: the place is writable.
+        // SAFETY: the output is writable.
         world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 70_000) }));
         let found = world.cuda.query(Address(pointer + 69_999)).expect("query").expect("known");
         assert_eq!((found.kind, found.base()), (AllocationKind::Device, Address(pointer)));
-        // Whether a driver gives out more than was asked for, `cuda.h` leaves open.
+        // `cuda.h` does not say whether a driver may round a length up.
         let len = found.range.len();
         assert!(len == 70_000 || world.is_real() && len > 70_000, "{}: {len}", world.name);
-        // SAFETY: allocated above.
+        // SAFETY: the test allocated the memory above, and frees it once.
         world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
         assert_eq!(
             world.cuda.query(Address(pointer)).expect("query"),
             None,
-            "a freed pointer is nobody's"
+            "a freed pointer is unknown"
         );
     });
 }
 
 /// HM-01
 #[test]
-fn host_memory_that_the_application_page_locked_is_recognised_as_its_own() {
+fn page_locked_pages_of_the_application_are_host_registered() {
     each(|world| {
         let memory = vec![0u8; 1 << 20];
         let start = Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096);
@@ -90,7 +90,7 @@ fn host_memory_that_the_application_page_locked_is_recognised_as_its_own() {
             world.name
         );
         assert!(found.kind.cpu_accessible());
-        // SAFETY: as above; the call is refused.
+        // SAFETY: `memory` outlives the registration; the call is refused.
         let twice = unsafe { world.cuda.host_register(range) }.expect_err("page-locked already");
         assert!(twice.is_busy(), "{twice}");
         let part = range.slice(0, 4096).expect("a part");
@@ -106,7 +106,7 @@ fn host_memory_that_the_application_page_locked_is_recognised_as_its_own() {
 
 /// HM-01
 #[test]
-fn host_memory_that_somebody_else_page_locked_is_recognised_as_the_applications() {
+fn pages_locked_without_the_iface_are_host_registered() {
     each(|world| {
         let memory = vec![0u8; 1 << 16];
         let start =
@@ -115,7 +115,7 @@ fn host_memory_that_somebody_else_page_locked_is_recognised_as_the_applications(
         world.app.current(|driver| check(unsafe { (driver.mem_host_register)(start, 8192, 1) }));
         let found = world.cuda.query(Address(start as u64 + 100)).expect("query").expect("known");
         assert_eq!(found.kind, AllocationKind::HostRegistered, "{}", world.name);
-        // SAFETY: registered above.
+        // SAFETY: the test registered the memory above.
         world.app.current(|driver| check(unsafe { (driver.mem_host_unregister)(start) }));
     });
 }
@@ -141,7 +141,7 @@ fn addresses_are_found_among_ten_thousand_allocations() {
 
 /// HM-02
 #[test]
-fn a_foreign_address_is_nobodys_and_costs_one_driver_call() {
+fn foreign_address_is_unknown_and_costs_one_driver_call() {
     each(|world| {
         let on_the_stack = 0u8;
         for address in [Address(0), Address::of_ptr(&on_the_stack), Address(u64::MAX)] {
@@ -156,7 +156,7 @@ fn a_foreign_address_is_nobodys_and_costs_one_driver_call() {
 
 /// HM-02
 #[test]
-fn detection_makes_one_call_and_no_context() {
+fn query_makes_one_driver_call_and_no_context() {
     over(Profile::default(), |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         let (before, references) =
@@ -168,23 +168,23 @@ fn detection_makes_one_call_and_no_context() {
     });
 }
 
-/// Page-locks two pages as the application does, and gives the first of them to `show`.
+/// Page-locks two pages as the application does, and passes the first address to `show`.
 fn with_page_locked(world: &mut World, show: impl FnOnce(&World, Address)) {
     let memory = vec![0u8; 3 << 12];
     let start = Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096) as *mut std::ffi::c_void;
     // SAFETY: `memory` outlives the registration.
     world.app.current(|driver| check(unsafe { (driver.mem_host_register)(start, 8192, 1) }));
     show(world, Address(start as u64));
-    // SAFETY: registered above.
+    // SAFETY: the test registered the memory above.
     world.app.current(|driver| check(unsafe { (driver.mem_host_unregister)(start) }));
 }
 
 /// HM-02
 ///
-/// The owner of page-locked memory is asked for once; later lookups cost what those of other
-/// memory cost.
+/// The owner of page-locked memory is queried once. Later lookups cost the same as those of other
+/// memory.
 #[test]
-fn page_locked_memory_that_was_seen_before_costs_one_driver_call() {
+fn second_query_of_page_locked_memory_costs_one_driver_call() {
     over(Profile::default(), |world| {
         let calls = |world: &World, address: Address, kind: AllocationKind| {
             let before = world.driver().all_calls();
@@ -203,20 +203,20 @@ fn page_locked_memory_that_was_seen_before_costs_one_driver_call() {
                 );
             }
         });
-        // The application's own allocation, and at the same address another.
+        // An allocation of the application, and another one at the same address.
         for _ in 0..2 {
             let mut pointer = std::ptr::null_mut();
-            // SAFETY: the place is writable.
+            // SAFETY: the output is writable.
             world
                 .app
                 .current(|driver| check(unsafe { (driver.mem_host_alloc)(&mut pointer, 4096, 0) }));
             let start = Address::of_ptr(pointer.cast_const());
             assert!(
                 calls(world, start, AllocationKind::Host) > 1,
-                "another identity is asked for again"
+                "a new identity is queried again"
             );
             assert_eq!(calls(world, start, AllocationKind::Host), 1);
-            // SAFETY: allocated above.
+            // SAFETY: the test allocated the memory above, and frees it once.
             world.app.current(|driver| check(unsafe { (driver.mem_free_host)(pointer) }));
         }
     });
@@ -224,8 +224,8 @@ fn page_locked_memory_that_was_seen_before_costs_one_driver_call() {
 
 /// HM-01
 ///
-/// Memory without an identity is told apart each time, and never taken for other memory
-/// without one.
+/// Memory without an identity is queried each time, and never confused with other memory without
+/// one.
 #[test]
 fn page_locked_memory_without_an_identity_is_not_confused() {
     over(Profile { registered_without_identity: true, ..Profile::default() }, |world| {
@@ -248,9 +248,9 @@ fn page_locked_memory_without_an_identity_is_not_confused() {
 
 /// HM-01
 ///
-/// The table of page-locked memory is bounded, and forgotten entries are found out again.
+/// The table of page-locked memory is bounded. Replaced entries are queried again.
 #[test]
-fn a_thousand_page_locked_allocations_are_told_apart() {
+fn a_thousand_page_locked_allocations_have_the_right_kind() {
     over(Profile::default(), |world| {
         with_page_locked(world, |world, start| {
             let memory: Vec<_> =
@@ -272,9 +272,9 @@ fn a_thousand_page_locked_allocations_are_told_apart() {
 
 /// HM-01, MON-07
 ///
-/// A driver is not asked for what it does not know.
+/// Attributes that the driver does not know are not queried.
 #[test]
-fn a_driver_that_does_not_know_pools_is_asked_for_the_rest() {
+fn driver_without_pools_is_queried_for_the_other_attributes() {
     over(Profile { last_pointer_attribute: 16, ..Profile::default() }, |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         let found = world.cuda.query(memory.base()).expect("query").expect("known");
@@ -285,14 +285,14 @@ fn a_driver_that_does_not_know_pools_is_asked_for_the_rest() {
 
 /// HM-05
 ///
-/// The driver answers INVALID_CONTEXT to a thread without a context; the memory is still the
-/// device's.
+/// The driver returns INVALID_CONTEXT on a thread without a context. The memory is device memory
+/// all the same.
 #[test]
-fn device_memory_is_not_taken_for_host_memory_on_a_thread_without_context() {
+fn device_memory_is_recognised_on_a_thread_without_context() {
     let profile = Profile { queries_need_context: true, ..Profile::default() };
     over(profile, |world| {
         let mut pointer: CuDevicePtr = 0;
-        // SAFETY: the place is writable.
+        // SAFETY: the output is writable.
         world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 4096) }));
         let cuda = &world.cuda;
         std::thread::scope(|scope| {
@@ -302,20 +302,20 @@ fn device_memory_is_not_taken_for_host_memory_on_a_thread_without_context() {
         });
         let on_the_stack = 0u8;
         assert_eq!(world.cuda.query(Address::of_ptr(&on_the_stack)).expect("query"), None);
-        // SAFETY: allocated above.
+        // SAFETY: the test allocated the memory above, and frees it once.
         world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
     });
 }
 
 /// HM-05
 ///
-/// The answer is right too on a thread whose current context another thread destroyed.
+/// The result is also right on a thread whose current context was destroyed by another thread.
 #[test]
-fn device_memory_is_not_taken_for_host_memory_on_a_thread_whose_context_was_destroyed() {
+fn device_memory_is_recognised_after_the_threads_context_ended() {
     let profile = Profile { queries_need_context: true, ..Profile::default() };
     over(profile, |world| {
         let mut pointer: CuDevicePtr = 0;
-        // SAFETY: the place is writable.
+        // SAFETY: the output is writable.
         world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 4096) }));
         let gone = world.app.create_context();
         world.elsewhere_destroy_context(gone);
@@ -333,7 +333,7 @@ fn device_memory_is_not_taken_for_host_memory_on_a_thread_whose_context_was_dest
             "asked in the primary one"
         );
         assert_eq!(world.app.pop(), gone, "it is still the thread's");
-        // SAFETY: allocated above.
+        // SAFETY: the test allocated the memory above, and frees it once.
         world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
     });
 }
@@ -357,7 +357,7 @@ fn segments_are_the_mappings_of_a_reservation() {
         );
         assert!(
             found.range.contains_range(range),
-            "the reservation holds ranges over several handles"
+            "the reservation contains ranges over several handles"
         );
         let segments = world.cuda.physical_segments(range).expect("segments");
         let lens: Vec<_> = segments.iter().map(|segment| segment.range.len()).collect();
@@ -369,7 +369,7 @@ fn segments_are_the_mappings_of_a_reservation() {
 
 /// HM-07
 #[test]
-fn a_hole_in_a_reservation_is_named() {
+fn hole_in_a_reservation_is_named() {
     each(|world| {
         if world.no_rdma_to_vmm() {
             return;
@@ -389,7 +389,7 @@ fn a_hole_in_a_reservation_is_named() {
 
 /// HM-07
 #[test]
-fn memory_that_was_not_created_for_rdma_is_not_exportable() {
+fn memory_not_created_for_rdma_is_not_exportable() {
     each(|world| {
         if world.no_rdma_to_vmm() {
             return;
@@ -407,7 +407,7 @@ fn memory_that_was_not_created_for_rdma_is_not_exportable() {
 
 /// HM-05
 #[test]
-fn a_device_out_of_range_is_an_invalid_argument() {
+fn device_out_of_range_is_an_invalid_argument() {
     each(|world| {
         let request =
             AllocRequest { len: 4096, device: DeviceId(99), kind: AllocationKind::Device };
@@ -423,7 +423,7 @@ fn a_device_out_of_range_is_an_invalid_argument() {
 
 /// HM-01
 #[test]
-fn a_failed_query_is_an_error_with_the_drivers_code_and_the_address() {
+fn failed_query_is_an_error_with_the_drivers_code_and_the_address() {
     over(Profile::default(), |world| {
         world.driver().fail("cuPointerGetAttributes", CuResult::CUDA_ERROR_DEINITIALIZED);
         let error = world.cuda.query(Address(0x7000_0000)).expect_err("the driver refused");
@@ -438,10 +438,10 @@ fn a_failed_query_is_an_error_with_the_drivers_code_and_the_address() {
 
 /// HM-07
 ///
-/// An older driver does not say whether an address can be reached by RDMA; the memory's
-/// properties do.
+/// An older driver has no attribute for GPUDirect RDMA. The properties of the physical memory show
+/// it.
 #[test]
-fn the_purpose_of_memory_is_asked_of_its_handle_if_the_driver_says_nothing_of_its_address() {
+fn rdma_ability_is_read_from_the_handle_on_older_drivers() {
     over(Profile { last_pointer_attribute: 14, ..Profile::default() }, |world| {
         let parts = [Some(true), Some(false)];
         let memory = Expandable::new(&mut world.app, &parts);
@@ -459,19 +459,19 @@ fn the_purpose_of_memory_is_asked_of_its_handle_if_the_driver_says_nothing_of_it
                 world.cuda.physical_segments(memory.range(0, 100)).expect_err("the driver refused");
             assert_eq!(error.operation(), symbol);
             if symbol == "cuMemRelease" {
-                // The reference that could not be given back is the fake's to forget.
+                // The reference that could not be released stays in the fake; the test releases it.
                 let mut handle = 0;
                 let retain = world.app.functions.mem_retain_allocation_handle.expect("VMM");
-                // SAFETY: the place is writable; the address is looked up.
+                // SAFETY: the output is writable; the address is only looked up.
                 check(unsafe { retain(&mut handle, memory.base as *mut std::ffi::c_void) });
                 for _ in 0..2 {
-                    // SAFETY: retained once by the iface and once here.
+                    // SAFETY: the iface retained the handle once, and the test once.
                     check(unsafe { world.app.functions.mem_release.expect("VMM")(handle) });
                 }
             }
         }
         memory.end(&mut world.app, &parts);
-        // What has no handle is left to trying.
+        // Memory without a handle counts as exportable: only an export shows it.
         let plain = world.allocate(4096, hmem_core::AllocationKind::Device);
         assert!(world.cuda.physical_segments(plain.range).expect("segments")[0].exportable);
         world.free(&plain);
@@ -480,10 +480,10 @@ fn the_purpose_of_memory_is_asked_of_its_handle_if_the_driver_says_nothing_of_it
 
 /// HM-01
 ///
-/// The driver knows the question: that it calls it invalid says nothing of whose the memory
-/// is.
+/// The driver knows all queried attributes, so that INVALID_VALUE says nothing about the owner of
+/// the memory.
 #[test]
-fn a_question_that_the_driver_refuses_makes_no_host_memory_of_a_devices() {
+fn refused_query_does_not_make_device_memory_host_memory() {
     over(Profile::default(), |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         world.driver().fail("cuPointerGetAttributes", CuResult::CUDA_ERROR_INVALID_VALUE);
@@ -497,22 +497,22 @@ fn a_question_that_the_driver_refuses_makes_no_host_memory_of_a_devices() {
 
 /// HM-01
 ///
-/// A driver that answers nothing without a context shows what it knows when there is one.
+/// A driver that needs a context shows the attributes that it knows once a context exists.
 #[test]
-fn a_drivers_abilities_are_found_out_when_it_answers() {
+fn attributes_of_the_driver_are_found_at_its_first_answer() {
     for last_pointer_attribute in [16, 17] {
         let profile =
             Profile { queries_need_context: true, last_pointer_attribute, ..Profile::default() };
         over(profile, |world| {
             let mut pointer: CuDevicePtr = 0;
-            // SAFETY: the place is writable.
+            // SAFETY: the output is writable.
             world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 4096) }));
             let kind = world.cuda.query(Address(pointer)).expect("query").map(|found| found.kind);
             assert_eq!(kind, Some(AllocationKind::Device), "{last_pointer_attribute}");
-            // From then on what is refused is an error.
+            // From then on a refused query is an error.
             world.driver().fail("cuPointerGetAttributes", CuResult::CUDA_ERROR_INVALID_VALUE);
             world.cuda.query(Address(pointer)).expect_err("refused");
-            // SAFETY: allocated above.
+            // SAFETY: the test allocated the memory above, and frees it once.
             world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
         });
     }
@@ -520,10 +520,10 @@ fn a_drivers_abilities_are_found_out_when_it_answers() {
 
 /// HM-01, CACHE-02
 ///
-/// Memory mapped into a reservation can change under its identity,
-/// whatever context the driver names for it.
+/// Memory mapped into a reservation can be replaced without a change of identity, even if the
+/// driver names a context for it.
 #[test]
-fn vmm_memory_is_told_apart_where_the_driver_names_a_context_for_it() {
+fn vmm_memory_is_recognised_if_the_driver_names_a_context() {
     let driver = Profile { vmm_names_context: true, ..Profile::default() };
     let old = Profile { absent: vec!["cuMemRetainAllocationHandle"], ..driver.clone() };
     for profile in [driver, old] {
@@ -562,14 +562,14 @@ fn vmm_memory_is_told_apart_where_the_driver_names_a_context_for_it() {
 
 /// HM-01
 ///
-/// Memory that is no VMM memory and that no legacy handle is to be had of stays what it is.
+/// Memory without a legacy handle that is not VMM memory keeps its kind.
 #[test]
-fn device_memory_of_which_there_is_no_legacy_handle_is_no_vmm_memory() {
+fn device_memory_without_a_legacy_handle_is_not_vmm_memory() {
     over(Profile { allocates_by_vmm: true, ..Profile::default() }, |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         let found = world.cuda.query(memory.base()).expect("query").expect("known");
         assert_eq!(found.kind, AllocationKind::Device);
-        // What cannot be found out is an error, and no guess.
+        // A failed query is an error, not a guess.
         world.driver().fail("cuMemRetainAllocationHandle", CuResult::CUDA_ERROR_UNKNOWN);
         let error = world.cuda.query(memory.base()).expect_err("refused");
         assert_eq!(error.operation(), "cuMemRetainAllocationHandle");

@@ -1,4 +1,4 @@
-//! Handing memory to NICs.
+//! Exports of memory to NICs.
 
 use std::os::fd::AsFd;
 
@@ -13,8 +13,8 @@ use crate::world::{
     Expandable, HeldCopies, World, check, each, nic, not_over_a_gpu, once, open_fds, over, pattern,
 };
 
-/// The bytes of an exported fd, through a mapping as a NIC has one; `None` where the driver does
-/// not let the CPU map.
+/// Returns the bytes of an exported fd, read through a CPU mapping. Returns `None` if the driver
+/// does not support such a mapping.
 fn mapped(fd: &impl AsFd, offset: u64, len: usize) -> Option<Vec<u8>> {
     let (page, inside) = (offset & !4095, (offset & 4095) as usize);
     // SAFETY: a new mapping at an address that the kernel picks, read while it is mapped.
@@ -36,7 +36,7 @@ fn exports_reach_exactly_their_bytes_at_any_offset() {
             not_over_a_gpu("the device has no dma-bufs");
             return;
         }
-        // Neighbours in front and behind, so that pages are shared and offsets differ.
+        // Neighbours before and after, so that pages are shared and offsets differ.
         let around = [1000, 3000].map(|len| world.allocate(len, AllocationKind::Device));
         for kind in [AllocationKind::Device, AllocationKind::Virtual] {
             if kind == AllocationKind::Virtual && world.no_rdma_to_vmm() {
@@ -66,9 +66,9 @@ fn exports_reach_exactly_their_bytes_at_any_offset() {
                     None => assert!(
                         !world.maps_dma_bufs()
                             && not_over_a_gpu(
-                                "the dma-buf cannot be mapped: its bytes stay unseen"
+                                "the dma-buf cannot be mapped: its bytes are not checked"
                             ),
-                        "the device says that they can be mapped"
+                        "the device reports that they can be mapped"
                     ),
                 }
                 world.cuda.release_dma_buf(export).expect("release");
@@ -83,7 +83,7 @@ fn exports_reach_exactly_their_bytes_at_any_offset() {
 
 /// HM-06
 #[test]
-fn a_range_past_its_allocation_or_empty_is_not_exported() {
+fn empty_or_too_long_range_is_not_exported() {
     each(|world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         let past =
@@ -108,15 +108,15 @@ fn a_range_past_its_allocation_or_empty_is_not_exported() {
 
 /// HM-06
 ///
-/// In a process of its own, as other tests open fds too.
+/// Runs in a process of its own, since other tests open fds too.
 #[test]
-fn many_exports_leave_no_fd() {
-    leave_no_fd("export::many_exports_leave_no_fd", 20_000);
+fn many_exports_leave_no_fd_open() {
+    leave_no_fd("export::many_exports_leave_no_fd_open", 20_000);
 }
 
 /// HM-06
 ///
-/// The slow tier.
+/// Like the test above, with many more rounds (slow tier).
 #[test]
 #[ignore = "slow: a million exports"]
 fn a_million_exports_leave_no_fd() {
@@ -140,7 +140,7 @@ fn leave_no_fd(name: &str, rounds: u64) {
             world.cuda.release_dma_buf(export).expect("release");
         };
         export(0);
-        // The fake keeps one file for each part of the memory, of which there are few.
+        // The fake keeps one file for each of the few parts of the memory.
         let before = open_fds();
         (0..rounds).for_each(export);
         assert!(
@@ -154,9 +154,9 @@ fn leave_no_fd(name: &str, rounds: u64) {
 
 /// HM-08, HM-07
 ///
-/// The rules of every kind of memory.
+/// Covers the rules of every kind of memory.
 #[test]
-fn memory_that_is_not_the_devices_own_is_not_exported_and_says_what_to_do() {
+fn host_and_managed_memory_is_not_exported_and_has_a_remedy() {
     each(|world| {
         for (kind, word) in
             [(AllocationKind::Managed, "migrates"), (AllocationKind::Host, "host memory")]
@@ -188,7 +188,7 @@ fn memory_that_is_not_the_devices_own_is_not_exported_and_says_what_to_do() {
 
 /// HM-07
 #[test]
-fn the_first_segment_that_cannot_is_named() {
+fn first_unexportable_segment_is_named() {
     each(|world| {
         if world.no_rdma_to_vmm() {
             return;
@@ -220,9 +220,9 @@ fn the_first_segment_that_cannot_is_named() {
 
 /// HM-09
 ///
-/// A driver itself reports whether it has the PCIe mapping.
+/// Only the result of an export shows whether the driver has the PCIe mapping.
 #[test]
-fn the_pcie_mapping_is_used_or_refused_as_unsupported() {
+fn pcie_mapping_is_used_or_unsupported() {
     for (profile, code) in [
         (Profile::named("535-open").expect("a profile"), Some(CuResult::CUDA_ERROR_INVALID_VALUE)),
         (
@@ -257,13 +257,13 @@ fn the_pcie_mapping_is_used_or_refused_as_unsupported() {
 
 /// HM-06
 #[test]
-fn synchronous_operations_are_made_so_before_a_nic_may_read() {
+fn export_sets_sync_memops() {
     over(Profile::default(), |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         assert!(!world.driver().sync_memops(memory.base().0));
         world.cuda.export_peer_memory(memory.range, &nic()).expect("export");
         assert!(world.driver().sync_memops(memory.base().0));
-        assert_eq!(world.driver().context_flags(0), 0, "an allocation's own flag is enough");
+        assert_eq!(world.driver().context_flags(0), 0, "the flag of the allocation is enough");
         world.free(&memory);
         let memory = world.allocate(4096, AllocationKind::Virtual);
         let export = world
@@ -274,7 +274,7 @@ fn synchronous_operations_are_made_so_before_a_nic_may_read() {
         assert_eq!(
             world.driver().context_flags(0),
             sys::CU_CTX_SYNC_MEMOPS,
-            "VMM memory has none of its own"
+            "VMM memory has no flag of its own"
         );
         world.free(&memory);
     });
@@ -282,10 +282,10 @@ fn synchronous_operations_are_made_so_before_a_nic_may_read() {
 
 /// HM-06
 ///
-/// Memory is exported whose synchronous operations can be made so by its context alone,
-/// whatever its kind.
+/// Memory of any kind is exported if only the flag of its context can make its operations
+/// synchronous.
 #[test]
-fn memory_without_a_flag_of_its_own_is_synchronised_by_its_context() {
+fn memory_without_sync_memops_sets_the_flag_of_its_context() {
     for peer_memory in [false, true] {
         over(Profile { allocates_by_vmm: true, ..Profile::default() }, |world| {
             let memory = world.allocate(4096, AllocationKind::Device);
@@ -301,7 +301,7 @@ fn memory_without_a_flag_of_its_own_is_synchronised_by_its_context() {
             world.free(&memory);
         });
     }
-    // Of plain memory INVALID_VALUE means that it went.
+    // For memory of `cuMemAlloc`, INVALID_VALUE means that it was freed.
     over(Profile::default(), |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         world.driver().fail("cuPointerSetAttribute", CuResult::CUDA_ERROR_INVALID_VALUE);
@@ -314,9 +314,9 @@ fn memory_without_a_flag_of_its_own_is_synchronised_by_its_context() {
 
 /// HM-06
 ///
-/// An export that the driver refuses changes nothing of the context.
+/// A refused export does not change the context.
 #[test]
-fn a_refused_export_of_stream_ordered_memory_is_the_drivers_and_leaves_no_flag() {
+fn refused_export_of_stream_ordered_memory_sets_no_flag() {
     over(Profile::default(), |world| {
         let memory = world.allocate(100_000, AllocationKind::StreamOrdered);
         assert!(
@@ -337,9 +337,9 @@ fn a_refused_export_of_stream_ordered_memory_is_the_drivers_and_leaves_no_flag()
 
 /// HM-06
 ///
-/// Memory of no context is synchronised by the contexts that may work on it.
+/// For memory without a context, the flags of the contexts that may work on it are set.
 #[test]
-fn memory_of_no_context_is_synchronised_by_the_threads_own_and_the_primary_one() {
+fn memory_without_a_context_sets_the_flags_of_its_contexts() {
     for peer_memory in [false, true] {
         over(Profile::default(), |world| {
             let parts = [Some(true)];
@@ -359,14 +359,15 @@ fn memory_of_no_context_is_synchronised_by_the_threads_own_and_the_primary_one()
             export(world);
             assert_eq!(world.driver().flags_of(first), sys::CU_CTX_SYNC_MEMOPS);
             assert!(world.active().is_empty());
-            // The primary one too where somebody has it, and of the first the thread's no longer.
+            // Also that of an active primary context, and no longer that of the thread's first
+            // context.
             world.app.current(|_| ());
             let second = world.app.create_context();
             export(world);
             assert_eq!(world.driver().flags_of(second), sys::CU_CTX_SYNC_MEMOPS);
             assert_eq!(world.driver().context_flags(0), sys::CU_CTX_SYNC_MEMOPS);
             world.app.let_go();
-            assert_eq!(world.active(), [0], "it stays with what was set in it");
+            assert_eq!(world.active(), [0], "it stays retained with its flag");
             world.app.destroy_context(second);
             memory.end_here(&world.app.functions, &parts);
             world.app.destroy_context(first);
@@ -376,21 +377,21 @@ fn memory_of_no_context_is_synchronised_by_the_threads_own_and_the_primary_one()
 
 /// HM-06
 ///
-/// Operations in flight before the context made its operations synchronous are waited for.
+/// The export waits for operations that began before the flag of the context was set.
 #[test]
-fn a_copy_under_way_on_the_default_stream_has_ended_when_its_memory_is_exported() {
+fn export_waits_for_copies_on_the_default_stream() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {
         let parts = [Some(true)];
         let context = world.app.create_context();
         let memory = Expandable::here(&world.app.functions, &parts);
         let bytes = pattern(3, 1000);
         let from = bytes.as_ptr().expose_provenance() as u64;
-        // SAFETY: both sides are there until the copy has ended, below.
+        // SAFETY: both sides live until the copy has ended, below.
         let code = unsafe {
             (world.app.functions.memcpy_async)(memory.base, from, 1000, sys::CuStream::NULL)
         };
         check(code);
-        // SAFETY: the memory is there, and nothing moves bytes of it meanwhile.
+        // SAFETY: the memory is live, and no other copy accesses it.
         let found = || unsafe {
             std::slice::from_raw_parts(hmem_fake_cuda::reach(memory.base), 1000).to_vec()
         };

@@ -1,4 +1,4 @@
-//! What comes back when the driver refuses, and that nothing stays behind.
+//! Errors for refusals of the driver, and the absence of leftovers.
 
 use hmem_core::{
     Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt,
@@ -11,7 +11,7 @@ use crate::world::{HeldCopies, World, nic, over};
 
 /// DIAG-03
 #[test]
-fn a_lost_device_is_unavailable_at_every_operation_and_says_what_helps() {
+fn lost_device_is_unavailable_at_every_operation() {
     let mut world = World::fake(Profile::default());
     let memory = world.allocate(4096, AllocationKind::Device);
     for code in [
@@ -27,7 +27,7 @@ fn a_lost_device_is_unavailable_at_every_operation_and_says_what_helps() {
                 .cuda
                 .export_dma_buf(memory.range, &nic(), DmaBufMapping::Default)
                 .expect_err("lost"),
-            // SAFETY: nobody uses it any longer; the call is refused.
+            // SAFETY: no code uses the memory; the call is refused.
             unsafe { world.cuda.free(&memory) }.expect_err("lost"),
         ] {
             assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
@@ -47,7 +47,7 @@ fn a_lost_device_is_unavailable_at_every_operation_and_says_what_helps() {
 
 /// DIAG-03
 #[test]
-fn out_of_memory_is_named_with_device_length_and_remedy() {
+fn out_of_memory_names_device_length_and_remedy() {
     over(Profile { memory: 64 << 20, ..Profile::default() }, |world| {
         for kind in [
             AllocationKind::Device,
@@ -68,7 +68,7 @@ fn out_of_memory_is_named_with_device_length_and_remedy() {
 
 /// DIAG-03
 ///
-/// Each cause with the words that lead on.
+/// Each cause has the words of its remedy.
 #[test]
 fn each_cause_of_a_refused_export_has_its_remedy() {
     let closed = Profile::named("550-closed").expect("a profile");
@@ -110,7 +110,7 @@ fn each_cause_of_a_refused_export_has_its_remedy() {
     for (code, kind, word) in [
         (CuResult::CUDA_ERROR_OUT_OF_MEMORY, ErrorKind::OutOfResources, "BAR1"),
         (CuResult::CUDA_ERROR_NOT_SUPPORTED, ErrorKind::Unsupported, "cuMemAlloc"),
-        (CuResult::CUDA_ERROR_INVALID_VALUE, ErrorKind::InvalidArgument, "mapped whole"),
+        (CuResult::CUDA_ERROR_INVALID_VALUE, ErrorKind::InvalidArgument, "map the whole range"),
         (CuResult::CUDA_ERROR_OPERATING_SYSTEM, ErrorKind::Driver, "ulimit -n"),
         (CuResult::CUDA_ERROR_INVALID_CONTEXT, ErrorKind::BadState, "context"),
     ] {
@@ -134,17 +134,17 @@ fn each_cause_of_a_refused_export_has_its_remedy() {
 
 /// REL-01
 ///
-/// A step of freeing VMM memory that the driver refuses is an error whatever its code, and
-/// what was done before it is not done again.
+/// A refused step of freeing VMM memory is an error for any code. The next call does not repeat the
+/// steps that succeeded.
 #[test]
-fn vmm_memory_whose_free_is_refused_stays_until_the_driver_takes_each_step_back_once() {
+fn refused_free_of_vmm_memory_continues_at_the_refused_step() {
     for code in [CuResult::CUDA_ERROR_INVALID_VALUE, CuResult::CUDA_ERROR_UNKNOWN] {
         over(Profile::default(), |world| {
             let memory = world.allocate(4096, AllocationKind::Virtual);
             let steps = ["cuMemUnmap", "cuMemAddressFree", "cuMemRelease"];
             for symbol in steps {
                 world.driver().fail(symbol, code);
-                // SAFETY: nobody uses it any longer.
+                // SAFETY: no code uses the memory any longer.
                 let error = unsafe { world.cuda.free(&memory) }.expect_err("the driver refused");
                 assert_eq!(
                     (error.operation(), error.driver().expect("code").code),
@@ -160,9 +160,9 @@ fn vmm_memory_whose_free_is_refused_stays_until_the_driver_takes_each_step_back_
 
 /// HM-01
 ///
-/// Stream-ordered memory that could not be freed as it came is not taken.
+/// Stream-ordered memory is not allocated if the library cannot free it in the same way.
 #[test]
-fn a_library_without_a_stream_ordered_free_allocates_no_such_memory() {
+fn library_without_a_stream_ordered_free_allocates_none() {
     for symbol in ["cuMemAllocAsync", "cuMemFreeAsync"] {
         over(Profile { absent: vec![symbol], ..Profile::default() }, |world| {
             let kind = AllocationKind::StreamOrdered;
@@ -177,17 +177,17 @@ fn a_library_without_a_stream_ordered_free_allocates_no_such_memory() {
 
 /// HM-01
 #[test]
-fn a_double_free_is_refused_and_names_the_identity() {
+fn double_free_is_refused_and_names_the_identity() {
     crate::world::each(|world| {
         let memory = world.allocate(2 << 20, AllocationKind::Device);
         world.free(&memory);
-        // SAFETY: nobody uses it; the call is refused.
+        // SAFETY: no code uses the memory; the call is refused.
         let error = unsafe { world.cuda.free(&memory) }.expect_err("freed already");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         assert_eq!(error.context_value("identity"), Some(memory.id.0.to_string().as_str()));
-        // Another allocation at the address does not make it live again.
+        // A new allocation at the address does not make the freed one live again.
         let again = world.allocate(2 << 20, AllocationKind::Device);
-        // SAFETY: as above.
+        // SAFETY: no code uses the memory; the call is refused.
         unsafe { world.cuda.free(&memory) }.expect_err("freed already");
         world.free(&again);
     });

@@ -1,5 +1,5 @@
-//! A fault at every driver call (REL-01): an error comes back, nothing is left, and the same works
-//! once the fault is gone.
+//! A fault at every driver call (REL-01): the caller gets an error, nothing is left, and the same
+//! call works after the fault.
 
 use std::{collections::BTreeSet, thread};
 
@@ -19,12 +19,12 @@ use crate::{
     world::{HeldCopies, World, check, nic, open_fds, over, pattern},
 };
 
-/// What a call answers instead of doing what it does.
+/// Fault of a call: the code that it returns instead of running.
 #[derive(Clone, Copy, Debug)]
 enum Fault {
-    /// This once.
+    /// The call fails once with this code.
     Once(CuResult),
-    /// The device is lost: every call after it answers the same.
+    /// The device is lost: all later calls return the same code.
     Lost(CuResult),
 }
 
@@ -43,16 +43,15 @@ impl Fault {
         code
     }
 
-    /// Whether the header has a call answer so where nothing is wrong: what follows from that is no
-    /// error, or another.
+    /// Returns true if `cuda.h` documents the code as a regular answer of the call, so that the
+    /// iface returns no error or another one.
     fn is_an_answer(self, symbol: &str) -> bool {
         let Self::Once(code) = self else { return false };
         let invalid = code == CuResult::CUDA_ERROR_INVALID_VALUE;
         match symbol {
-            // An attribute that the driver does not know; an address that is not its own; memory
-            // that the application page-locked.
+            // An unknown attribute, a foreign address, or memory that the application page-locked.
             "cuDeviceGetAttribute" | "cuPointerGetAttributes" | "cuMemHostGetFlags" => invalid,
-            // Memory that has no flag or no handle of its own.
+            // Memory without a flag or a handle of its own.
             "cuPointerSetAttribute" | "cuMemRetainAllocationHandle" => {
                 invalid || code == CuResult::CUDA_ERROR_NOT_SUPPORTED
             }
@@ -61,44 +60,44 @@ impl Fault {
     }
 }
 
-/// What a call was made for, as far as it matters.
+/// Operation for which a call was made, as far as it matters.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Place {
-    /// Asking an event whether its copy is done.
+    /// Query of an event for the end of its copy.
     IsDone,
-    /// Freeing stream-ordered memory.
+    /// Free of stream-ordered memory.
     StreamOrderedFree,
     Elsewhere,
 }
 
-/// Where the failure of a call is no error of the round.
+/// Returns true if the failure of a call is no error of the round.
 fn may_be_silent(symbol: &str, place: Place) -> bool {
     match symbol {
-        // What cannot be said, waiting says.
+        // A failed query of the event; the wait reports the error.
         "cuEventQuery" | "cuCtxPushCurrent_v2" | "cuCtxPopCurrent_v2" => place == Place::IsDone,
-        // Waiting for a free that the driver has accepted.
+        // The wait for a free that the driver has accepted.
         "cuStreamSynchronize" => place == Place::StreamOrderedFree,
         _ => false,
     }
 }
 
-/// Functions of the table that the iface never calls.
+/// Functions in the table that the iface never calls.
 const NEVER_CALLED: [&str; 1] = ["cuDriverGetVersion"];
 
-/// Drivers between which every function of the table is called, and whether the application has a
-/// context current.
+/// Profiles that together cover every function of the table, each with a flag: the application has
+/// a current context.
 fn profiles() -> [(Profile, bool); 4] {
     let old = Profile { writes_ordering: 0, ..Profile::default() };
     [
         (old.clone(), false),
-        // IS_GPU_DIRECT_RDMA_CAPABLE is 15: what it says is asked of the handle.
+        // IS_GPU_DIRECT_RDMA_CAPABLE is attribute 15. Without it the handle is queried.
         (Profile { last_pointer_attribute: 14, ..old.clone() }, false),
         (Profile { queries_need_context: true, ..old.clone() }, false),
         (old, true),
     ]
 }
 
-/// What a round has taken and the driver did not take back.
+/// Objects of a round that the driver refused to release.
 #[derive(Clone, Copy, Debug)]
 enum Taken {
     Allocated(Allocation),
@@ -109,34 +108,33 @@ enum Taken {
 impl Taken {
     fn end(self, cuda: &Cuda) -> Result<()> {
         match self {
-            // SAFETY: nobody uses it any longer.
+            // SAFETY: no code uses the memory any longer.
             Self::Allocated(memory) => unsafe { cuda.free(&memory) },
-            // SAFETY: as above.
+            // SAFETY: no code uses the memory any longer.
             Self::Opened(memory) => unsafe { cuda.ipc_close(&memory) },
             Self::PageLocked(range) => cuda.host_unregister(range),
         }
     }
 }
 
-/// Something of every operation that reaches the driver.
+/// Handles for every operation that calls the driver.
 struct Round<'a> {
     cuda: &'a Cuda,
-    /// Another process's memory.
+    /// Handle of memory of another process.
     lent: &'a IpcHandle,
-    /// The application's own pages.
+    /// Host pages of the application.
     pages: AddressRange,
     kinds: &'a [AllocationKind],
-    /// The call that is watched for: of which function, and the how many-th since the driver
-    /// started.
+    /// The watched call: its function, and its number since the driver started.
     watched: Option<(&'a FakeDriver, &'static str, u64)>,
-    /// What it was made for.
+    /// Operation for which it was made.
     place: Option<Place>,
     first: Result<()>,
     left: Vec<Taken>,
 }
 
 impl Round<'_> {
-    /// What was done last, if the watched call was made for it.
+    /// Records the operation that ran last, if it made the watched call.
     fn did(&mut self, place: Place) {
         let Some((driver, symbol, end)) = self.watched else { return };
         if driver.calls(symbol) >= end {
@@ -157,8 +155,8 @@ impl Round<'_> {
         }
     }
 
-    /// Gives back, twice if need be; what was given back in spite of an error is not live the
-    /// second time.
+    /// Releases, and retries once. If the first attempt succeeded in spite of an error, the second
+    /// one finds nothing live.
     fn give_back(&mut self, taken: Taken) {
         let ended = taken.end(self.cuda);
         self.did(match taken {
@@ -181,7 +179,11 @@ impl Round<'_> {
         let mut back = [0u8; 300];
         let written = self.note(self.cuda.write_bytes(memory.base(), &bytes));
         let read = self.note(self.cuda.read_bytes(memory.base(), &mut back));
-        assert!(written.and(read).is_none() || back[..] == bytes, "a copy that ended well is none");
+        assert!(
+            written.and(read).is_none() || back[..] == bytes,
+            "a copy that succeeded is not \
+                                                                   cancelled"
+        );
         let from = Address::of_ptr(bytes.as_ptr());
         // SAFETY: the host side outlives the event, which is waited for.
         let event = unsafe { self.cuda.start_copy(memory.base(), from, 300) };
@@ -228,16 +230,16 @@ impl Round<'_> {
     }
 }
 
-/// What rounds are made over.
+/// World of the rounds.
 struct Setting<'a> {
     driver: &'a FakeDriver,
     functions: Functions,
     lent: IpcHandle,
     pages: AddressRange,
     kinds: Vec<AllocationKind>,
-    /// Whether the application has a context of its own current.
+    /// True if the application has a current context of its own.
     in_context: bool,
-    /// The fds of this process but for the fake's own.
+    /// Returns the number of fds of this process without those of the fake.
     fds: usize,
 }
 
@@ -283,21 +285,21 @@ impl<'a> Setting<'a> {
         open_fds() - self.driver.files()
     }
 
-    /// Runs with a context of the application's own current, if it is to have one.
+    /// Runs with a current context of the application, if the world has one.
     fn in_context<T>(&self, run: impl FnOnce() -> T) -> T {
         if !self.in_context {
             return run();
         }
         let mut context = CuContext::NULL;
-        // SAFETY: the place is writable, and the device is there.
+        // SAFETY: the output is writable, and the device exists.
         check(unsafe { hmem_fake_cuda::cuCtxCreate_v2(&mut context, 0, 1) });
         let result = run();
-        // SAFETY: made above.
+        // SAFETY: `create_context` above made the context.
         check(unsafe { hmem_fake_cuda::cuCtxDestroy_v2(context) });
         result
     }
 
-    /// A life of the iface without faults; how often it makes a call.
+    /// Opens, uses and closes the iface without faults. Returns the number of calls of a function.
     fn uses(&self, symbol: &str) -> u64 {
         let before = self.driver.calls(symbol);
         self.in_context(|| {
@@ -308,8 +310,8 @@ impl<'a> Setting<'a> {
         self.driver.calls(symbol) - before
     }
 
-    /// A life of the iface whose `nth` call of a function fails: the first error that it shows, and
-    /// what the call was made for.
+    /// Opens, uses and closes the iface while the `nth` call of a function fails. Returns the first
+    /// error and the operation that made the call.
     fn life(&self, symbol: &'static str, nth: u64, fault: Fault) -> (Result<()>, Place) {
         let when = format!("{symbol} {nth}, {fault:?}");
         let before = self.driver.contexts_of_this_thread();
@@ -321,7 +323,7 @@ impl<'a> Setting<'a> {
         let mut place = Place::Elsewhere;
         let seen = match self.open() {
             Err(error) => Err(error),
-            // Before and after the round it is made for something else.
+            // Before and after the round the call belongs to another operation.
             Ok(cuda) => {
                 let opened = self.driver.calls(symbol) >= end;
                 let (seen, left, made_for) = self.round(&cuda, Some((symbol, end)));
@@ -341,7 +343,7 @@ impl<'a> Setting<'a> {
                 }
                 match cuda.close() {
                     Ok(()) => seen,
-                    // The fault came in the way of closing: the second time works.
+                    // The fault hit the close. The second close works.
                     Err(refused) => {
                         self.driver.heal();
                         let again = refused.value.close();
@@ -351,11 +353,10 @@ impl<'a> Setting<'a> {
                 }
             }
         };
-        assert!(self.driver.calls(symbol) >= end, "{when}: there is no such call");
+        assert!(self.driver.calls(symbol) >= end, "{when}: no such call was made");
         self.driver.heal();
-        // A lost device takes nothing back that a call has to undo before it returns: neither the
-        // thread's context, nor memory that nobody has got yet. All else is given back
-        // above.
+        // With a lost device a call cannot undo its own steps: the thread's context stays, and
+        // memory that no caller has yet. All else is released above.
         if matches!(fault, Fault::Once(_)) {
             assert_eq!(self.driver.contexts_of_this_thread(), before, "{when}");
             assert_eq!(self.driver.live(), Live::default(), "{when}: {seen:?}");
@@ -364,12 +365,12 @@ impl<'a> Setting<'a> {
         (seen, place)
     }
 
-    /// Every call of one function, with each of these faults.
+    /// Tests every call of one function with each of these faults.
     fn show(&self, symbol: &'static str, uses: u64, faults: &[Fault]) {
         for fault in faults.iter().copied() {
             let mut silent = Vec::new();
             for nth in 1..=uses {
-                // On a thread of its own, with contexts of its own.
+                // Runs on a thread of its own, with contexts of its own.
                 let seen = thread::scope(|scope| {
                     scope.spawn(|| self.in_context(|| self.life(symbol, nth, fault))).join()
                 });
@@ -398,11 +399,10 @@ impl<'a> Setting<'a> {
 
 /// REL-01
 ///
-/// In a process of its own, for its fds to be counted, with memory of the process that
-/// started it.
+/// Runs in a process of its own, so that its fds can be counted, with memory of its parent.
 #[test]
-fn a_fault_at_every_driver_call_is_an_error_and_leaves_nothing() {
-    const NAME: &str = "faults::a_fault_at_every_driver_call_is_an_error_and_leaves_nothing";
+fn fault_at_every_driver_call_is_an_error_and_leaves_nothing() {
+    const NAME: &str = "faults::fault_at_every_driver_call_is_an_error_and_leaves_nothing";
     let Some(text) = child::passed() else {
         return over(Profile::default(), |world| {
             let memory = world.allocate(3 << 20, AllocationKind::Device);
@@ -431,7 +431,7 @@ fn a_fault_at_every_driver_call_is_an_error_and_leaves_nothing() {
                 }
             }
         });
-        // What a lost device keeps goes with the driver.
+        // Dropping the driver frees what a lost device keeps.
         let world = World::fake(profile);
         let setting = Setting::of(&world, ipc::handle(&text), pages, in_context);
         for (symbol, uses) in used {

@@ -1,4 +1,4 @@
-//! Inbound writes are flushed in the contexts that they are for.
+//! Flushes of inbound writes in the contexts of the written memory.
 
 use hmem_core::{Address, AddressRange, AllocationKind, DeviceId, ErrorKind, IfaceExt};
 use hmem_fake_cuda::Profile;
@@ -13,12 +13,13 @@ fn unordered() -> Profile {
 
 fn allocate(world: &World, len: u64) -> AddressRange {
     let mut pointer: CuDevicePtr = 0;
-    // SAFETY: the place is writable.
+    // SAFETY: the output is writable.
     check(unsafe { (world.app.functions.mem_alloc)(&mut pointer, len as usize) });
     AddressRange::new(Address(pointer), len).expect("a range")
 }
 
-/// A context of the application's with memory in it that was handed to a NIC. No longer current.
+/// Creates a context of the application with memory that is exported to a NIC. The context is not
+/// current afterwards.
 fn written_context(world: &World, peer_memory: bool) -> (CuContext, AddressRange) {
     let context = world.app.create_context();
     let range = allocate(world, 8192);
@@ -40,21 +41,21 @@ fn flushed(world: &World) -> Vec<CuContext> {
 
 fn primary(world: &mut World) -> CuContext {
     let mut primary = CuContext::NULL;
-    // SAFETY: the place is writable.
+    // SAFETY: the output is writable.
     world.app.current(|driver| check(unsafe { (driver.ctx_get_current)(&mut primary) }));
     primary
 }
 
 /// Destroys a context that is not current.
 fn destroy(world: &World, context: CuContext) {
-    // SAFETY: made by `written_context`.
+    // SAFETY: `written_context` made the context.
     check(unsafe { (world.app.functions.ctx_push_current)(context) });
     world.app.destroy_context(context);
 }
 
 /// HM-14
 #[test]
-fn inbound_writes_are_flushed_where_the_device_does_not_order_them() {
+fn inbound_writes_are_flushed_if_the_device_does_not_order_them() {
     for (ordering, flushes) in [(0, 1), (100, 0), (200, 0)] {
         over(Profile { writes_ordering: ordering, ..Profile::default() }, |world| {
             let memory = world.allocate(4096, AllocationKind::Device);
@@ -81,7 +82,7 @@ fn inbound_writes_are_flushed_where_the_device_does_not_order_them() {
 
 /// HM-14
 #[test]
-fn memory_of_the_applications_context_is_flushed_in_that_context() {
+fn memory_of_the_applications_context_is_flushed_there() {
     for peer_memory in [false, true] {
         over(unordered(), |world| {
             let (context, _) = written_context(world, peer_memory);
@@ -89,11 +90,16 @@ fn memory_of_the_applications_context_is_flushed_in_that_context() {
             let (second, _) = written_context(world, peer_memory);
             assert_eq!(flushed(world), [context, second]);
             let other = world.app.create_context();
-            assert_eq!(flushed(world), [context, second], "nothing is in the thread's");
+            assert_eq!(
+                flushed(world),
+                [context, second],
+                "the thread's context has no exported \
+                                                           memory"
+            );
             assert_eq!(world.driver().calls("cuDevicePrimaryCtxRetain"), 0);
             let primary = primary(world);
-            assert_eq!(flushed(world), [primary, context, second], "somebody has the primary one");
-            // Refused in one, it is done in the others.
+            assert_eq!(flushed(world), [primary, context, second], "the primary context is active");
+            // If the flush is refused in one context, the others are flushed all the same.
             world.driver().fail("cuFlushGPUDirectRDMAWrites", CuResult::CUDA_ERROR_UNKNOWN);
             world.cuda.flush_inbound(DeviceId(0)).expect_err("refused in the first");
             assert_eq!(world.driver().flushed(), [context, second]);
@@ -109,17 +115,17 @@ fn memory_of_the_applications_context_is_flushed_in_that_context() {
 
 /// HM-14
 #[test]
-fn a_context_that_was_destroyed_is_not_given_to_the_driver() {
+fn destroyed_context_is_not_passed_to_the_driver() {
     over(unordered(), |world| {
         let (context, range) = written_context(world, false);
         destroy(world, context);
         assert_eq!(flushed(world), []);
-        // Its addresses are another's now.
+        // Another allocation has its addresses now.
         let (context, again) = written_context(world, false);
-        assert_eq!(range, again, "an address that comes back");
+        assert_eq!(range, again, "a reused address");
         destroy(world, context);
         let other = world.app.create_context();
-        assert_eq!(allocate(world, 8192), range, "an address that comes back");
+        assert_eq!(allocate(world, 8192), range, "a reused address");
         world.app.pop();
         assert_eq!(flushed(world), []);
         assert_eq!(world.driver().strangers(), 0);
@@ -129,21 +135,21 @@ fn a_context_that_was_destroyed_is_not_given_to_the_driver() {
 
 /// HM-14
 #[test]
-fn a_flush_of_memory_of_the_primary_context_is_three_calls() {
+fn flush_of_the_primary_context_makes_three_calls() {
     over(unordered(), |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         world.cuda.export_dma_buf(memory.range, &nic(), Default::default()).expect("export");
         let before = world.driver().all_calls();
         assert_eq!(flushed(world).len(), 1);
-        assert_eq!(world.driver().all_calls() - before, 3, "made current, flushed, put back");
+        assert_eq!(world.driver().all_calls() - before, 3, "push, flush, pop");
         world.free(&memory);
     });
 }
 
 /// HM-14
 #[test]
-fn memory_of_no_context_is_flushed_in_the_threads_own_and_the_primary_one() {
-    // Also where the driver names a context for such memory.
+fn memory_without_a_context_is_flushed_in_both_contexts() {
+    // This also holds if the driver names a context for such memory.
     for vmm_names_context in [false, true] {
         over(Profile { vmm_names_context, ..unordered() }, |world| {
             let context = world.app.create_context();
@@ -154,12 +160,12 @@ fn memory_of_no_context_is_flushed_in_the_threads_own_and_the_primary_one() {
             assert_eq!(flushed(world), [context]);
             assert!(world.active().is_empty());
             world.app.pop();
-            // Nothing else will do; it is made once.
+            // No other context exists; the primary one is created once.
             let primary = flushed(world);
             assert_eq!((primary.len(), world.active()), (1, vec![0]));
             assert_eq!(flushed(world), primary);
             assert_eq!(world.driver().calls("cuDevicePrimaryCtxRetain"), 1);
-            // SAFETY: made above.
+            // SAFETY: `create_context` above made the context.
             check(unsafe { (world.app.functions.ctx_push_current)(context) });
             assert_eq!(flushed(world), [primary[0], context]);
             memory.end_here(&world.app.functions, &parts);
@@ -171,7 +177,7 @@ fn memory_of_no_context_is_flushed_in_the_threads_own_and_the_primary_one() {
 
 /// HM-14
 #[test]
-fn memory_that_went_is_not_remembered() {
+fn freed_memory_is_removed_from_the_witnesses() {
     over(unordered(), |world| {
         let context = world.app.create_context();
         let asked = |world: &World| world.driver().calls("cuPointerGetAttributes");
@@ -180,25 +186,25 @@ fn memory_that_went_is_not_remembered() {
             let range = allocate(world, pages * 4096);
             bases.insert(range.start());
             world.cuda.export_peer_memory(range, &nic()).expect("peer memory");
-            // SAFETY: allocated above.
+            // SAFETY: the test allocated the memory above, and frees it once.
             check(unsafe { (world.app.functions.mem_free)(range.start().0) });
         }
         assert_eq!(bases.len(), 250, "each has its own address");
         let before = asked(world);
-        assert_eq!(flushed(world), [context], "the thread's own, as for a process without any");
+        assert_eq!(flushed(world), [context], "the thread's context, as without exported memory");
         assert!(asked(world) - before <= 65, "{} asked", asked(world) - before);
         let before = asked(world);
         flushed(world);
-        assert_eq!(asked(world), before, "nothing is left to ask about");
+        assert_eq!(asked(world), before, "no witness is left to query");
         world.app.destroy_context(context);
     });
 }
 
 /// HM-14
 ///
-/// Over a driver that answers only within a context, a thread without one finds no witness.
+/// If the driver answers only within a context, a thread without one cannot query a witness.
 #[test]
-fn a_context_that_cannot_be_asked_about_is_an_error_until_it_can() {
+fn flush_fails_while_the_driver_cannot_be_queried() {
     over(Profile { queries_need_context: true, ..unordered() }, |world| {
         let (context, _) = written_context(world, true);
         let error = world.cuda.flush_inbound(DeviceId(0)).expect_err("who knows");

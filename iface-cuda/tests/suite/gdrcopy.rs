@@ -1,4 +1,4 @@
-//! The CPU's own access to device memory, over functions that stand where GDRCopy's would.
+//! CPU access to device memory, over substitutes for the functions of GDRCopy.
 
 use std::{
     ffi::{c_int, c_ulong, c_void},
@@ -11,11 +11,11 @@ use hmem_iface_cuda::gdrcopy::{GPU_PAGE, GdrFunctions, GdrHandle, Gdrcopy};
 
 use crate::world::{HeldCopies, over, pattern};
 
-/// Pinned buffers and mappings alive.
+/// Number of pinned buffers and mappings.
 static ALIVE: AtomicI32 = AtomicI32::new(0);
-/// What was pinned last.
+/// Range that was pinned last.
 static PINNED: AtomicU64 = AtomicU64::new(0);
-/// What `gdr_map` answers.
+/// Code that `gdr_map` returns.
 static MAP: AtomicI32 = AtomicI32::new(0);
 
 unsafe extern "C" fn open() -> usize {
@@ -34,11 +34,11 @@ unsafe extern "C" fn pin(
     _: u32,
     handle: *mut GdrHandle,
 ) -> c_int {
-    // As `gdrapi.h` wants it.
+    // `gdrapi.h` requires this alignment.
     assert!(address.is_multiple_of(GPU_PAGE) && (size as u64).is_multiple_of(GPU_PAGE));
     PINNED.store(address, Ordering::Release);
     ALIVE.fetch_add(1, Ordering::AcqRel);
-    // SAFETY: the caller passes a writable place.
+    // SAFETY: the caller passes a writable output.
     unsafe { *handle = GdrHandle { h: address } };
     0
 }
@@ -59,7 +59,7 @@ unsafe extern "C" fn map(
         return refused;
     }
     ALIVE.fetch_add(1, Ordering::AcqRel);
-    // SAFETY: the caller passes a writable place.
+    // SAFETY: the caller passes a writable output.
     unsafe { *address = hmem_fake_cuda::reach(handle.h).cast() };
     0
 }
@@ -106,7 +106,7 @@ fn functions() -> GdrFunctions {
 
 /// HM-03
 #[test]
-fn the_cpu_reaches_device_memory_through_a_window() {
+fn cpu_reaches_device_memory_through_a_window() {
     over(Profile::default(), |world| {
         let gdr = Gdrcopy::with(functions()).expect("open");
         let memory = world.allocate(300_000, AllocationKind::Device);
@@ -115,7 +115,7 @@ fn the_cpu_reaches_device_memory_through_a_window() {
         let window = unsafe { gdr.map(&world.cuda, part) }.expect("map");
         assert!(
             world.driver().sync_memops(part.start().0),
-            "what calls itself synchronous is so for the CPU"
+            "synchronous operations are synchronous for the CPU"
         );
         window.write(3, &pattern(1, 4000)).expect("write");
         let mut found = vec![0; 4000];
@@ -135,7 +135,7 @@ fn the_cpu_reaches_device_memory_through_a_window() {
         drop(window);
         assert_eq!(ALIVE.load(Ordering::Acquire), 0, "unmapped and unpinned");
         MAP.store(12, Ordering::Release);
-        // SAFETY: as above.
+        // SAFETY: the memory is freed after the window.
         let error = unsafe { gdr.map(&world.cuda, part) }.expect_err("refused");
         assert_eq!((error.kind(), error.operation()), (ErrorKind::OutOfResources, "gdr_map"));
         assert_eq!(ALIVE.load(Ordering::Acquire), 0, "unpinned again");
@@ -143,7 +143,7 @@ fn the_cpu_reaches_device_memory_through_a_window() {
         world.free(&memory);
         for kind in [AllocationKind::StreamOrdered, AllocationKind::Managed] {
             let other = world.allocate(4096, kind);
-            // SAFETY: as above; the call is refused.
+            // SAFETY: the memory is freed after the window; the call is refused.
             let error = unsafe { gdr.map(&world.cuda, other.range) }.expect_err("cannot be pinned");
             assert!(error.is_unsupported() && error.remedy_text().is_some(), "{error}");
             assert!(
@@ -152,10 +152,10 @@ fn the_cpu_reaches_device_memory_through_a_window() {
             );
             world.free(&other);
         }
-        assert_eq!(world.driver().context_flags(0), 0, "nothing was asked for by the refused");
-        // VMM memory has no such attribute of its own.
+        assert_eq!(world.driver().context_flags(0), 0, "refused calls pinned nothing");
+        // VMM memory does not have the attribute.
         let other = world.allocate(4 << 20, AllocationKind::Virtual);
-        // SAFETY: as above.
+        // SAFETY: the memory is freed after the window.
         drop(unsafe { gdr.map(&world.cuda, other.range) }.expect("map"));
         assert_eq!(world.driver().context_flags(0), hmem_iface_cuda::sys::CU_CTX_SYNC_MEMOPS);
         world.free(&other);
@@ -164,7 +164,7 @@ fn the_cpu_reaches_device_memory_through_a_window() {
 
 /// HM-04
 #[test]
-fn without_gdrcopy_its_absence_is_named() {
+fn absent_gdrcopy_is_named() {
     for (path, word) in [("/nowhere/libgdrapi.so.2", "No such file"), ("libm.so.6", "gdr_open")] {
         let error = Gdrcopy::load(path).expect_err("not GDRCopy");
         assert_eq!(error.kind(), ErrorKind::Unavailable);

@@ -1,23 +1,23 @@
-//! The suite as it runs over a GPU, with the fake driver's library in the place of the real one.
+//! The suite as it runs over a GPU, with the library of the fake driver instead of the real one.
 
 use std::process::Command;
 
 use crate::world::{NOT_OVER_A_GPU, not_over_a_gpu};
 
-/// What a device that is alone and has no dma-bufs cannot show.
+/// Tests that need a second device or dma-bufs.
 const NOT_OVER_A_SMALL_ONE: [&str; 3] = [
-    "contexts::page_locking_makes_no_context_where_another_device_has_one",
+    "contexts::page_locking_uses_an_active_context_of_another_device",
     "export::exports_reach_exactly_their_bytes_at_any_offset",
-    "export::many_exports_leave_no_fd",
+    "export::many_exports_leave_no_fd_open",
 ];
 
 #[test]
-fn over_a_driver_library_what_a_device_lacks_is_said_and_is_no_pass() {
+fn suite_over_a_library_reports_what_the_device_lacks() {
     if not_over_a_gpu("it runs others") {
         return;
     }
     let program = std::env::current_exe().expect("this program");
-    // Cargo builds it beside this program, of whose dependencies it is one.
+    // Cargo builds the library beside this program, since it is a dependency.
     let library = program.parent().expect("a folder").join("libhmem_fake_cuda.so");
     for (driver, lacks) in [("580-open", false), ("550-closed;devices=1", true)] {
         for test in NOT_OVER_A_SMALL_ONE {

@@ -1,6 +1,6 @@
-//! The driver's frees, hooked: over the fake, whose entries are the real library's, or over a GPU
-//! where `HMEM_CUDA=real` asks for one. A process has hooks in one library, so that it is the one
-//! or the other.
+//! Hooks of the driver's frees, over the fake, which has the entries of the real library, or over a
+//! GPU with `HMEM_CUDA=real`. A process can hook only one library, so that only one of the two
+//! runs.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use crate::{
     world::{World, check},
 };
 
-/// Notes of each change whether the memory was there when it began, and when it had ended.
+/// Records for each invalidation whether the memory was live at its start and at its end.
 #[derive(Debug)]
 struct Witness {
     functions: Functions,
@@ -36,8 +36,8 @@ impl Witness {
         Arc::new(Self { functions, at, seen: Mutex::default(), ended: Mutex::default() })
     }
 
-    /// The changes that were told, with whether the memory was there. A GPU's driver may make one
-    /// call by another, which is one free told twice.
+    /// Returns the invalidations and whether the memory was live. The driver of a GPU may make one
+    /// call by another, so that one free notifies twice.
     fn told(&self) -> Vec<(AddressRange, bool)> {
         let mut seen = self.seen.lock().clone();
         if support::asked_for("real") {
@@ -49,7 +49,7 @@ impl Witness {
     fn there(&self) -> bool {
         let (mut attribute, mut kind) = (sys::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, 0u32);
         let mut place = std::ptr::from_mut(&mut kind).cast();
-        // SAFETY: one attribute with a place of its width.
+        // SAFETY: one attribute with an output of its width.
         let code = unsafe {
             (self.functions.pointer_get_attributes)(1, &mut attribute, &mut place, self.at)
         };
@@ -78,7 +78,7 @@ impl Invalidator for Witness {
     fn open_gate(&self) {}
 }
 
-/// The driver that is asked for: the fake in every profile, or the real one.
+/// Runs over the selected driver: the fake in every profile, or the real one.
 fn worlds(monitor: CudaMonitorKind) -> Box<dyn Iterator<Item = World>> {
     if support::asked_for("real") {
         Box::new(std::iter::once_with(move || World::real(monitor)))
@@ -87,7 +87,7 @@ fn worlds(monitor: CudaMonitorKind) -> Box<dyn Iterator<Item = World>> {
     }
 }
 
-/// A monitor that hooks, over each.
+/// Runs with a monitor that hooks, over each driver.
 fn each(show: impl Fn(&mut World, &dyn Monitor)) {
     for mut world in worlds(CudaMonitorKind::Hooks) {
         let monitor = world.cuda.start_monitor().expect("hooks work on these entries");
@@ -97,20 +97,20 @@ fn each(show: impl Fn(&mut World, &dyn Monitor)) {
     }
 }
 
-/// Another iface over the same driver.
+/// Opens another iface over the same driver.
 fn builder_of(world: &World) -> Builder {
     Cuda::builder().functions(world.app.functions.clone()).monitor(CudaMonitorKind::Identity)
 }
 
-/// How the application frees what it allocated.
+/// Function by which the application frees its memory.
 type Free = Box<dyn FnOnce(&Functions)>;
 
-/// Memory of a kind that the application allocates.
+/// Allocates memory of a kind as the application.
 fn allocated(world: &mut World, kind: AllocationKind) -> (u64, Free) {
     let mut pointer: CuDevicePtr = 0;
     let mut host = std::ptr::null_mut();
     let mut stream = sys::CuStream::NULL;
-    // SAFETY: every place is writable, and what is made here is freed once, by the closure.
+    // SAFETY: every output is writable, and the closure frees each object once.
     world.app.current(|f| unsafe {
         match kind {
             AllocationKind::Host => check((f.mem_host_alloc)(&mut host, 10_000, 0)),
@@ -124,11 +124,11 @@ fn allocated(world: &mut World, kind: AllocationKind) -> (u64, Free) {
     });
     if kind == AllocationKind::Host {
         let at = host.expose_provenance() as u64;
-        // SAFETY: as above.
+        // SAFETY: every output is writable, and the closure frees each object once.
         return (at, Box::new(move |f| check(unsafe { (f.mem_free_host)(at as *mut _) })));
     }
     let free = move |f: &Functions| {
-        // SAFETY: as above.
+        // SAFETY: every output is writable, and the closure frees each object once.
         unsafe {
             if stream == sys::CuStream::NULL {
                 check((f.mem_free)(pointer));
@@ -150,15 +150,14 @@ const KINDS: [AllocationKind; 4] = [
 
 /// MON-07
 #[test]
-fn hooked_frees_of_the_application_are_told_before_the_memory_goes() {
+fn hooked_frees_notify_before_the_memory_is_freed() {
     each(|world, monitor| {
         assert_eq!(
             (monitor.name(), monitor.detection()),
             ("cuda-hooks", DetectionMethod::Identity)
         );
         assert!(
-            monitor.detects(InvalidationCause::Free)
-                && monitor.rationale().contains("as was asked for")
+            monitor.detects(InvalidationCause::Free) && monitor.rationale().contains("as selected")
         );
         for kind in world.kinds(&KINDS) {
             let (at, free) = allocated(world, kind);
@@ -170,7 +169,8 @@ fn hooked_frees_of_the_application_are_told_before_the_memory_goes() {
                 monitor.subscribe(part, Arc::clone(&witness) as _).expect("subscribed");
             world.app.current(|driver| free(driver));
             assert_eq!(witness.told(), [(found.range, true)], "{}: {kind:?}", world.name);
-            // When a GPU's driver forgets what a stream is to free, `cuda.h` leaves open.
+            // `cuda.h` does not say when the driver forgets memory whose free is queued on a
+            // stream.
             let open = world.is_real() && kind == AllocationKind::StreamOrdered;
             assert!(
                 open || witness.ended.lock().last() == Some(&false),
@@ -187,7 +187,7 @@ fn hooked_frees_of_the_application_are_told_before_the_memory_goes() {
 
 /// MON-07
 #[test]
-fn with_hooks_alone_a_hit_asks_nothing_but_of_stream_ordered_memory() {
+fn hits_with_hooks_query_only_stream_ordered_memory() {
     each(|world, monitor| {
         for kind in world.kinds(&KINDS) {
             let memory = world.allocate(4096, kind);
@@ -206,18 +206,19 @@ fn with_hooks_alone_a_hit_asks_nothing_but_of_stream_ordered_memory() {
 
 /// MON-07
 ///
-/// What the driver cannot say the extent of takes everything with it; a null pointer takes nothing.
+/// If the driver does not know the range of freed memory, everything is invalidated. A null pointer
+/// invalidates nothing.
 #[test]
-fn a_free_of_unknown_extent_is_told_as_everything() {
+fn free_of_unknown_extent_invalidates_all_memory() {
     each(|world, monitor| {
         let memory = world.allocate(4096, AllocationKind::Device);
         let witness = Witness::new(world, memory.base().0);
         let subscription =
             monitor.subscribe(memory.range, Arc::clone(&witness) as _).expect("subscribed");
         world.app.current(|driver| {
-            // SAFETY: nothing is there: the driver refuses it.
+            // SAFETY: no allocation is at the address, so that the driver refuses the call.
             assert!(!unsafe { (driver.mem_free)(0x1234) }.is_success());
-            // SAFETY: null is nothing to the driver, which may refuse it or not.
+            // SAFETY: the driver ignores or refuses null.
             let _either = unsafe { (driver.mem_free)(0) };
         });
         let context = world.app.create_context();
@@ -234,14 +235,13 @@ fn a_free_of_unknown_extent_is_told_as_everything() {
 
 /// MON-07, HM-05
 ///
-/// Contexts that the iface gives back take nothing with them, and nothing that is
-/// cached dies of it.
+/// A context that the iface releases contains no memory, so that nothing cached is invalidated.
 #[test]
-fn only_the_application_letting_go_of_a_context_is_told_as_everything() {
+fn only_a_context_release_of_the_application_invalidates_all() {
     each(|world, monitor| {
         let context = world.app.create_context();
         let mut at: CuDevicePtr = 0;
-        // SAFETY: the place is writable; the memory goes with its context.
+        // SAFETY: the output is writable; destroying the context frees the memory.
         check(unsafe { (world.app.functions.mem_alloc)(&mut at, 10_000) });
         let witness = Witness::new(world, at);
         let range = world.cuda.query(Address(at)).expect("query").expect("known").range;
@@ -249,13 +249,13 @@ fn only_the_application_letting_go_of_a_context_is_told_as_everything() {
 
         let request = |len| AllocRequest { len, device: DeviceId(0), kind: AllocationKind::Device };
         world.cuda.allocate(&request(1 << 50)).expect_err("too much");
-        assert!(world.active().is_empty(), "given back");
+        assert!(world.active().is_empty(), "released");
         let other = builder_of(world).open().expect("open");
         let memory = other.allocate(&request(4096)).expect("allocate");
-        // SAFETY: nobody uses it.
+        // SAFETY: no code uses the memory.
         unsafe { other.free(&memory) }.expect("free");
         other.close().expect("close");
-        assert!(world.active().is_empty(), "given back");
+        assert!(world.active().is_empty(), "released");
         let seen: Vec<_> = witness.told().iter().map(|(range, _)| range.start()).collect();
         assert_eq!(seen, [memory.base()], "{}: the free alone", world.name);
 
@@ -269,13 +269,13 @@ fn only_the_application_letting_go_of_a_context_is_told_as_everything() {
             Some(u64::MAX),
             "told all the same"
         );
-        // What is not freed goes with the context.
+        // Destroying the context frees the rest.
         let seen = witness.seen.lock().len();
         drop(other);
-        assert!(world.active().is_empty(), "given back");
+        assert!(world.active().is_empty(), "released");
         witness.seen.lock().drain(..seen);
         let seen: Vec<_> = witness.told().iter().map(|(range, _)| range.len()).collect();
-        assert_eq!(seen, [u64::MAX], "{}: {} goes with it", world.name, memory.range);
+        assert_eq!(seen, [u64::MAX], "{}: {} is freed with it", world.name, memory.range);
 
         monitor.unsubscribe(subscription);
         world.app.destroy_context(context);
@@ -284,7 +284,7 @@ fn only_the_application_letting_go_of_a_context_is_told_as_everything() {
 
 /// MON-03
 #[test]
-fn hooks_are_put_in_once_and_taken_out_with_their_last_user() {
+fn hooks_are_patched_once_and_restored_by_the_last_user() {
     for world in worlds(CudaMonitorKind::Identity) {
         let functions = &world.app.functions;
         let code = || -> Vec<[u8; 16]> {
@@ -293,7 +293,11 @@ fn hooks_are_put_in_once_and_taken_out_with_their_last_user() {
             functions.frees().iter().map(|(_, at)| unsafe { entry(*at).read() }).collect()
         };
         let before = code();
-        assert!(before.len() >= 6, "{}: what an application calls is there", world.name);
+        assert!(
+            before.len() >= 6,
+            "{}: the entry is the one that an application calls",
+            world.name
+        );
         let (one, other) = (
             FreeHooks::start(functions).expect("one"),
             FreeHooks::start(functions).expect("other"),
@@ -310,17 +314,18 @@ fn hooks_are_put_in_once_and_taken_out_with_their_last_user() {
 
 /// MON-04
 ///
-/// Each explains itself, and injected functions are not patched unless it is asked for.
+/// Each choice has an explanation. Injected functions are patched only if hooks are selected by
+/// name.
 #[test]
-fn the_monitor_says_which_it_is_and_why() {
+fn monitor_explains_its_choice() {
     let auto = if support::asked_for("real") {
-        ("cuda-hooks+identity", "told before the memory goes")
+        ("cuda-hooks+identity", "notify before the memory is freed")
     } else {
         ("cuda-identity", "injected")
     };
     for (kind, (name, words)) in [
         (CudaMonitorKind::Auto, auto),
-        (CudaMonitorKind::Identity, ("cuda-identity", "no other was asked for")),
+        (CudaMonitorKind::Identity, ("cuda-identity", "hooks were not selected")),
         (CudaMonitorKind::Hooks, ("cuda-hooks", "graph nodes")),
     ] {
         for world in worlds(kind) {

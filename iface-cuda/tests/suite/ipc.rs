@@ -1,4 +1,4 @@
-//! Memory of another process.
+//! Exchange of memory with another process.
 
 use hmem_core::{AllocationKind, ErrorKind, Iface, IfaceExt, IfaceKind, iface::IpcHandle};
 use hmem_fake_cuda::{Live, Profile};
@@ -24,7 +24,7 @@ pub(crate) fn handle(text: &str) -> IpcHandle {
     IpcHandle { iface: IfaceKind::CUDA, bytes: unhex(text) }
 }
 
-/// The child's part: opens twice, writes, closes twice.
+/// Part of the child: opens twice, writes, closes twice.
 fn use_it(world: &World, text: &str) {
     let (text, len) = text.split_once(':').expect("a handle and a length");
     let len = len.parse::<usize>().expect("a length");
@@ -39,7 +39,7 @@ fn use_it(world: &World, text: &str) {
             driver.fail(symbol, CuResult::CUDA_ERROR_UNKNOWN);
             let error = world.cuda.ipc_open(&handle(text)).expect_err("the driver refused");
             assert!(error.to_string().contains("(999)"), "{symbol}: {error}");
-            assert_eq!(driver.live(), Live::default(), "{symbol}: no context either");
+            assert_eq!(driver.live(), Live::default(), "{symbol}: no context is left either");
         }
     }
     let memory = world.cuda.ipc_open(&handle(text)).expect("open");
@@ -49,28 +49,28 @@ fn use_it(world: &World, text: &str) {
         world.cuda.query(memory.base()).expect("query").expect("known").kind,
         AllocationKind::Imported
     );
-    // A driver maps what the memory is a part of, whose extent `cuda.h` leaves open.
+    // A driver may map more than the memory; `cuda.h` does not say how much.
     let extent = memory.range.len() as usize;
     assert!(extent == len || world.is_real() && extent > len, "{extent}");
     let mut bytes = vec![0; len];
     world.cuda.read_bytes(memory.base(), &mut bytes).expect("read");
     assert!(bytes == pattern(1, bytes.len()), "the owner's bytes");
     world.cuda.write_bytes(memory.base(), &pattern(2, bytes.len())).expect("write");
-    // SAFETY: nobody uses it; the call is refused.
+    // SAFETY: no code uses the memory; the call is refused.
     let error = unsafe { world.cuda.free(&memory) }.expect_err("opened, not allocated");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-    world.cuda.ipc_export(&memory).expect_err("somebody else's");
+    world.cuda.ipc_export(&memory).expect_err("memory of another process");
     for _ in 0..2 {
         if let Some((driver, _)) = &world.fake {
             driver.fail("cuIpcCloseMemHandle", CuResult::CUDA_ERROR_UNKNOWN);
-            // SAFETY: nobody uses it any longer.
+            // SAFETY: no code uses the memory any longer.
             unsafe { world.cuda.ipc_close(&memory) }.expect_err("the driver refused");
         }
-        // SAFETY: as above.
+        // SAFETY: no code uses the memory any longer.
         unsafe { world.cuda.ipc_close(&memory) }.expect("close");
     }
-    // SAFETY: as above; the call is refused.
-    unsafe { world.cuda.ipc_close(&memory) }.expect_err("closed as often as opened");
+    // SAFETY: no code uses the memory; the call is refused.
+    unsafe { world.cuda.ipc_close(&memory) }.expect_err("it was closed as often as opened");
 }
 
 fn show(name: &str, world: &mut World) {
@@ -91,25 +91,25 @@ fn show(name: &str, world: &mut World) {
 
 /// HM-10
 #[test]
-fn another_process_opens_reads_writes_and_closes() {
+fn other_process_opens_reads_writes_and_closes() {
     over(Profile::default(), |world| {
-        show("ipc::another_process_opens_reads_writes_and_closes", world)
+        show("ipc::other_process_opens_reads_writes_and_closes", world)
     });
 }
 
 /// HM-10
 ///
-/// Over a GPU, if the environment asks for one.
+/// Runs over a GPU, with `HMEM_CUDA=real`.
 #[test]
-fn another_process_reaches_memory_of_a_real_device() {
+fn other_process_reaches_memory_of_a_real_device() {
     if crate::support::asked_for("real") {
         let mut world = World::real(hmem_iface_cuda::CudaMonitorKind::Identity);
-        show("ipc::another_process_reaches_memory_of_a_real_device", &mut world);
+        show("ipc::other_process_reaches_memory_of_a_real_device", &mut world);
         world.end();
     }
 }
 
-/// Runs a test again in a process that is passed the handle of memory of this one.
+/// Runs a test again in a child process, with the handle of memory of this process.
 fn lend(name: &str) {
     over(Profile::default(), |world| {
         let memory = world.allocate(3 << 20, AllocationKind::Device);
@@ -121,16 +121,16 @@ fn lend(name: &str) {
 
 /// HM-10
 ///
-/// Each open is closed once, whoever closes it.
+/// Each open is closed once, by any thread.
 #[test]
-fn two_threads_that_close_what_was_opened_twice_close_it() {
-    const NAME: &str = "ipc::two_threads_that_close_what_was_opened_twice_close_it";
+fn two_concurrent_closes_end_two_opens() {
+    const NAME: &str = "ipc::two_concurrent_closes_end_two_opens";
     let Some(text) = child::passed() else { return lend(NAME) };
     over(Profile::default(), |world| {
         let memory = world.cuda.ipc_open(&handle(&text)).expect("open");
         world.cuda.ipc_open(&handle(&text)).expect("open again");
         let cuda = &world.cuda;
-        // SAFETY: nobody uses it.
+        // SAFETY: no code uses the memory.
         let close = || unsafe { cuda.ipc_close(&memory) };
         std::thread::scope(|scope| {
             let held = world.driver().hold("cuIpcCloseMemHandle");
@@ -143,22 +143,22 @@ fn two_threads_that_close_what_was_opened_twice_close_it() {
         });
         assert_eq!(world.driver().live().imported, 0);
         assert_eq!(cuda.query(memory.base()).expect("query"), None);
-        // That the iface closes shows `over`.
+        // `over` checks that the iface closes.
     });
 }
 
 /// HM-10
 ///
-/// Memory is an import until the driver has closed it, and after a close that it refused.
+/// Memory is an import until the driver has closed it, and stays one after a refused close.
 #[test]
-fn an_import_stays_one_while_its_last_close_is_under_way_and_refused() {
-    const NAME: &str = "ipc::an_import_stays_one_while_its_last_close_is_under_way_and_refused";
+fn memory_is_an_import_until_the_last_close_succeeds() {
+    const NAME: &str = "ipc::memory_is_an_import_until_the_last_close_succeeds";
     let Some(text) = child::passed() else { return lend(NAME) };
     over(Profile::default(), |world| {
         let memory = world.cuda.ipc_open(&handle(&text)).expect("open");
         let cuda = &world.cuda;
         let kind = || cuda.query(memory.base()).expect("query").expect("known").kind;
-        // SAFETY: nobody uses it.
+        // SAFETY: no code uses the memory.
         let close = || unsafe { cuda.ipc_close(&memory) };
         std::thread::scope(|scope| {
             world.driver().fail("cuIpcCloseMemHandle", CuResult::CUDA_ERROR_UNKNOWN);
@@ -166,7 +166,7 @@ fn an_import_stays_one_while_its_last_close_is_under_way_and_refused() {
             let closer = scope.spawn(close);
             held.wait_for(1);
             assert_eq!(kind(), AllocationKind::Imported, "under way");
-            // Opened again while it goes: one close is owed more.
+            // An open during the close adds one close.
             cuda.ipc_open(&handle(&text)).expect("open");
             drop(held);
             closer.join().expect("no panic").expect_err("the driver refused");
@@ -175,21 +175,21 @@ fn an_import_stays_one_while_its_last_close_is_under_way_and_refused() {
             assert_eq!(kind(), AllocationKind::Imported, "refused");
             close().expect("close");
         }
-        close().expect_err("closed as often as opened");
+        close().expect_err("it was closed as often as opened");
         assert_eq!(world.driver().live().imported, 0);
     });
 }
 
 /// HM-10
 #[test]
-fn a_wrong_handle_is_malformed_and_one_of_freed_memory_unavailable() {
-    const NAME: &str = "ipc::a_wrong_handle_is_malformed_and_one_of_freed_memory_unavailable";
+fn wrong_handle_is_malformed_and_stale_handle_unavailable() {
+    const NAME: &str = "ipc::wrong_handle_is_malformed_and_stale_handle_unavailable";
     if let Some(text) = child::passed() {
         return over(Profile::default(), |world| {
             let error = world.cuda.ipc_open(&handle(&text)).expect_err("freed");
             assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
             assert!(error.remedy_text().is_some());
-            assert!(world.active().is_empty(), "HM-05: a context is left of a refused attempt");
+            assert!(world.active().is_empty(), "HM-05: a refused attempt left a context");
         });
     }
     over(Profile::default(), |world| {

@@ -1,5 +1,5 @@
-//! What a user sees of CUDA memory, over the fake driver in every profile or, with
-//! `HMEM_CUDA=real`, over a GPU.
+//! Behaviour of CUDA memory, over the fake driver in every profile, or over a GPU with
+//! `HMEM_CUDA=real`.
 #![allow(unsafe_code)]
 
 mod child;

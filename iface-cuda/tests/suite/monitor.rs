@@ -1,4 +1,4 @@
-//! Noticing that memory was freed.
+//! Detection of freed memory.
 
 use std::sync::{
     Arc,
@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 
 use crate::world::{Expandable, check, each, not_over_a_gpu, over};
 
-/// Notes what it is told.
+/// Records notifications.
 #[derive(Debug, Default)]
 struct Told {
     ranges: Mutex<Vec<(AddressRange, InvalidationCause)>>,
@@ -44,7 +44,7 @@ impl Invalidator for Told {
 
 /// MON-07
 #[test]
-fn a_freed_and_reused_address_is_never_valid_again() {
+fn freed_and_reused_address_is_never_valid_again() {
     each(|world| {
         let monitor = world.cuda.start_monitor().expect("monitor");
         assert_eq!(monitor.detection(), DetectionMethod::Identity);
@@ -72,8 +72,8 @@ fn a_freed_and_reused_address_is_never_valid_again() {
             }
             assert!(
                 reused > 0
-                    || not_over_a_gpu(&format!("no address of {} memory came back", kind.name())),
-                "{}: no address of {kind:?} came back, so that nothing was shown",
+                    || not_over_a_gpu(&format!("no address of {} memory was reused", kind.name())),
+                "{}: no address of {kind:?} was reused, so that nothing was shown",
                 world.name
             );
             world.free(&last);
@@ -83,7 +83,7 @@ fn a_freed_and_reused_address_is_never_valid_again() {
 
 /// MON-07
 #[test]
-fn asking_whether_memory_is_still_there_costs_one_call() {
+fn validation_costs_one_driver_call() {
     over(Profile::default(), |world| {
         let (monitor, memory) = (
             world.cuda.start_monitor().expect("monitor"),
@@ -98,30 +98,30 @@ fn asking_whether_memory_is_still_there_costs_one_call() {
 
 /// MON-07
 #[test]
-fn a_free_by_the_application_itself_is_noticed_by_identity() {
+fn free_by_the_application_is_detected_by_identity() {
     each(|world| {
         let monitor = world.cuda.start_monitor().expect("monitor");
         let mut pointer: CuDevicePtr = 0;
-        // SAFETY: the place is writable.
+        // SAFETY: the output is writable.
         world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 4 << 20) }));
         let found = world.cuda.query(Address(pointer)).expect("query").expect("known");
         assert!(monitor.valid(&found).expect("ask"));
         world.app.current(|driver| {
-            // SAFETY: allocated above; the place is writable.
+            // SAFETY: allocated above; the output is writable.
             unsafe {
                 check((driver.mem_free)(pointer));
                 check((driver.mem_alloc)(&mut pointer, 4 << 20));
             }
         });
         assert!(!monitor.valid(&found).expect("ask"), "{}", world.name);
-        // SAFETY: allocated above.
+        // SAFETY: the test allocated the memory above, and frees it once.
         world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
     });
 }
 
 /// MON-07
 #[test]
-fn frees_through_the_iface_are_told_before_the_memory_goes() {
+fn frees_through_the_iface_notify_before_the_memory_is_freed() {
     each(|world| {
         let monitor = world.cuda.start_monitor().expect("monitor");
         let (memory, other) = (
@@ -132,10 +132,10 @@ fn frees_through_the_iface_are_told_before_the_memory_goes() {
         let part = memory.range.slice(100, 50).expect("a part");
         let subscription = monitor.subscribe(part, Arc::clone(&told) as _).expect("subscribe");
         world.free(&other);
-        assert!(told.ranges.lock().is_empty(), "{}: another allocation went", world.name);
+        assert!(told.ranges.lock().is_empty(), "{}: another allocation was freed", world.name);
         world.free(&memory);
         assert_eq!(*told.ranges.lock(), [(memory.range, InvalidationCause::Free)]);
-        assert_eq!(told.open.load(Ordering::Acquire), 0, "every change that began has ended");
+        assert_eq!(told.open.load(Ordering::Acquire), 0, "every invalidation that began has ended");
         monitor.unsubscribe(subscription);
         let again = world.allocate(10_000, AllocationKind::Device);
         let subscription =
@@ -148,20 +148,20 @@ fn frees_through_the_iface_are_told_before_the_memory_goes() {
 
 /// MON-07
 ///
-/// An application that frees by itself, and knows when, can say so.
+/// An application that knows its frees can announce them.
 #[test]
-fn an_application_can_tell_of_its_own_frees_before_they_happen() {
+fn announced_frees_of_the_application_notify_before_the_free() {
     each(|world| {
         let monitor = world.cuda.start_monitor().expect("monitor");
         let mut pointer: CuDevicePtr = 0;
-        // SAFETY: the place is writable.
+        // SAFETY: the output is writable.
         world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 10_000) }));
         let range = AddressRange::new(Address(pointer), 10_000).expect("a range");
         let told = Arc::new(Told::default());
         let subscription = monitor.subscribe(range, Arc::clone(&told) as _).expect("subscribe");
         world.cuda.while_freeing(range, || {
             assert_eq!(told.open.load(Ordering::Acquire), 1, "told before");
-            // SAFETY: allocated above.
+            // SAFETY: the test allocated the memory above, and frees it once.
             world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
         });
         assert_eq!((told.open.load(Ordering::Acquire), told.ranges.lock().len()), (0, 1));
@@ -171,10 +171,10 @@ fn an_application_can_tell_of_its_own_frees_before_they_happen() {
 
 /// MON-07
 ///
-/// The driver gives an address to another thread as soon as it has it back, and that thread
-/// may free it before the first free has told of its end.
+/// The driver may return a freed address to another thread at once. That thread may free it before
+/// the first free has notified its end.
 #[test]
-fn an_address_may_be_given_out_and_freed_again_before_its_free_has_ended() {
+fn address_may_be_reused_and_freed_before_its_free_has_ended() {
     each(|world| {
         let monitor = world.cuda.start_monitor().expect("monitor");
         let memory = world.allocate(10_000, AllocationKind::Device);
@@ -186,15 +186,15 @@ fn an_address_may_be_given_out_and_freed_again_before_its_free_has_ended() {
             assert_eq!(told.open.load(Ordering::Acquire), 1, "the outer change goes on");
         });
         assert_eq!(*told.ranges.lock(), [(memory.range, InvalidationCause::Free); 2]);
-        assert_eq!(told.open.load(Ordering::Acquire), 0, "every change that began has ended");
+        assert_eq!(told.open.load(Ordering::Acquire), 0, "every invalidation that began has ended");
         monitor.unsubscribe(subscription);
     });
 }
 
 /// MON-07, CACHE-02
 ///
-/// Memory that cannot be watched is refused with the reason, so that it stays
-/// uncached.
+/// A subscription to memory that cannot be watched fails with the reason, so that the memory is
+/// registered uncached.
 #[test]
 fn memory_that_cannot_be_watched_is_refused_with_the_reason() {
     each(|world| {
@@ -220,7 +220,7 @@ fn memory_that_cannot_be_watched_is_refused_with_the_reason() {
 
 /// MON-07
 #[test]
-fn a_monitor_outlives_its_iface_and_says_so() {
+fn monitor_outlives_its_iface_and_reports_it() {
     let world = crate::world::World::fake(Profile::default());
     let monitor = world.cuda.start_monitor().expect("monitor");
     let memory = world.allocate(4096, AllocationKind::Device);

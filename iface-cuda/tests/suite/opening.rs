@@ -1,4 +1,4 @@
-//! Opening a driver that is not what it should be.
+//! Opening drivers that are incomplete, fail or have no device.
 
 use hmem_core::{DeviceId, ErrorKind, Iface, IfaceExt, IfaceKind};
 use hmem_fake_cuda::{FakeDriver, Profile};
@@ -19,7 +19,7 @@ fn open(driver: &FakeDriver) -> hmem_core::Result<Cuda> {
 
 /// HM-04
 #[test]
-fn a_missing_symbol_is_named_whichever_it_is() {
+fn every_missing_symbol_is_named() {
     for missing in Functions::SYMBOLS {
         let driver = start(Profile { absent: vec![missing], ..Profile::default() });
         let error = open(&driver).expect_err("a symbol is missing");
@@ -30,7 +30,7 @@ fn a_missing_symbol_is_named_whichever_it_is() {
 
 /// HM-04
 #[test]
-fn a_driver_older_than_an_optional_symbol_opens_and_names_it_where_it_is_needed() {
+fn driver_without_an_optional_symbol_opens_and_names_it() {
     for missing in Functions::OPTIONAL_SYMBOLS {
         let driver = start(Profile { absent: vec![missing], ..Profile::default() });
         let cuda = open(&driver).expect("an older driver");
@@ -55,7 +55,7 @@ fn a_driver_older_than_an_optional_symbol_opens_and_names_it_where_it_is_needed(
 
 /// HM-04
 #[test]
-fn a_driver_that_does_not_start_is_unavailable_with_its_own_code_and_the_remedy() {
+fn driver_that_does_not_start_is_unavailable_with_code_and_remedy() {
     for (code, remedy) in [
         (CuResult::CUDA_ERROR_NO_DEVICE, "CUDA_VISIBLE_DEVICES"),
         (CuResult::CUDA_ERROR_STUB_LIBRARY, "stub: take its folder"),
@@ -75,7 +75,7 @@ fn a_driver_that_does_not_start_is_unavailable_with_its_own_code_and_the_remedy(
 
 /// HM-04
 #[test]
-fn a_driver_without_devices_is_unavailable() {
+fn driver_without_devices_is_unavailable() {
     let driver = start(Profile { devices: 0, ..Profile::default() });
     let error = open(&driver).expect_err("no device");
     assert_eq!(error.driver().expect("code").name, "CUDA_ERROR_NO_DEVICE");
@@ -83,7 +83,7 @@ fn a_driver_without_devices_is_unavailable() {
 
 /// HM-04
 #[test]
-fn a_driver_that_cannot_say_which_range_an_address_is_in_is_unavailable() {
+fn driver_without_range_attributes_is_unavailable() {
     let driver = start(Profile { last_pointer_attribute: 10, ..Profile::default() });
     let error = open(&driver).expect_err("too old");
     assert_eq!(error.kind(), ErrorKind::Unavailable);
@@ -91,7 +91,7 @@ fn a_driver_that_cannot_say_which_range_an_address_is_in_is_unavailable() {
 }
 
 #[test]
-fn a_gpu_that_is_asked_for_is_shown_alone() {
+fn requested_gpu_is_the_only_driver_shown() {
     let seen = std::cell::RefCell::new(Vec::new());
     each(|world| seen.borrow_mut().push(world.name.clone()));
     let fakes: Vec<_> = Profile::all().into_iter().map(|profile| profile.name.to_owned()).collect();

@@ -1,5 +1,5 @@
-//! The drivers that the behaviours are shown over: the fake in every profile, or a real GPU where
-//! `HMEM_CUDA=real` asks for one (its absence is then a failure).
+//! Drivers of the suite: the fake in every profile, or a real GPU with `HMEM_CUDA=real`. The
+//! absence of the GPU is then a failure.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -23,12 +23,12 @@ pub(crate) struct World {
     pub(crate) name: String,
     pub(crate) cuda: Cuda,
     pub(crate) app: App,
-    /// The fake's controls and profile; `None` for real hardware.
+    /// Controls and profile of the fake; `None` for real hardware.
     pub(crate) fake: Option<(FakeDriver, Profile)>,
     _turn: Option<MutexGuard<'static, ()>>,
 }
 
-/// The application beside the iface: it reaches the driver on its own.
+/// The application beside the iface, which calls the driver directly.
 pub(crate) struct App {
     pub(crate) functions: Functions,
     lookup: Box<dyn Fn(&str) -> *const ()>,
@@ -37,11 +37,10 @@ pub(crate) struct App {
 
 static REAL: Mutex<()> = Mutex::new(());
 
-/// Shows a behaviour over every profile of the fake, or over real hardware alone where it is asked
-/// for: nothing of the fake hides what hardware does.
+/// Runs a test over every profile of the fake, or over real hardware alone if that is selected.
 pub(crate) fn each(show: impl Fn(&mut World)) {
     if support::asked_for("real") {
-        // Code can be hooked of one library in a process: `hooks.rs` shows that.
+        // Only one library of a process can be hooked; `hooks.rs` tests the hooks.
         let mut world = World::real(CudaMonitorKind::Identity);
         show(&mut world);
         world.end();
@@ -52,7 +51,7 @@ pub(crate) fn each(show: impl Fn(&mut World)) {
     }
 }
 
-/// [`each`] over the fake in one profile.
+/// Like [`each`], over the fake in one profile.
 pub(crate) fn once(show: impl FnOnce(&mut World)) {
     if support::asked_for("real") {
         let mut world = World::real(CudaMonitorKind::Identity);
@@ -62,8 +61,8 @@ pub(crate) fn once(show: impl FnOnce(&mut World)) {
     over(Profile::default(), show);
 }
 
-/// Where a GPU is asked for: says why a test, or a part of it, is not shown over it, which
-/// `tests/gpu/run` makes a row of its report. Whether one is.
+/// Returns true if a GPU is selected, and prints why a test, or a part of it, is not shown over it.
+/// `tests/gpu/run` makes a row of that reason.
 pub(crate) fn not_over_a_gpu(why: &str) -> bool {
     if support::asked_for("real") {
         println!("{NOT_OVER_A_GPU}{why}");
@@ -71,23 +70,23 @@ pub(crate) fn not_over_a_gpu(why: &str) -> bool {
     support::asked_for("real")
 }
 
-/// What `tests/gpu/run` looks for.
+/// Text for which `tests/gpu/run` searches.
 pub(crate) const NOT_OVER_A_GPU: &str = "not over a GPU: ";
 
-/// A fake driver; the tests that reach for it are not shown over a GPU.
+/// Returns the fake driver. Tests that call this are not shown over a GPU.
 pub(crate) fn start(profile: Profile) -> FakeDriver {
-    not_over_a_gpu("the driver is to be of a profile, or to refuse what it is told to");
+    not_over_a_gpu("the driver must have a profile, or refuse selected calls");
     FakeDriver::start(profile)
 }
 
-/// Shows a behaviour over one profile. Nothing is left behind.
+/// Runs a test over one profile, and checks that nothing is left.
 pub(crate) fn over(profile: Profile, show: impl FnOnce(&mut World)) {
     let mut world = World::fake(profile);
     show(&mut world);
     world.end();
 }
 
-/// Every kind that the iface allocates.
+/// All kinds that the iface allocates.
 pub(crate) const KINDS: [AllocationKind; 5] = [
     AllocationKind::Device,
     AllocationKind::Host,
@@ -122,8 +121,8 @@ impl World {
         let turn = REAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let path =
             std::env::var(Cuda::LIBRARY_VARIABLE).unwrap_or_else(|_| Functions::LIBRARY.into());
-        let functions = Functions::load(path.as_ref()).expect("HMEM_CUDA=real asks for a driver");
-        // SAFETY: loaded already, so that no initialiser runs.
+        let functions = Functions::load(path.as_ref()).expect("HMEM_CUDA=real requires a driver");
+        // SAFETY: the library is loaded already, so that no initialiser runs.
         let library = unsafe { libloading::Library::new(&path) }.expect("loaded just now");
         let lookup = Box::new(move |name: &str| {
             // SAFETY: the address is only passed on under its name.
@@ -131,7 +130,7 @@ impl World {
             *symbol.unwrap_or_else(|error| panic!("{name}: {error}"))
         });
         let cuda = Cuda::builder().functions(functions.clone()).monitor(monitor).open();
-        let cuda = cuda.expect("HMEM_CUDA=real asks for a GPU");
+        let cuda = cuda.expect("HMEM_CUDA=real requires a GPU");
         let app = App { functions, lookup, primary: CuContext::NULL };
         Self { name: "real".into(), cuda, app, fake: None, _turn: Some(turn) }
     }
@@ -144,7 +143,7 @@ impl World {
         &self.fake.as_ref().expect("a behaviour of the fake").0
     }
 
-    /// Closes everything, and sees that nothing is left.
+    /// Closes everything, and checks that nothing is left.
     pub(crate) fn end(self) {
         let Self { name, cuda, mut app, fake, _turn } = self;
         cuda.close().unwrap_or_else(|refused| panic!("{name}: {}", refused.error));
@@ -167,27 +166,27 @@ impl World {
             .unwrap_or_else(|error| panic!("{}: {error}", self.name));
     }
 
-    /// The devices whose primary context somebody has.
+    /// Returns the devices with an active primary context.
     pub(crate) fn active(&self) -> Vec<u32> {
         let devices = self.cuda.devices().expect("devices").into_iter().map(|device| device.id.0);
         let is_active = |device: &u32| {
             let (mut flags, mut active) = (0, 0);
             let ask = self.app.functions.primary_ctx_get_state;
-            // SAFETY: the places are writable; the device is there.
+            // SAFETY: the outputs are writable, and the device exists.
             check(unsafe { ask(device.cast_signed(), &mut flags, &mut active) });
             active != 0
         };
         devices.filter(is_active).collect()
     }
 
-    /// Destroys a context on another thread: it stays current where it is.
+    /// Destroys a context on another thread, so that it stays current on its own thread.
     pub(crate) fn elsewhere_destroy_context(&self, context: CuContext) {
-        // SAFETY: made by `App::create_context`.
+        // SAFETY: `App::create_context` made the context.
         let destroy = move || check(unsafe { hmem_fake_cuda::cuCtxDestroy_v2(context) });
         std::thread::scope(|scope| scope.spawn(destroy).join().expect("no panic"));
     }
 
-    /// Whether the CPU can map what is exported, as the device says; of the fake, in every release.
+    /// Returns true if the device reports that the CPU can map exports; always true for the fake.
     pub(crate) fn maps_dma_bufs(&self) -> bool {
         self.has(sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED)
     }
@@ -196,15 +195,15 @@ impl World {
         self.cuda.capability().dma_buf
     }
 
-    /// What a GPU says of itself; the fake has it.
+    /// Returns true if the GPU has an attribute; always true for the fake.
     fn has(&self, attribute: CuDeviceAttribute) -> bool {
         let mut says = 0;
-        // SAFETY: the place is writable; device 0 is there.
+        // SAFETY: the output is writable, and device 0 exists.
         let code = unsafe { (self.app.functions.device_get_attribute)(&mut says, attribute, 0) };
         !self.is_real() || (code.is_success() && says != 0)
     }
 
-    /// Those of the kinds that a GPU has; of another says that it is not shown.
+    /// Returns the kinds that the GPU has, and prints which ones are not shown.
     pub(crate) fn kinds(&self, kinds: &[AllocationKind]) -> Vec<AllocationKind> {
         let has = |kind: &AllocationKind| {
             let there = match kind {
@@ -222,7 +221,8 @@ impl World {
         kinds.iter().copied().filter(has).collect()
     }
 
-    /// Where a GPU's VMM memory is reached by no NIC: says that what needs it is not shown.
+    /// Returns true if NICs cannot reach the VMM memory of the GPU, and prints that it is not
+    /// shown.
     pub(crate) fn no_rdma_to_vmm(&self) -> bool {
         let there = [
             sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED,
@@ -232,26 +232,25 @@ impl World {
             && not_over_a_gpu("the device has no GPUDirect RDMA to VMM memory")
     }
 
-    /// Whether a GPU's driver says of memory that was not created for RDMA that it is reached all
-    /// the same (`cuda.h`: gpuDirectRDMACapable is a hint); says so, as what needs such memory
-    /// is then not shown.
+    /// Returns true if the GPU's driver reports that NICs reach memory that was not created for
+    /// RDMA, and prints that such memory is not shown. `cuda.h`: gpuDirectRDMACapable is a hint.
     pub(crate) fn reaches_anything(&self, address: u64) -> bool {
         let (mut attribute, mut capable) =
             (sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE, 0u64);
         let mut place = std::ptr::from_mut(&mut capable).cast();
         let ask = self.app.functions.pointer_get_attributes;
-        // SAFETY: one attribute with a place that is wide enough for it.
+        // SAFETY: one attribute with an output that is wide enough for it.
         let code = unsafe { ask(1, &mut attribute, &mut place, address) };
         self.is_real()
             && code.is_success()
             && capable != 0
             && not_over_a_gpu(
-                "the driver says that it reaches memory that was not created for RDMA",
+                "the driver reports that NICs reach memory that was not created for RDMA",
             )
     }
 }
 
-/// The fake's function of a name, whatever the profile lacks.
+/// Returns a function of the fake by its name, even if the profile lacks it.
 fn hmem_fake_cuda_symbol(name: &str) -> *const () {
     match name {
         "cuCtxCreate_v2" => hmem_fake_cuda::cuCtxCreate_v2 as *const (),
@@ -261,46 +260,46 @@ fn hmem_fake_cuda_symbol(name: &str) -> *const () {
 }
 
 impl App {
-    /// Runs with the primary context of device 0 current, which the application keeps from its
-    /// first use on.
+    /// Runs with the primary context of device 0 current. The application retains it from its first
+    /// use on.
     pub(crate) fn current<T>(&mut self, run: impl FnOnce(&Functions) -> T) -> T {
         if self.primary.is_null() {
-            // SAFETY: the place is writable; device 0 is there.
+            // SAFETY: the output is writable, and device 0 exists.
             check(unsafe { (self.functions.primary_ctx_retain)(&mut self.primary, 0) });
         }
-        // SAFETY: retained above.
+        // SAFETY: `primary_ctx_retain` above retained the context.
         check(unsafe { (self.functions.ctx_push_current)(self.primary) });
         let result = run(&self.functions);
         let mut popped = CuContext::NULL;
-        // SAFETY: the place is writable.
+        // SAFETY: the output is writable.
         check(unsafe { (self.functions.ctx_pop_current)(&mut popped) });
         assert_eq!(popped, self.primary, "the iface left another context current");
         result
     }
 
-    /// Gives the primary context back, where the application has it.
+    /// Releases the primary context if the application has it.
     pub(crate) fn let_go(&mut self) {
         if !std::mem::take(&mut self.primary).is_null() {
-            // SAFETY: retained once by `current`.
+            // SAFETY: `current` retained it once.
             check(unsafe { (self.functions.primary_ctx_release)(0) });
         }
     }
 
-    /// Takes what is current off this thread.
+    /// Pops the current context of this thread.
     pub(crate) fn pop(&self) -> CuContext {
         let mut popped = CuContext::NULL;
-        // SAFETY: the place is writable.
+        // SAFETY: the output is writable.
         check(unsafe { (self.functions.ctx_pop_current)(&mut popped) });
         popped
     }
 
-    /// A context of the application's own on device 0, current on this thread.
+    /// Creates a context of the application on device 0, which is current on this thread.
     pub(crate) fn create_context(&self) -> CuContext {
         // SAFETY: the symbol is the function of that name in `cuda.h`.
         let create: unsafe extern "C" fn(*mut CuContext, u32, i32) -> CuResult =
             unsafe { std::mem::transmute((self.lookup)("cuCtxCreate_v2")) };
         let mut context = CuContext::NULL;
-        // SAFETY: the place is writable; device 0 is there.
+        // SAFETY: the output is writable, and device 0 exists.
         check(unsafe { create(&mut context, 0, 0) });
         context
     }
@@ -309,13 +308,13 @@ impl App {
         // SAFETY: the symbol is the function of that name in `cuda.h`.
         let destroy: unsafe extern "C" fn(CuContext) -> CuResult =
             unsafe { std::mem::transmute((self.lookup)("cuCtxDestroy_v2")) };
-        // SAFETY: made by `create_context`.
+        // SAFETY: `create_context` made the context.
         check(unsafe { destroy(context) });
     }
 }
 
-/// A reservation of the application's with several handles mapped into it, as PyTorch's expandable
-/// segments have.
+/// A reservation of the application with several handles mapped into it, like PyTorch's expandable
+/// segments.
 pub(crate) struct Expandable {
     pub(crate) base: u64,
     pub(crate) step: u64,
@@ -323,12 +322,12 @@ pub(crate) struct Expandable {
 }
 
 impl Expandable {
-    /// One handle for each entry, RDMA capable or not; an entry of `None` stays unmapped.
+    /// Maps one handle for each entry, RDMA capable or not. An entry of `None` stays unmapped.
     pub(crate) fn new(app: &mut App, parts: &[Option<bool>]) -> Self {
         app.current(|functions| Self::here(functions, parts))
     }
 
-    /// The same in whatever context is current.
+    /// Like [`Self::new`], in the current context.
     pub(crate) fn here(functions: &Functions, parts: &[Option<bool>]) -> Self {
         let properties = |capable: bool| CuMemAllocationProp {
             kind: sys::CU_MEM_ALLOCATION_TYPE_PINNED,
@@ -338,13 +337,13 @@ impl Expandable {
         };
         let mut step = 0usize;
         let granularity = functions.mem_get_allocation_granularity.expect("VMM");
-        // SAFETY: the place is writable, the properties are whole.
+        // SAFETY: the output is writable, and the properties are complete.
         check(unsafe {
             granularity(&mut step, &properties(false), sys::CU_MEM_ALLOC_GRANULARITY_MINIMUM)
         });
         let mut base: CuDevicePtr = 0;
         let whole = step * parts.len();
-        // SAFETY: the place is writable.
+        // SAFETY: the output is writable.
         check(unsafe { functions.mem_address_reserve.expect("VMM")(&mut base, whole, 0, 0, 0) });
         let mut handles = Vec::new();
         for (number, part) in parts.iter().enumerate() {
@@ -354,7 +353,7 @@ impl Expandable {
                 location: properties(false).location,
                 flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
             };
-            // SAFETY: places are writable, the range is reserved and not mapped yet.
+            // SAFETY: outputs are writable, and the range is reserved and not mapped yet.
             unsafe {
                 check(functions.mem_create.expect("VMM")(
                     &mut handle,
@@ -382,11 +381,11 @@ impl Expandable {
         for (number, part) in parts.iter().enumerate() {
             if part.is_some() {
                 let at = self.base + number as u64 * self.step;
-                // SAFETY: mapped by `new`.
+                // SAFETY: `new` mapped it.
                 check(unsafe { functions.mem_unmap.expect("VMM")(at, self.step as usize) });
             }
         }
-        // SAFETY: reserved and created by `new`, with nothing mapped any longer.
+        // SAFETY: `new` reserved and created it, and nothing is mapped any longer.
         unsafe {
             check(functions.mem_address_free.expect("VMM")(
                 self.base,
@@ -403,12 +402,12 @@ pub(crate) fn nic() -> Nic {
     Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None }
 }
 
-/// Bytes that tell their position and seed apart.
+/// Returns bytes that differ by position and seed.
 pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
     (0..len as u64).map(|at| ((at * 31 + seed * 97 + (at >> 8) * 7) % 251 + 1) as u8).collect()
 }
 
-/// Open file descriptors of this process, without the pipes to children that other tests run.
+/// Returns the number of open fds of this process, without the pipes to children of other tests.
 pub(crate) fn open_fds() -> usize {
     let links = std::fs::read_dir("/proc/self/fd").expect("/proc").flatten();
     let targets = links.filter_map(|link| std::fs::read_link(link.path()).ok());

@@ -1,18 +1,18 @@
-//! What the CUDA tests find on the machine: headers and drivers that `tests/cuda/fetch` downloaded.
+//! Headers and drivers for the CUDA tests, which `tests/cuda/fetch` downloads.
 //!
-//! `HMEM_CUDA` names what must be there, with commas between: `headers`, `driver` (the library
-//! without a device), `real` (a GPU). What is named and absent is a failure; what is not named and
-//! absent is a skip that is said.
+//! `HMEM_CUDA` lists what must be present, separated by commas: `headers`, `driver` (the library
+//! without a device), `real` (a GPU). A listed item that is absent is a failure; another absent
+//! item is a skip that is printed.
 #![allow(dead_code)] // Each test binary uses a part.
 
 use std::path::PathBuf;
 
-/// Whether `HMEM_CUDA` names `what`.
+/// Returns true if `HMEM_CUDA` lists `what`.
 pub(crate) fn asked_for(what: &str) -> bool {
     std::env::var("HMEM_CUDA").is_ok_and(|names| names.split(',').any(|name| name.trim() == what))
 }
 
-/// A file of the cache. `None`, said on stderr, if it is not there and was not asked for.
+/// Returns a file of the cache. If it is absent and not required, prints a skip and returns `None`.
 pub(crate) fn cached(what: &str, file: &str) -> Option<PathBuf> {
     let cache = match std::env::var_os("HMEM_CUDA_CACHE") {
         Some(cache) => PathBuf::from(cache),

@@ -1,18 +1,18 @@
-//! Headers and libraries that `tests/ze/fetch` downloaded.
+//! Headers and libraries for the Level Zero tests, which `tests/ze/fetch` downloads.
 //!
-//! `HMEM_ZE` names what must be there, with commas between: `headers`, `driver` (the loader and
-//! Intel's driver). What is named and absent is a failure; what is not named and absent is a skip
-//! that is printed.
+//! `HMEM_ZE` lists what must be present, separated by commas: `headers`, `driver` (the loader and
+//! Intel's driver). A listed item that is absent is a failure; another absent item is a skip that
+//! is printed.
 #![allow(dead_code)] // Each test binary uses a part.
 
 use std::path::PathBuf;
 
-/// Returns true if `HMEM_ZE` names `what`.
+/// Returns true if `HMEM_ZE` lists `what`.
 pub(crate) fn asked_for(what: &str) -> bool {
     std::env::var("HMEM_ZE").is_ok_and(|names| names.split(',').any(|name| name.trim() == what))
 }
 
-/// A file of the cache. `None`, printed on stderr, if it is not there and was not asked for.
+/// Returns a file of the cache. If it is absent and not required, prints a skip and returns `None`.
 pub(crate) fn cached(what: &str, file: &str) -> Option<PathBuf> {
     let home = || PathBuf::from(std::env::var_os("HOME").unwrap_or_default());
     let cache = std::env::var_os("HMEM_ZE_CACHE").map(PathBuf::from);

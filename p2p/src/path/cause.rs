@@ -8,9 +8,8 @@
 use std::collections::BTreeSet;
 
 use hmem_core::{
-    AllocationKind, ErrorKind, Path,
+    ErrorKind, Path,
     cause::{Answer, Facts, Needs, RefusalCause, RefusalContext, Step},
-    iface::DmaBufMapping,
     path::Attempt,
 };
 
@@ -45,7 +44,7 @@ const NO_ACCESS_OR_DEVICE: &[Answer] = &[
 ];
 
 /// The name of the cause that holds only if the default mapping works.
-pub(super) const NO_PCIE_MAPPING: &str = "no-pcie-mapping";
+pub(super) const NO_PCIE_MAPPING: &str = RefusalCause::NO_PCIE_MAPPING.name;
 
 /// The fields that most entries share: no further condition.
 const ANY: RefusalCause = RefusalCause::ANY;
@@ -139,50 +138,9 @@ pub const CAUSES: &[RefusalCause] = &[
                  newer, or load a peer-memory client",
         ..ANY
     },
-    RefusalCause {
-        name: NO_PCIE_MAPPING,
-        rank: 50,
-        paths: DMA_BUF,
-        steps: EXPORT,
-        mapping: Some(DmaBufMapping::Pcie),
-        answers: &[Answer::UNSUPPORTED, Answer::Kind(&[ErrorKind::InvalidArgument])],
-        cause: "the driver or the device has no PCIe mapping for exports",
-        remedy: "none needed if the default mapping works, which is tried next; otherwise update \
-                 the driver",
-        ..ANY
-    },
-    RefusalCause {
-        name: "vmm-range",
-        rank: 60,
-        paths: DIRECT,
-        steps: &[Step::Segments, Step::Export],
-        kind: Some(AllocationKind::Virtual),
-        answers: &[Answer::Kind(&[
-            ErrorKind::Unsupported,
-            ErrorKind::InvalidArgument,
-            ErrorKind::OutOfBounds,
-        ])],
-        cause: "the range was mapped by hand from physical memory that was not created for RDMA, \
-                or spans a hole between two mappings",
-        remedy: "create the physical memory as RDMA capable, and register inside mapped ranges",
-        ..ANY
-    },
-    RefusalCause {
-        name: "stream-ordered-pool",
-        rank: 70,
-        paths: DIRECT,
-        steps: &[Step::Segments, Step::Export, Step::Register],
-        kind: Some(AllocationKind::StreamOrdered),
-        answers: &[
-            Answer::Errno(&[14, 22]),
-            Answer::Kind(&[ErrorKind::Unsupported, ErrorKind::InvalidArgument]),
-        ],
-        cause: "the driver does not export memory of this stream-ordered pool: the pool was not \
-                created for RDMA, or the driver has no such pools",
-        remedy: "allocate memory to register with the plain allocator, or from a pool created for \
-                 RDMA if the driver has such pools",
-        ..ANY
-    },
+    RefusalCause::NO_PCIE_MAPPING,
+    RefusalCause::VMM_RANGE,
+    RefusalCause::STREAM_ORDERED_POOL,
     RefusalCause {
         name: "segment-not-exportable",
         rank: 80,
@@ -245,17 +203,7 @@ pub const CAUSES: &[RefusalCause] = &[
                  properties",
         ..ANY
     },
-    RefusalCause {
-        name: "device-without-dma-buf",
-        rank: 160,
-        paths: DMA_BUF,
-        steps: EXPORT,
-        answers: &[Answer::Errno(&[38, 95]), Answer::UNSUPPORTED],
-        cause: "the device, its driver or this kind of memory has no dma-buf export",
-        remedy: "use device memory and a driver that exports dma-bufs, or load a peer-memory \
-                 client",
-        ..ANY
-    },
+    RefusalCause::DEVICE_WITHOUT_DMA_BUF,
     RefusalCause {
         name: "acs",
         rank: 170,
@@ -502,30 +450,8 @@ pub const CAUSES: &[RefusalCause] = &[
                  group), or pass the node into the container with `docker run --device=NODE`",
         ..ANY
     },
-    RefusalCause {
-        name: "device-files",
-        rank: 310,
-        paths: EVERY,
-        steps: NOT_IMPORT,
-        answers: &[
-            Answer::Errno(&[1, 13]),
-            Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied]),
-        ],
-        cause: "the process may not use the device's files, or the buffer was opened read-only",
-        remedy: "give the user (or container) access to /dev/infiniband/uverbs* and to the \
-                 device's files in /dev, and export for writing",
-        ..ANY
-    },
-    RefusalCause {
-        name: "device-lost",
-        rank: 320,
-        paths: DIRECT,
-        steps: SEGMENTS_OR_EXPORT,
-        answers: &[Answer::Errno(&[5, 19]), Answer::Kind(&[ErrorKind::Unavailable])],
-        cause: "the device fell off the bus, was reset, or was taken from this process",
-        remedy: "look at the kernel log (`dmesg`), and restart the process when the device answers",
-        ..ANY
-    },
+    RefusalCause::DEVICE_FILES,
+    RefusalCause::DEVICE_LOST,
     RefusalCause {
         name: "nic-lost",
         rank: 330,

@@ -379,7 +379,9 @@ runtime! {
         let fd = known.file.as_raw_fd() as u32;
         let owner = known.owner.handle as u32;
         let (low, high) = (inode as u32, (inode >> 32) as u32);
-        put(handle, IpcMemory { handle: [std::process::id(), fd, owner, low, high, 0, 0, 0] })
+        let (len_low, len_high) = (len as u32, (len as u64 >> 32) as u32);
+        let process = std::process::id();
+        put(handle, IpcMemory { handle: [process, fd, owner, low, high, len_low, len_high, 0] })
     }
 
     fn hsa_amd_ipc_memory_attach(
@@ -390,11 +392,14 @@ runtime! {
             return Err(INVALID_ARGUMENT);
         }
         // SAFETY: the caller passes a handle, as the header demands.
-        let [process, fd, owner, low, high, ..] = unsafe { handle.read() }.handle;
+        let handle = unsafe { handle.read() }.handle;
+        let [process, fd, owner, low, high, len_low, len_high, _] = handle;
         let file = reopen(process, fd as i32).map_err(|_| INVALID_ARGUMENT)?;
         let stat = rustix::fs::fstat(&file).map_err(|_| INVALID_ARGUMENT)?;
         let inode = u64::from(low) | u64::from(high) << 32;
-        if stat.st_ino != inode || stat.st_size as u64 != (len as u64).next_multiple_of(PAGE) {
+        // "Must be the full length of the shared allocation".
+        let full = u64::from(len_low) | u64::from(len_high) << 32;
+        if stat.st_ino != inode || full != len as u64 {
             return Err(INVALID_ARGUMENT);
         }
         let owner = Agent { handle: owner.into() };
