@@ -114,46 +114,6 @@ fn closing_an_endpoint_waits_for_what_it_executes() {
 }
 
 #[test]
-fn invalidating_a_window_waits_for_a_transfer_through_it() {
-    use hmem_core::{
-        Access, Addressing,
-        provider::{WindowBind, WindowType},
-    };
-    let faults = Faults::new();
-    let pair = Pair::new(Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
-    let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
-    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
-    let bind = |len| WindowBind {
-        region,
-        offset: 0,
-        len,
-        access: Access::REMOTE_WRITE,
-        addressing: Addressing::Virtual,
-    };
-    let window = pair.there.domain.windows().unwrap().alloc_window(WindowType::One).unwrap();
-    let window = pair.there.domain.windows().unwrap().bind_window(window, &bind(64)).unwrap();
-    let key = hmem_core::RemoteKey::new(
-        Addressing::Virtual,
-        hmem_core::Iova(target.address().0),
-        64,
-        window.key,
-    );
-    std::thread::scope(|scope| {
-        let gate = faults.hold(Call::Transfer);
-        let writing =
-            scope.spawn(|| pair.here.write(pair.to, &[source.whole()], &key, target.address().0));
-        gate.wait_held();
-        let unbinding = scope.spawn(|| {
-            pair.there.domain.windows().unwrap().bind_window(window, &bind(0)).unwrap();
-            target.bytes()
-        });
-        gate.release();
-        writing.join().unwrap().unwrap();
-        assert_eq!(unbinding.join().unwrap(), [1; 64]);
-    });
-}
-
-#[test]
 fn after_deregistration_no_byte_changes() {
     for progress in [Progress::ByHand, Progress::Thread] {
         let provider = Loopback::builder().progress(progress).build().unwrap();
