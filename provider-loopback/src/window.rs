@@ -434,11 +434,6 @@ impl Windows {
         if bind.len == 0 {
             return Err(refuse(WindowRule::Type2HasLength, operation));
         }
-        if endpoint.is_closed() {
-            return Err(Error::new(ErrorKind::BadState, operation)
-                .provider("loopback")
-                .context("why", "the endpoint is closed"));
-        }
         let keeps_open = (window.kind == WindowType::TwoA).then(|| Arc::clone(endpoint));
         if keeps_open.is_some() {
             endpoint.bind()?;
@@ -461,9 +456,19 @@ impl Windows {
             window.check(&state, WindowEvent::Bind, operation).map(|()| {
                 state.tag = tag;
                 state.binding = Some(Arc::clone(&new));
+                state.key()
             })
         };
-        bound.inspect_err(|_| Binding::end(&new))
+        let key = bound.inspect_err(|_| Binding::end(&new))?;
+        // An endpoint that closes first marks itself closed, and then ends the bindings that it
+        // finds. It may have looked before this one was there.
+        if endpoint.is_closed() {
+            window.invalidate_key(key);
+            return Err(Error::new(ErrorKind::BadState, operation)
+                .provider("loopback")
+                .context("why", "the endpoint is closed"));
+        }
+        Ok(())
     }
 
     pub(super) fn free(&self, window: ProviderWindow) -> Result<()> {

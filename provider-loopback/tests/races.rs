@@ -6,7 +6,8 @@ mod support;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use hmem_core::{
-    ErrorKind, MrMode,
+    Access, Addressing, ErrorKind, MrMode,
+    provider::{WindowBind, WindowState, WindowType},
     transfer::{Operation, PeerId},
 };
 use hmem_provider_loopback::{Call, Faults, Loopback, Memory, Progress};
@@ -111,6 +112,76 @@ fn closing_an_endpoint_waits_for_what_it_executes() {
             }
         });
     }
+}
+
+/// The post is held where it has seen the endpoint open, and goes on after the close.
+#[test]
+fn request_posted_while_its_endpoint_closes_is_refused_or_canceled() {
+    let receive = Operation::Receive { tag: None, from: None };
+    let send = Operation::Send { tag: None, invalidate: None };
+    for (operation, ends_as_canceled) in [(receive, true), (send, false)] {
+        let faults = Faults::new();
+        let provider = Loopback::builder().faults(&faults).build().unwrap();
+        let end = End::open(&domain(&provider, MrMode::empty()));
+        let to = end.peer(&end);
+        let buffer = Buffer::new(8);
+        let posted = std::thread::scope(|scope| {
+            let gate = faults.hold(Call::Post);
+            let posting = scope.spawn(|| end.post(operation, &[buffer.whole()], to, 5));
+            gate.wait_held();
+            end.endpoint.close().unwrap();
+            gate.release();
+            posting.join().unwrap()
+        });
+        if ends_as_canceled {
+            posted.unwrap();
+            let ended = end.try_next().expect("the receive is lost");
+            assert_eq!(ended.context, 5);
+            refused(ended.result, ErrorKind::Canceled);
+        } else {
+            refused(posted, ErrorKind::BadState);
+        }
+        assert!(end.try_next().is_none());
+    }
+}
+
+/// MW-03
+///
+/// The bind has seen the endpoint open, and then waits for a refresh of its region.
+#[test]
+fn window_bound_while_its_endpoint_closes_is_free_afterwards() {
+    let faults = Faults::new();
+    let domain = domain(&Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
+    let target = Buffer::new(64);
+    let how = How::key(1).access(Access::RECV | Access::MW_BIND);
+    let region = how.register(&*domain, &[host(target.range(), false)]).unwrap();
+    let windows = domain.windows().unwrap();
+    let window = windows.alloc_window(WindowType::TwoB).unwrap();
+    let end = End::open(&domain);
+    let (access, addressing) = (Access::REMOTE_WRITE, Addressing::ZeroBased);
+    let bind = WindowBind { region, offset: 0, len: 64, access, addressing };
+    let bound = std::thread::scope(|scope| {
+        let gate = faults.hold(Call::Refresh);
+        let refreshing =
+            scope.spawn(|| domain.refresh().unwrap().refresh_pages(region, &[target.range()]));
+        gate.wait_held();
+        let binding = scope.spawn(|| {
+            let windows = domain.windows().unwrap();
+            windows.bind_window_now(&*end.endpoint, window, &bind, 1)
+        });
+        faults.wait_for_calls(Call::BindWindow, 1);
+        // The bind gets the time to reach the region.
+        for _ in 0..1000 {
+            std::thread::yield_now();
+        }
+        end.endpoint.close().unwrap();
+        gate.release();
+        refreshing.join().unwrap().unwrap();
+        binding.join().unwrap()
+    });
+    assert_eq!(windows.window_status(window).unwrap().state, WindowState::Free);
+    refused(bound, ErrorKind::BadState);
+    domain.deregister(region).expect("no window is bound");
 }
 
 #[test]
