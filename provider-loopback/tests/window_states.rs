@@ -204,11 +204,7 @@ impl Subject {
 
 /// Calls `visit` with each sequence of `len` operations. A sequence ends earlier one operation
 /// after the window was freed.
-fn each_sequence(
-    len: usize,
-    done: &mut Vec<WindowEvent>,
-    visit: &mut dyn FnMut(&[WindowEvent]),
-) {
+fn each_sequence(len: usize, done: &mut Vec<WindowEvent>, visit: &mut dyn FnMut(&[WindowEvent])) {
     let before_last = &done[..done.len().saturating_sub(1)];
     if done.len() == len || before_last.contains(&WindowEvent::Deallocate) {
         return visit(done);

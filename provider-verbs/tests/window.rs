@@ -4,11 +4,14 @@ mod support;
 #[path = "../../tests/trials/mod.rs"]
 mod trials;
 
-use std::collections::VecDeque;
+use std::{
+    collections::VecDeque,
+    sync::atomic::{AtomicU64, Ordering},
+};
 
 use hmem_core::{
-    Access, Addressing, ErrorKind, Iova, MemoryRegion, RemoteKey, Result, Type1Window, Type2Bind,
-    Type2Kind, Type2Window,
+    Access, Addressing, ErrorKind, GrantKind, Iova, MemoryRegion, RemoteKey, Result, Type1Window,
+    Type2Bind, Type2Kind, Type2Window,
     provider::{ProviderDomain, WindowBind, WindowEvent, WindowRule, WindowState, WindowType},
     transfer::{AtomicOp, CompletionKind, Operation},
 };
@@ -27,6 +30,10 @@ trials! {
     an_endpoint_closes_at_once_with_a_type_2b_window_bound_through_it,
     /// MW-04
     sequences_of_window_operations_follow_the_table,
+    /// MW-10
+    a_window_that_a_peer_has_invalidated_is_not_invalidated_twice_on_rxe,
+    /// MW-09
+    a_revoked_grant_ends_the_accesses_of_its_peer,
     /// MW-05
     each_right_of_a_window_is_its_own,
     /// MW-06
@@ -308,65 +315,109 @@ fn invalidate_by_peer(prober: &Prober<'_>, inbox: &MemoryRegion, key: &RemoteKey
     done
 }
 
+/// A window under test, with the regions that its operations need.
+struct Subject<'a> {
+    pair: &'a mut Pair,
+    region: &'a MemoryRegion,
+    inbox: &'a MemoryRegion,
+    /// `None` once freed.
+    window: Option<Window>,
+    /// The key that the peer knows: that of the last bind.
+    key: Option<RemoteKey>,
+}
+
+impl Subject<'_> {
+    fn step(&mut self, event: WindowEvent) -> Result<()> {
+        let window = self.window.as_mut().expect("the window is allocated");
+        let known = || self.key.as_ref().expect("the window was bound");
+        let mut bind = |len| window.bind(self.pair, self.region, (64, len), REMOTE);
+        match event {
+            WindowEvent::Bind => self.key = Some(bind(64)?),
+            WindowEvent::BindNothing => drop(bind(0)?),
+            WindowEvent::Invalidate => {
+                if let Window::Two(window, _) = window {
+                    window.post_invalidate(&self.pair.far.endpoint, 2)?;
+                    self.pair.far.wait().result?;
+                }
+            }
+            WindowEvent::InvalidateByPeer => {
+                invalidate_by_peer(&Prober::new(self.pair), self.inbox, known())?;
+            }
+            WindowEvent::Access => drop(Prober::new(self.pair).write(known(), 0)?),
+            // The prober connects both sides again, which resets their queue pairs.
+            WindowEvent::ResetQueuePair => Prober::new(self.pair).refused(
+                &self.region.key().expect("key"),
+                0,
+                "the region grants peers nothing",
+            ),
+            WindowEvent::DestroyQueuePair => reopen(self.pair),
+            _ => self.window = None,
+        }
+        Ok(())
+    }
+}
+
+/// Opens new endpoints on both sides, connects them, and closes the old ones.
+fn reopen(pair: &mut Pair) {
+    let replace = |side: &mut support::Side| {
+        let cq = side.domain.open_cq(64).expect("open a completion queue");
+        let attr = hmem_core::provider::EndpointAttr::new(&cq);
+        let endpoint = side.domain.open_endpoint(&attr).expect("open an endpoint");
+        let old_cq = std::mem::replace(&mut side.cq, cq);
+        let old = std::mem::replace(&mut side.endpoint, endpoint);
+        old.close().map_err(|rejected| rejected.error).expect("close the old endpoint");
+        drop(old_cq);
+    };
+    replace(&mut pair.near);
+    replace(&mut pair.far);
+    pair.connect();
+}
+
+/// Every sequence of up to four operations in which all but the last succeed. A refused operation
+/// leaves the window as it was, which its state after the refusal shows.
 fn sequences_of_window_operations_follow_the_table() -> Outcome {
-    const STEPS: [WindowEvent; 6] = [
+    const STEPS: [WindowEvent; 8] = [
         WindowEvent::Bind,
         WindowEvent::BindNothing,
         WindowEvent::Invalidate,
         WindowEvent::InvalidateByPeer,
         WindowEvent::Access,
+        WindowEvent::ResetQueuePair,
+        WindowEvent::DestroyQueuePair,
         WindowEvent::Deallocate,
     ];
     let name = device()?;
     let mut shown = 0;
     for kind in [WindowType::One, WindowType::TwoB] {
-        let pair = pair(&name, kind)?;
-        let prober = Prober::new(&pair);
+        let mut pair = pair(&name, kind)?;
         let (to, inbox) = (Pages::new(4096), Pages::new(4096));
         let region = pair.far.register(to.range(), LOCAL).expect("register");
         let inbox = pair.far.register(inbox.range(), LOCAL).expect("register");
-        let step = |window: &mut Option<Window>, key: &mut Option<RemoteKey>, event| {
-            let held = window.as_mut().expect("it is allocated");
-            let bind = |held: &mut Window, len| held.bind(&pair, &region, (64, len), REMOTE);
-            match event {
-                WindowEvent::Bind => *key = Some(bind(held, 64)?),
-                WindowEvent::BindNothing => drop(bind(held, 0)?),
-                WindowEvent::Invalidate => {
-                    if let Window::Two(window, _) = held {
-                        window.post_invalidate(&pair.far.endpoint, 2)?;
-                        pair.far.wait().result?;
-                    }
-                }
-                WindowEvent::InvalidateByPeer => {
-                    invalidate_by_peer(&prober, &inbox, key.as_ref().expect("it was bound"))?;
-                }
-                WindowEvent::Access => {
-                    prober.write(key.as_ref().expect("it was bound"), 0)?;
-                }
-                _ => *window = None,
-            }
-            Ok::<_, hmem_core::Error>(())
-        };
         let mut open: VecDeque<Vec<WindowEvent>> = VecDeque::from([Vec::new()]);
         while let Some(done) = open.pop_front() {
             for next in STEPS {
-                let (mut window, mut key) = (Some(Window::alloc(&pair, kind)), None);
+                let window = Some(Window::alloc(&pair, kind));
+                let (pair, region, inbox) = (&mut pair, &region, &inbox);
+                let mut subject = Subject { pair, region, inbox, window, key: None };
                 let mut state = WindowState::Free;
                 for event in &done {
-                    step(&mut window, &mut key, *event).expect("it was allowed before");
-                    state = kind.after(state, *event).expect("it was allowed before");
+                    subject.step(*event).expect("the operation succeeded before");
+                    state = kind.after(state, *event).expect("the table allowed it before");
                 }
-                let unknown = key.is_none();
                 let by_peer = matches!(next, WindowEvent::InvalidateByPeer | WindowEvent::Access);
+                let without_key = by_peer && subject.key.is_none();
+                // A type 1 window has no such method.
                 let by_type = kind == WindowType::One && next == WindowEvent::Invalidate;
-                // rdma_rxe follows a null pointer where a peer invalidates a free window.
-                let crashes = next == WindowEvent::InvalidateByPeer && state == WindowState::Free;
-                if by_type || (by_peer && unknown) || (crashes && name.starts_with("rxe")) {
+                // rdma_rxe follows a null pointer when a peer invalidates a free window.
+                let crashes = next == WindowEvent::InvalidateByPeer
+                    && state == WindowState::Free
+                    && name.starts_with("rxe");
+                if by_type || without_key || crashes {
                     continue;
                 }
                 let what = format!("type {}: {next:?} after {done:?}", kind.name());
                 let expected = match kind.after(state, next) {
-                    // Refused before the driver crashes.
+                    // The provider refuses what crashes the driver.
                     Ok(_)
                         if next == WindowEvent::Invalidate
                             && state == WindowState::Free
@@ -376,7 +427,7 @@ fn sequences_of_window_operations_follow_the_table() -> Outcome {
                     }
                     after => after.map_err(WindowRule::name),
                 };
-                match (step(&mut window, &mut key, next), expected) {
+                match (subject.step(next), expected) {
                     (Ok(()), Ok(after)) => state = after,
                     (Err(error), Err(rule)) => {
                         let named = error.context_value("rule") == Some(rule);
@@ -385,7 +436,7 @@ fn sequences_of_window_operations_follow_the_table() -> Outcome {
                     (done, expected) => panic!("{what}: {done:?} and not {expected:?}"),
                 }
                 shown += 1;
-                if let Some(window) = &window {
+                if let Some(window) = &subject.window {
                     assert_eq!(window.state(), state, "{what}");
                     if done.len() + 1 < 4 && expected.is_ok() {
                         open.push_back(done.iter().copied().chain([next]).collect());
@@ -396,6 +447,99 @@ fn sequences_of_window_operations_follow_the_table() -> Outcome {
         region.close().map_err(|rejected| rejected.error).expect("nothing is bound");
     }
     println!("{shown} sequences");
+    Ok(())
+}
+
+/// The receive of the message was not read when the owner posts its invalidation, which on
+/// rdma_rxe would crash the kernel.
+fn a_window_that_a_peer_has_invalidated_is_not_invalidated_twice_on_rxe() -> Outcome {
+    let name = device()?;
+    let pair = pair(&name, WindowType::TwoB)?;
+    let prober = Prober::new(&pair);
+    let to = Pages::new(4096);
+    let region = pair.far.register(to.range(), LOCAL).expect("register");
+    let window = pair.far.domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
+    for tag in 1..=3 {
+        let bind = whole(&region, tag);
+        let key = window.post_bind(&pair.far.endpoint, &bind, 1).expect("post the bind");
+        pair.far.wait().result.expect("bind");
+        let into = segment(to.part(0, 64), region.desc().expect("desc"));
+        pair.far.post(Operation::Receive { tag: None, from: None }, &[into], 4).expect("receive");
+        let message = segment(prober.from.part(0, 8), prober.region.desc().expect("desc"));
+        let send = Operation::Send { tag: None, invalidate: Some(&key) };
+        pair.near.transfer(send, &[message]).expect("send with invalidate");
+        let invalidated = window.post_invalidate(&pair.far.endpoint, 5);
+        if name.starts_with("rxe") {
+            let rule = invalidated.map_err(|error| error.context_value("rule").map(str::to_owned));
+            assert_eq!(rule, Err(Some("driver-invalidates-once".to_owned())));
+        } else {
+            invalidated.expect("a free window may be invalidated");
+        }
+        let received = pair.far.wait();
+        assert_eq!((received.context, received.invalidated), (4, key.as_u64().ok()));
+        if !name.starts_with("rxe") {
+            pair.far.wait().result.expect("invalidate");
+        }
+        assert_eq!(window.state(), WindowState::Free);
+    }
+    Ok(())
+}
+
+/// A peer reads without a pause while the owner revokes its grant.
+fn a_revoked_grant_ends_the_accesses_of_its_peer() -> Outcome {
+    const LEN: u64 = 4096;
+    let name = device()?;
+    let pair = pair(&name, WindowType::TwoB)?;
+    let (to, sink) = (Pages::new(2 * LEN as usize), Pages::new(LEN as usize));
+    let bytes = to.fill(3);
+    let region = pair.far.register(to.range(), LOCAL).expect("register");
+    let near = pair.near.register(sink.range(), LOCAL).expect("register");
+    let local = segment(sink.range(), near.desc().expect("desc"));
+    for round in 0..20 {
+        let part = LEN / 2..LEN / 2 + LEN;
+        let grant = region.grant(&pair.far.endpoint, part, Access::REMOTE_READ).expect("grant");
+        assert_eq!(grant.kind(), GrantKind::Window(WindowType::TwoB));
+        assert!(grant.fallback_reasons().is_empty());
+        let key = grant.key().expect("key");
+        // Returns whether the access worked. A failed one has moved no wrong byte.
+        let access = || {
+            sink.put(0, &vec![0; LEN as usize]);
+            match pair.near.read(local, remote(&key, 0, LEN)) {
+                Ok(moved) => {
+                    assert_eq!(moved, LEN);
+                    assert!(
+                        sink.get(0, LEN as usize) == bytes[LEN as usize / 2..][..LEN as usize],
+                        "wrong bytes in round {round}"
+                    );
+                    true
+                }
+                Err(error) => {
+                    let code = error.driver().map(|code| code.code);
+                    assert_eq!(code, Some(10), "not a remote access error: {error}");
+                    pair.connect();
+                    false
+                }
+            }
+        };
+        let worked = AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            let accessing = scope.spawn(|| {
+                while access() {
+                    worked.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+            while worked.load(Ordering::Relaxed) < 5 && !accessing.is_finished() {
+                std::thread::yield_now();
+            }
+            grant.revoke().map_err(|rejected| rejected.error).expect("revoke");
+            accessing.join().expect("each access is right or refused");
+        });
+        assert!(worked.into_inner() >= 5, "an access failed before the revocation");
+        for _ in 0..3 {
+            assert!(!access(), "a revoked key works in round {round}");
+        }
+    }
+    region.close().map_err(|rejected| rejected.error).expect("nothing is granted");
     Ok(())
 }
 
