@@ -6,7 +6,7 @@ mod trials;
 
 use std::{
     collections::VecDeque,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
 use hmem_core::{
@@ -521,10 +521,15 @@ fn a_revoked_grant_ends_the_accesses_of_its_peer() -> Outcome {
                 }
             }
         };
-        let worked = AtomicU64::new(0);
+        let (worked, revoked) = (AtomicU64::new(0), AtomicBool::new(false));
         std::thread::scope(|scope| {
             let accessing = scope.spawn(|| {
-                while access() {
+                loop {
+                    let late = revoked.load(Ordering::Acquire);
+                    if !access() {
+                        break;
+                    }
+                    assert!(!late, "a revoked key works in round {round}");
                     worked.fetch_add(1, Ordering::Relaxed);
                 }
             });
@@ -532,6 +537,7 @@ fn a_revoked_grant_ends_the_accesses_of_its_peer() -> Outcome {
                 std::thread::yield_now();
             }
             grant.revoke().map_err(|rejected| rejected.error).expect("revoke");
+            revoked.store(true, Ordering::Release);
             accessing.join().expect("each access is right or refused");
         });
         assert!(worked.into_inner() >= 5, "an access failed before the revocation");
