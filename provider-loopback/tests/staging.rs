@@ -336,7 +336,8 @@ proptest! {
         };
         std::thread::scope(|scope| {
             let close = scope.spawn(|| closed.close().map_err(|rejected| rejected.error));
-            // A close marks its endpoint and takes it out of the domain before it waits for what executes.
+            // A close marks its endpoint and takes it out of the domain before it waits for what
+            // executes.
             while closing.live().endpoints > 0 {
                 std::thread::yield_now();
             }
