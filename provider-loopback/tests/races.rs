@@ -60,7 +60,7 @@ fn deregistration_waits_for_a_transfer_in_flight() {
 }
 
 #[test]
-fn closing_an_endpoint_waits_for_what_it_executes() {
+fn closing_an_endpoint_waits_for_its_executing_request() {
     for message in [false, true] {
         let faults = Faults::new();
         let provider = Loopback::builder().faults(&faults).build().unwrap();
@@ -240,7 +240,7 @@ fn after_deregistration_no_byte_changes() {
 }
 
 #[test]
-fn threads_register_and_close_at_once_and_the_counts_are_exact() {
+fn concurrent_registrations_keep_exact_counts() {
     for mode in [MrMode::empty(), MrMode::PROV_KEY] {
         for size in [4, 8] {
             let domain = domain(&Loopback::builder().key_size(size).build().unwrap(), mode);
@@ -277,7 +277,7 @@ fn threads_register_and_close_at_once_and_the_counts_are_exact() {
 }
 
 #[test]
-fn registration_in_flight_is_not_there_yet() {
+fn registration_in_flight_has_no_valid_key() {
     let faults = Faults::new();
     let pair = Pair::new(Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
     let target = Buffer::new(8);

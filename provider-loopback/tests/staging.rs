@@ -87,7 +87,7 @@ fn any_transfer_moves_the_bytes_of_a_plain_copy() {
 
 /// BNC-01
 #[test]
-fn the_copy_engine_works_while_the_wire_carries_a_chunk() {
+fn copy_engine_works_while_the_nic_copies_a_chunk() {
     let faults = Faults::new();
     let device = Simulated::builder().stepping(Stepping::ByHand).build().unwrap();
     let net = net_with(Progress::Thread, &faults, STAGING, device);
@@ -130,7 +130,7 @@ fn the_copy_engine_works_while_the_wire_carries_a_chunk() {
 
 /// REL-01, BNC-02
 #[test]
-fn a_failed_copy_drains_the_pipeline_and_leaks_nothing() {
+fn failed_copy_drains_the_pipeline_and_leaks_nothing() {
     for progress in PROGRESSES {
         let net = net(progress);
         faults_drain_the_pipeline(
@@ -144,7 +144,7 @@ fn a_failed_copy_drains_the_pipeline_and_leaks_nothing() {
 
 /// REL-01, BNC-02
 #[test]
-fn a_failed_chunk_drains_the_pipeline_and_leaks_nothing() {
+fn failed_chunk_drains_the_pipeline_and_leaks_nothing() {
     let faults = Faults::new();
     let net = net_with(Progress::ByHand, &faults, STAGING, device());
     let staged = net.near.device(&net.device, CHUNK * 10, LOCAL).unwrap();
@@ -163,7 +163,7 @@ fn a_failed_chunk_drains_the_pipeline_and_leaks_nothing() {
 
 /// REL-01
 #[test]
-fn a_failed_copy_of_a_message_is_its_own_sides() {
+fn failed_copy_of_a_message_fails_only_its_own_side() {
     let net = net(Progress::ByHand);
     let len = CHUNK * 5;
     let near = net.near.device(&net.device, len, LOCAL).unwrap();
@@ -201,7 +201,7 @@ fn a_failed_copy_of_a_message_is_its_own_sides() {
 
 /// BNC-02
 #[test]
-fn an_exhausted_pool_of_staging_buffers_makes_transfers_wait() {
+fn transfers_wait_for_staging_buffers() {
     for slots in [1, 2, 3] {
         for progress in PROGRESSES {
             let staging = StagingAttr { buffer_count: slots, ..STAGING };

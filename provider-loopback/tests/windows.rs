@@ -90,7 +90,7 @@ impl Scene {
 
 /// MW-01
 #[test]
-fn binding_a_type_1_window_turns_the_tag_and_kills_the_old_key() {
+fn type_1_bind_changes_the_tag_and_kills_the_old_key() {
     for scene in scenes() {
         let window =
             scene.pair.there.domain.windows().unwrap().alloc_window(WindowType::One).unwrap();
@@ -135,7 +135,7 @@ fn binding_a_type_1_window_turns_the_tag_and_kills_the_old_key() {
 
 /// MW-02
 #[test]
-fn type_2_windows_are_bound_by_posting_with_the_callers_tag() {
+fn type_2_bind_is_posted_and_uses_the_callers_tag() {
     for scene in scenes() {
         for kind in [WindowType::TwoA, WindowType::TwoB] {
             let there = &scene.pair.there;
@@ -173,7 +173,7 @@ fn type_2_windows_are_bound_by_posting_with_the_callers_tag() {
 
 /// MW-03
 #[test]
-fn type_2_windows_are_tied_to_their_endpoint() {
+fn type_2_window_is_used_through_its_endpoint_only() {
     for scene in scenes() {
         for (kind, holds) in [(WindowType::TwoA, true), (WindowType::TwoB, false)] {
             let other = End::open(&scene.pair.there.domain);
@@ -196,7 +196,7 @@ fn type_2_windows_are_tied_to_their_endpoint() {
 
 /// MW-04
 #[test]
-fn send_with_invalidate_kills_the_key_and_not_the_window() {
+fn send_with_invalidate_kills_the_key_and_keeps_the_window() {
     for scene in scenes() {
         let there = &scene.pair.there;
         let window = there.domain.windows().unwrap().alloc_window(WindowType::TwoB).unwrap();
@@ -258,7 +258,7 @@ fn window_bound_again_during_a_message_keeps_its_new_key() {
 
 /// MW-05
 #[test]
-fn windows_follow_their_own_rights() {
+fn windows_have_rights_of_their_own() {
     for scene in scenes() {
         let there = &scene.pair.there;
         let base = scene.target.address().0;
@@ -357,7 +357,7 @@ fn windows_outside_their_region_or_of_another_domain_are_refused() {
 /// The end of an endpoint takes the binding of a type 2B window without a wait. Freeing the window
 /// then waits in its place.
 #[test]
-fn freeing_waits_for_transfers_through_a_binding_that_the_endpoint_ended() {
+fn freeing_a_window_waits_for_transfers_after_endpoint_close() {
     let faults = Faults::new();
     let provider = Loopback::builder().faults(&faults).build().unwrap();
     let scene = Scene::new(Pair::new(provider, MrMode::empty()));
@@ -391,7 +391,7 @@ fn freeing_waits_for_transfers_through_a_binding_that_the_endpoint_ended() {
 ///
 /// However a binding ends, a transfer through it has ended when the call returns.
 #[test]
-fn the_end_of_a_binding_waits_for_transfers_through_the_window() {
+fn end_of_a_binding_waits_for_transfers_through_the_window() {
     type Ending = fn(&Scene, ProviderWindow);
     let ends: [(WindowType, Ending); 5] = [
         (WindowType::One, |scene, window| scene.bind(window, 0, 8, READ).map(|_| ()).unwrap()),

@@ -20,34 +20,34 @@ use support::{LOCAL, Pages, Pair, REMOTE, device, remote, segment};
 use trials::{Outcome, Skipped, trials};
 
 trials! {
-    a_type_1_window_turns_its_key_at_each_bind_and_unbinds,
-    a_type_2_window_is_bound_invalidated_and_bound_again_by_posted_requests,
+    type_1_bind_changes_the_key_and_unbind_ends_it,
+    type_2_window_is_bound_and_invalidated_by_requests,
     /// MW-10
-    a_peer_invalidates_a_type_2_window_with_a_send,
+    send_with_invalidate_frees_a_type_2_window,
     /// MW-10
-    a_peer_does_not_invalidate_a_type_1_window,
-    binds_that_drivers_answer_badly_are_refused_before,
-    an_endpoint_closes_at_once_with_a_type_2b_window_bound_through_it,
+    peer_cannot_invalidate_a_type_1_window,
+    bind_that_breaks_the_driver_is_refused_first,
+    endpoint_with_a_bound_type_2b_window_closes_at_once,
     /// MW-04
-    sequences_of_window_operations_follow_the_table,
+    window_operation_sequences_follow_the_table,
     /// MW-10
-    a_window_that_a_peer_has_invalidated_is_not_invalidated_twice_on_rxe,
+    window_invalidated_by_a_peer_is_not_invalidated_again_on_rxe,
     /// MW-09
-    a_revoked_grant_ends_the_accesses_of_its_peer,
+    revoking_a_grant_ends_the_accesses_of_its_peer,
     /// MW-05
-    each_right_of_a_window_is_its_own,
+    window_denies_each_right_that_it_lacks,
     /// MW-06
-    windows_of_both_types_overlap_and_hold_their_region,
+    overlapping_windows_keep_their_region_open,
     /// MW-02
-    binds_that_break_a_rule_name_it,
+    refused_bind_names_the_rule,
     /// MW-01
-    requests_for_the_other_type_are_refused,
+    request_for_the_other_window_type_is_refused,
     /// MW-03
-    a_type_2b_window_serves_the_queue_pair_that_bound_it_only,
+    type_2b_window_works_through_its_own_queue_pair_only,
     /// KEY-07
-    stale_tags_of_a_window_reach_nothing,
+    stale_tags_of_a_window_are_refused,
     /// MW-07
-    bounds_of_a_window_are_enforced_where_the_driver_has_them,
+    window_bounds_are_enforced_if_the_driver_checks_them,
 }
 
 fn pair(name: &str, window: WindowType) -> Result<Pair, Skipped> {
@@ -65,8 +65,7 @@ fn whole(region: &MemoryRegion, tag: u8) -> Type2Bind<'_> {
     Type2Bind { region, offset: 0, len, access, addressing, tag }
 }
 
-/// A near buffer, and what a write of its first 64 bytes to `key` comes to; the connection is made
-/// anew after a failure.
+/// A near buffer that is written to far keys. Both sides connect again after a failed write.
 struct Prober<'a> {
     pair: &'a Pair,
     from: Pages,
@@ -96,7 +95,7 @@ impl<'a> Prober<'a> {
     }
 }
 
-fn a_type_1_window_turns_its_key_at_each_bind_and_unbinds() -> Outcome {
+fn type_1_bind_changes_the_key_and_unbind_ends_it() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::One)?;
     let prober = Prober::new(&pair);
@@ -124,7 +123,7 @@ fn a_type_1_window_turns_its_key_at_each_bind_and_unbinds() -> Outcome {
     Ok(())
 }
 
-fn a_type_2_window_is_bound_invalidated_and_bound_again_by_posted_requests() -> Outcome {
+fn type_2_window_is_bound_and_invalidated_by_requests() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
     let prober = Prober::new(&pair);
@@ -157,7 +156,7 @@ fn a_type_2_window_is_bound_invalidated_and_bound_again_by_posted_requests() -> 
     Ok(())
 }
 
-fn a_peer_invalidates_a_type_2_window_with_a_send() -> Outcome {
+fn send_with_invalidate_frees_a_type_2_window() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
     let prober = Prober::new(&pair);
@@ -182,7 +181,7 @@ fn a_peer_invalidates_a_type_2_window_with_a_send() -> Outcome {
 }
 
 /// MW-10
-fn a_peer_does_not_invalidate_a_type_1_window() -> Outcome {
+fn peer_cannot_invalidate_a_type_1_window() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::One)?;
     let prober = Prober::new(&pair);
@@ -203,7 +202,7 @@ fn a_peer_does_not_invalidate_a_type_1_window() -> Outcome {
     Ok(())
 }
 
-fn binds_that_drivers_answer_badly_are_refused_before() -> Outcome {
+fn bind_that_breaks_the_driver_is_refused_first() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::One)?;
     let to = Pages::new(4096);
@@ -230,7 +229,7 @@ fn binds_that_drivers_answer_badly_are_refused_before() -> Outcome {
     Ok(())
 }
 
-fn an_endpoint_closes_at_once_with_a_type_2b_window_bound_through_it() -> Outcome {
+fn endpoint_with_a_bound_type_2b_window_closes_at_once() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
     let to = Pages::new(4096);
@@ -249,7 +248,7 @@ fn an_endpoint_closes_at_once_with_a_type_2b_window_bound_through_it() -> Outcom
     Ok(())
 }
 
-/// A window of either type of a far region, and the key that a peer knows.
+/// A far window of either type. A type 2 window has the tag of its last bind.
 enum Window {
     One(Type1Window),
     Two(Type2Window, u8),
@@ -299,7 +298,7 @@ impl Window {
     }
 }
 
-/// Sends a message that invalidates a key. The connection is made anew after a failure.
+/// Sends a message that invalidates a key. Both sides connect again after a failure.
 fn invalidate_by_peer(prober: &Prober<'_>, inbox: &MemoryRegion, key: &RemoteKey) -> Result<()> {
     let pair = prober.pair;
     let into = segment(inbox.range().slice(0, 64).expect("inside"), inbox.desc().expect("desc"));
@@ -375,7 +374,7 @@ fn reopen(pair: &mut Pair) {
 
 /// Every sequence of up to four operations in which all but the last succeed. A refused operation
 /// leaves the window as it was, which its state after the refusal shows.
-fn sequences_of_window_operations_follow_the_table() -> Outcome {
+fn window_operation_sequences_follow_the_table() -> Outcome {
     const STEPS: [WindowEvent; 8] = [
         WindowEvent::Bind,
         WindowEvent::BindNothing,
@@ -452,7 +451,7 @@ fn sequences_of_window_operations_follow_the_table() -> Outcome {
 
 /// The receive of the message was not read when the owner posts its invalidation, which on
 /// rdma_rxe would crash the kernel.
-fn a_window_that_a_peer_has_invalidated_is_not_invalidated_twice_on_rxe() -> Outcome {
+fn window_invalidated_by_a_peer_is_not_invalidated_again_on_rxe() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
     let prober = Prober::new(&pair);
@@ -486,7 +485,7 @@ fn a_window_that_a_peer_has_invalidated_is_not_invalidated_twice_on_rxe() -> Out
 }
 
 /// A peer reads without a pause while the owner revokes its grant.
-fn a_revoked_grant_ends_the_accesses_of_its_peer() -> Outcome {
+fn revoking_a_grant_ends_the_accesses_of_its_peer() -> Outcome {
     const LEN: u64 = 4096;
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
@@ -549,7 +548,7 @@ fn a_revoked_grant_ends_the_accesses_of_its_peer() -> Outcome {
     Ok(())
 }
 
-fn each_right_of_a_window_is_its_own() -> Outcome {
+fn window_denies_each_right_that_it_lacks() -> Outcome {
     let name = device()?;
     for kind in [WindowType::One, WindowType::TwoB] {
         let pair = pair(&name, kind)?;
@@ -585,7 +584,7 @@ fn each_right_of_a_window_is_its_own() -> Outcome {
     Ok(())
 }
 
-fn windows_of_both_types_overlap_and_hold_their_region() -> Outcome {
+fn overlapping_windows_keep_their_region_open() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
     let prober = Prober::new(&pair);
@@ -609,7 +608,7 @@ fn windows_of_both_types_overlap_and_hold_their_region() -> Outcome {
     Ok(())
 }
 
-fn binds_that_break_a_rule_name_it() -> Outcome {
+fn refused_bind_names_the_rule() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
     let to = Pages::new(4096);
@@ -638,7 +637,7 @@ fn binds_that_break_a_rule_name_it() -> Outcome {
     Ok(())
 }
 
-fn requests_for_the_other_type_are_refused() -> Outcome {
+fn request_for_the_other_window_type_is_refused() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
     let to = Pages::new(4096);
@@ -664,7 +663,7 @@ fn requests_for_the_other_type_are_refused() -> Outcome {
     Ok(())
 }
 
-fn a_type_2b_window_serves_the_queue_pair_that_bound_it_only() -> Outcome {
+fn type_2b_window_works_through_its_own_queue_pair_only() -> Outcome {
     let name = device()?;
     let mut pair = pair(&name, WindowType::TwoB)?;
     let to = Pages::new(4096);
@@ -707,7 +706,7 @@ fn a_type_2b_window_serves_the_queue_pair_that_bound_it_only() -> Outcome {
     Ok(())
 }
 
-fn stale_tags_of_a_window_reach_nothing() -> Outcome {
+fn stale_tags_of_a_window_are_refused() -> Outcome {
     let name = device()?;
     for kind in [WindowType::One, WindowType::TwoB] {
         let pair = pair(&name, kind)?;
@@ -729,7 +728,7 @@ fn stale_tags_of_a_window_reach_nothing() -> Outcome {
     Ok(())
 }
 
-fn bounds_of_a_window_are_enforced_where_the_driver_has_them() -> Outcome {
+fn window_bounds_are_enforced_if_the_driver_checks_them() -> Outcome {
     let name = device()?;
     // check_rkey in rxe_resp.c looks at the bounds of the region behind a window. The driver of
     // `tests/vm/run --dma-buf` looks at the window's too.

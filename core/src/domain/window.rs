@@ -1,11 +1,11 @@
-//! Memory windows: remote rights on part of a region, changed without registering again.
+//! Memory windows: rights of peers to a part of a region, changed without a registration.
 //!
-//! [`Type1Window`] is bound by a call and gets a new key each time. [`Type2Window`] is bound and
-//! invalidated by requests posted to an endpoint, with the caller's 8-bit tag (InfiniBand
-//! 10.6.7.2). The rules are those of [`WindowType::after`].
+//! A call binds a [`Type1Window`], which gets a new key each time. Requests posted to an endpoint
+//! bind and invalidate a [`Type2Window`], with the caller's 8-bit tag (InfiniBand 10.6.7.2). The
+//! rules are those of [`WindowType::after`].
 //!
-//! A provider knows what became of a posted bind or invalidation, and of an invalidation by a peer.
-//! A type 2 window asks it before each step, so that nothing has to be told to the window.
+//! The provider knows whether a posted bind or invalidation has succeeded, and whether a peer has
+//! invalidated the key. A type 2 window queries this status before each operation.
 
 use std::{
     fmt,
@@ -27,10 +27,10 @@ use crate::{
     transfer::{Operation, PeerId, WorkRequest},
 };
 
-/// A type 1 window: bound by a call, with a key that turns at each bind.
+/// A type 1 window: bound by a call, with another key after each bind.
 ///
-/// While it is bound it keeps its region registered, and the region cannot be closed. Its key dies
-/// when it is bound again, unbound or dropped. It has no invalidation:
+/// The region cannot be closed while the window is bound to it. The next bind, unbinding and
+/// dropping the window end its key. It has no invalidation:
 ///
 /// ```compile_fail,E0599
 /// fn invalidate(window: &hmem_core::Type1Window, endpoint: &hmem_core::Endpoint) {
@@ -38,7 +38,7 @@ use crate::{
 /// }
 /// ```
 pub struct Type1Window {
-    /// Before the binding, so that the window is freed before its region is let go.
+    /// Declared before the binding, so that the window is freed before its region is released.
     window: Allocated,
     state: Mutex<Type1State>,
 }
@@ -48,10 +48,10 @@ struct Type1State {
     bound: Option<Bound>,
 }
 
-/// A type 2 window: bound and invalidated by posted requests, with a tag of the caller's.
+/// A type 2 window: bound and invalidated by posted requests, with a tag that the caller chooses.
 ///
-/// While it is bound it keeps its region registered, and the region cannot be closed. It is not
-/// bound by a call, and not without a tag:
+/// The region cannot be closed while the window is bound to it. The window has no `bind` call, and
+/// every bind has a tag:
 ///
 /// ```compile_fail,E0599
 /// # use hmem_core::{Access, MemoryRegion, Type2Window};
@@ -64,27 +64,27 @@ pub struct Type2Window {
 }
 
 struct Type2Inner {
-    /// Before the binding, so that the window is freed before its region is let go.
+    /// Declared before the binding, so that the window is freed before its region is released.
     window: Allocated,
     state: Mutex<Type2State>,
 }
 
 #[derive(Default)]
 struct Type2State {
-    /// The binding of the last bind that was posted, unless an invalidation was posted since.
+    /// The binding of the last posted bind, unless an invalidation was posted since.
     bound: Option<Bound>,
-    /// Bindings whose invalidation was posted and has not completed.
+    /// Bindings with a posted invalidation that has not completed.
     ending: Vec<Bound>,
-    /// The region that lists this window.
+    /// The region that was last bound, which lists this window.
     listed: Weak<RegionInner>,
 }
 
-/// The two ways in which a type 2 window is tied to its queue pair.
+/// The two kinds of type 2 windows, which differ in their tie to the queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Type2Kind {
-    /// By its number: while the window is bound, the queue pair can be neither reset nor destroyed.
+    /// The queue pair can be neither reset nor destroyed while the window is bound.
     A,
-    /// By its number and protection domain: the queue pair may go at any time.
+    /// The queue pair can be reset and destroyed at any time.
     B,
 }
 
@@ -102,15 +102,15 @@ impl From<Type2Kind> for WindowType {
 pub struct Type2Bind<'a> {
     /// The region, registered with [`Access::MW_BIND`].
     pub region: &'a MemoryRegion,
-    /// First byte, counted from the start of the region.
+    /// The offset of the first byte in the region.
     pub offset: u64,
-    /// Bytes, at least one.
+    /// The number of bytes, at least one.
     pub len: u64,
-    /// Rights of peers.
+    /// The rights of peers.
     pub access: Access,
     /// The addressing for peers.
     pub addressing: Addressing,
-    /// The low 8 bits of the new key. Another tag than the last one keeps the old key dead.
+    /// The low 8 bits of the new key. With the tag of the last bind, the old key is valid again.
     pub tag: u8,
 }
 
@@ -126,7 +126,7 @@ struct Bound {
     base: Iova,
     len: u64,
     addressing: Addressing,
-    /// For type 2: the caller's tag, by which the key tells which bind holds.
+    /// The caller's tag of a type 2 bind, which identifies the bind in the window's key.
     tag: u8,
 }
 
@@ -141,7 +141,7 @@ impl Bound {
     }
 }
 
-/// The part of a region that a window is to be bound to.
+/// A part of a region, and the rights of peers to it.
 pub(super) struct Part<'a> {
     pub(super) region: &'a MemoryRegion,
     pub(super) offset: u64,
@@ -151,13 +151,13 @@ pub(super) struct Part<'a> {
 
 const KEY_TAG: u64 = 0xff;
 
-/// The key of a window with another tag.
+/// Returns a window's key with another tag.
 pub(super) const fn with_tag(key: u64, tag: u8) -> u64 {
     (key & !KEY_TAG) | tag as u64
 }
 
 impl Part<'_> {
-    /// Checks what can be known before the provider is asked.
+    /// Checks the rules that do not depend on the provider, and returns the bind for the provider.
     pub(super) fn bind(
         &self,
         domain: &Arc<DomainInner>,
@@ -188,7 +188,7 @@ impl Part<'_> {
         Ok(WindowBind { region, offset, len, access, addressing })
     }
 
-    /// Returns the addresses of the part, if it lies in one range of the region.
+    /// Returns the addresses of the part, or `None` if it covers several ranges of the region.
     pub(super) fn range(&self) -> Option<AddressRange> {
         let mut left = self.offset;
         for range in self.region.ranges() {
@@ -255,12 +255,12 @@ impl Allocated {
 impl Drop for Allocated {
     fn drop(&mut self) {
         if !self.domain.process.is_current() {
-            // In a forked child, freeing it would free what the parent uses.
+            // In a forked child: the window is the parent's.
             return;
         }
         let freed = self.domain.windows().and_then(|windows| windows.free_window(self.window));
         if let Err(error) = freed {
-            tracing::error!(%error, "a memory window could not be freed");
+            tracing::error!(%error, "cannot free a memory window");
         }
     }
 }
@@ -272,13 +272,17 @@ impl Type1Window {
         Ok(Self { state: Mutex::new(state), window })
     }
 
-    /// Binds the window to `len` bytes from `offset` of `region`, which was registered with
-    /// [`Access::MW_BIND`], and returns its new key. The old key is dead. Addresses are virtual.
+    /// Binds the window to `len` bytes from `offset` of a region, and returns the new key.
+    ///
+    /// The old key is dead. Addresses are virtual. The region needs [`Access::MW_BIND`].
     ///
     /// # Errors
-    /// Each error names its rule. OutOfBounds; ZeroLength (use [`Type1Window::unbind`]); BadAccess;
-    /// AccessDenied for rights that the region rules out and for a region without MW_BIND;
-    /// InvalidArgument for another domain's region. The binding stays as it was.
+    /// Each error names its rule. The old binding remains.
+    ///
+    /// - ZeroLength for no bytes (use [`Type1Window::unbind`]).
+    /// - OutOfBounds and BadAccess for a wrong range or right.
+    /// - AccessDenied for rights that the region does not allow, and for a region without MW_BIND.
+    /// - InvalidArgument for a region of another domain.
     pub fn bind(
         &self,
         region: &MemoryRegion,
@@ -291,7 +295,7 @@ impl Type1Window {
         let bind = part.bind(domain, "bind window", Addressing::Virtual)?;
         if len == 0 {
             return Err(Error::new(ErrorKind::ZeroLength, "bind window")
-                .remedy("use unbind to bind to nothing"));
+                .remedy("bind at least one byte, or call unbind"));
         }
         let mut state = self.state.lock();
         self.window.check(state.state(), WindowEvent::Bind, "bind window")?;
@@ -300,10 +304,10 @@ impl Type1Window {
         Ok(state.bound.insert(Bound::new(&part, Addressing::Virtual, 0)).key(number))
     }
 
-    /// Unbinds the window (a bind of length 0): its key is dead, the window stays.
+    /// Unbinds the window, which ends its key. The window can be bound again.
     ///
     /// # Errors
-    /// [`ErrorKind::BadState`] if it is not bound.
+    /// [`ErrorKind::BadState`] if the window is not bound.
     pub fn unbind(&self) -> Result<()> {
         let mut state = self.state.lock();
         self.window.check(state.state(), WindowEvent::BindNothing, "unbind window")?;
@@ -350,15 +354,21 @@ impl Type2Window {
         self.inner.window.kind
     }
 
-    /// Posts the bind of the window, and returns the key. The key works once the request has
-    /// completed, and only through `endpoint`. A message that is posted to the endpoint afterwards
-    /// arrives after the bind.
+    /// Posts the bind of the window, and returns the key.
+    ///
+    /// The key is valid once the request has completed, and only through `endpoint`. A message that
+    /// is posted to the endpoint afterwards arrives after the bind.
     ///
     /// # Errors
-    /// Each error names its rule. [`ErrorKind::BadState`] when bound already (invalidate first);
-    /// [`ErrorKind::ZeroLength`]; OutOfBounds; BadAccess; AccessDenied for rights that the region
-    /// rules out; InvalidArgument for another domain's region or endpoint; those of
-    /// [`Endpoint::post`]. Some are known only when the request completes: the window is then free.
+    /// Each error names its rule.
+    ///
+    /// - [`ErrorKind::BadState`] for a bound window, which needs an invalidation first.
+    /// - ZeroLength, OutOfBounds and BadAccess for a wrong range or right.
+    /// - AccessDenied for rights that the region does not allow.
+    /// - InvalidArgument for a region or endpoint of another domain.
+    /// - The errors of [`Endpoint::post`].
+    ///
+    /// Some errors are known only when the request completes. The window is then free.
     pub fn post_bind(
         &self,
         endpoint: &Endpoint,
@@ -396,13 +406,15 @@ impl Type2Window {
         Ok(key)
     }
 
-    /// Posts the invalidation of the window's key. The window may be bound again at once: requests
-    /// of one endpoint execute in their order.
+    /// Posts the invalidation of the window's key.
+    ///
+    /// The window may be bound again at once, because requests of one endpoint execute in order. If
+    /// the invalidation fails later, the window remains bound.
     ///
     /// # Errors
-    /// AccessDenied for an endpoint other than that of the bind; InvalidArgument for another
-    /// domain's; those of [`Endpoint::post`]. An invalidation that fails later leaves the window as
-    /// it was.
+    /// - AccessDenied for an endpoint that did not bind the window.
+    /// - InvalidArgument for an endpoint of another domain.
+    /// - The errors of [`Endpoint::post`].
     pub fn post_invalidate(&self, endpoint: &Endpoint, context: u64) -> Result<()> {
         let operation = "post invalidate window";
         let inner = &*self.inner;
@@ -415,8 +427,9 @@ impl Type2Window {
         Ok(())
     }
 
-    /// Returns the state, as far as the completions that were read tell. A bind that failed and an
-    /// invalidation, by this side or by a peer, leave [`WindowState::Free`].
+    /// Returns the state after the completions that the application has read.
+    ///
+    /// A failed bind and an invalidation, by this side or by a peer, leave [`WindowState::Free`].
     #[must_use]
     pub fn state(&self) -> WindowState {
         self.inner.settled().map_or(WindowState::Invalid, |(_, status)| status.state)
@@ -432,7 +445,7 @@ impl Type2Window {
 }
 
 impl Type2Inner {
-    /// Locks the state, with what the provider knows by now.
+    /// Locks the state and updates it with the status from the provider.
     fn settled(&self) -> Result<(MutexGuard<'_, Type2State>, crate::provider::WindowStatus)> {
         let mut state = self.state.lock();
         let status = self.window.domain.windows()?.window_status(self.window.window)?;
@@ -440,7 +453,7 @@ impl Type2Inner {
             if status.state != WindowState::Valid {
                 state.bound = None;
             } else {
-                // Invalidations and binds behind them may have failed.
+                // Invalidations, and binds that were posted after them, may have failed.
                 let holds = |bound: &Bound| u64::from(bound.tag) == status.key & KEY_TAG;
                 if !state.bound.as_ref().is_some_and(holds) {
                     if let Some(at) = state.ending.iter().rposition(holds) {
@@ -459,7 +472,7 @@ impl Type2Inner {
 impl Settle for Type2Inner {
     fn settle(&self) {
         if let Err(error) = self.settled() {
-            tracing::debug!(%error, "the state of a memory window is not known");
+            tracing::debug!(%error, "cannot query the state of a memory window");
         }
     }
 }

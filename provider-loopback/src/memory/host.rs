@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_page_of_all_addresses_is_never_present() {
+    fn last_page_of_the_address_space_is_never_present() {
         let last = AddressRange::new(Address(u64::MAX - 4095), 4096).unwrap();
         assert_eq!(Promises::present(std::iter::once(last)).ranges().count(), 0);
     }

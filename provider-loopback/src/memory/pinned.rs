@@ -461,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_was_left_in_the_queue_is_never_run_nor_taken_for_another() {
+    fn request_left_in_the_ring_never_runs() {
         let pinner = Pinner::new().unwrap();
         let memory = vec![7u8; 4096];
         let range = AddressRange::of(&memory);
@@ -495,7 +495,7 @@ mod tests {
 
     /// CACHE-13
     #[test]
-    fn a_forked_child_leaves_the_rings_of_its_parent_alone() {
+    fn forked_child_does_not_touch_the_parents_rings() {
         let pinner = Pinner::new().unwrap();
         let (memory, other) = (vec![7u8; 4096], vec![8u8; 4096]);
         let range = AddressRange::of(&memory);
