@@ -66,7 +66,12 @@ mod integer {
 
     macro_rules! integer {
         ($($type:ident),+) => {$(
-            pub(super) fn $type(op: AtomicOp, target: $type, operand: $type, compare: $type) -> Option<$type> {
+            pub(super) fn $type(
+                op: AtomicOp,
+                target: $type,
+                operand: $type,
+                compare: $type,
+            ) -> Option<$type> {
                 let truth = |truth: bool| Some(<$type>::from(truth));
                 let swap_if = |condition: bool| condition.then_some(operand);
                 match op {

@@ -1,5 +1,5 @@
-//! Device memory on the loopback NIC: local buffers with and without a descriptor, and peer-memory
-//! imports, with the simulated device behind them.
+//! Device memory on the loopback NIC, over the simulated device: local buffers with and without a
+//! descriptor, and peer-memory imports.
 
 mod support;
 
@@ -16,10 +16,10 @@ use hmem_iface_system::{SIMULATED, Simulated};
 use hmem_provider_loopback::Loopback;
 use support::*;
 
-/// More than the NIC copies at once by way of its bounce buffer.
+/// More bytes than the bounce buffer of the NIC has.
 const LONG: usize = (1 << 20) + 77;
 
-/// Two connected endpoints whose domains know a simulated device.
+/// Two connected endpoints of domains with a simulated device.
 struct Devices {
     pair: Pair,
     device: Arc<Simulated>,

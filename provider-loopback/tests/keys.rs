@@ -1,4 +1,4 @@
-//! Keys of the loopback NIC: forged, stale and foreign ones reach nothing; raw keys; single use;
+//! Keys of the loopback NIC: forged, stale and foreign keys, raw keys, single-use keys, and keys of
 //! sub-regions.
 
 mod support;
@@ -13,7 +13,7 @@ use hmem_core::{
 use hmem_provider_loopback::{Loopback, Progress};
 use support::*;
 
-/// A small generator, so that tries are the same each time.
+/// A small random number generator with a fixed seed, so that every run is the same.
 struct Tries(u64);
 
 impl Tries {
@@ -26,7 +26,7 @@ impl Tries {
     }
 }
 
-/// Writes with each key; every one must be refused. Returns how many were tried.
+/// Writes with each key, and checks that every write is refused. Returns the number of keys.
 fn all_refused(pair: &Pair, keys: impl Iterator<Item = u64>) -> usize {
     let source = Buffer::filled(8, 0xee);
     let local = [source.whole()];
@@ -220,7 +220,7 @@ fn plain_key_is_refused_if_either_domain_is_in_raw_mode() {
 
 /// KEY-07
 ///
-/// A window has no raw key, so that a raw key with its number is forged.
+/// Windows have no raw keys. A raw key with the number of a window is forged.
 #[test]
 fn raw_key_with_the_number_of_a_window_is_refused() {
     for key_size in [8, 4] {
@@ -458,7 +458,8 @@ fn sub_regions_have_own_keys_and_rights_and_keep_their_base() {
 
 /// SUB-01
 ///
-/// `register_sub` is safe, so that it cannot grant what the unsafe call for the base did not.
+/// `register_sub` is safe, and so must not give more rights than the unsafe registration of the
+/// base.
 #[test]
 fn sub_region_with_more_rights_than_its_base_is_refused() {
     let widening = [Access::REMOTE_WRITE, Access::READ, Access::RECV, all_rights()];

@@ -1,5 +1,5 @@
-//! How the loopback NIC reaches memory: pinned pages or mappings, missing pages, files, staged
-//! copies, atomics on each.
+//! Memory of the loopback NIC: pinned pages, mappings, absent pages, files, staged copies, and
+//! atomics on each.
 
 mod support;
 #[path = "support/waiting_copies.rs"]
@@ -25,7 +25,7 @@ use support::*;
 
 const PAGE: usize = 4096;
 
-/// Anonymous pages at an address that can be mapped anew.
+/// Anonymous pages whose addresses can be mapped again.
 struct Pages {
     start: *mut u8,
     len: usize,
@@ -47,13 +47,13 @@ impl Pages {
         Self { start: start.unwrap().cast(), len }
     }
 
-    /// Puts fresh pages at the same address.
+    /// Maps new pages at the same addresses.
     fn remap(&self) {
         self.replace(0, self.len, ProtFlags::READ | ProtFlags::WRITE);
     }
 
-    /// Puts other pages in place of some in one step: in a gap between, another thread's memory
-    /// could come to lie.
+    /// Maps new pages at some of the addresses, in one step, so that no other thread maps memory
+    /// there in between.
     fn replace(&self, offset: usize, len: usize, access: ProtFlags) {
         assert!(offset + len <= self.len);
         let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
@@ -72,7 +72,7 @@ impl Pages {
         }
     }
 
-    /// Takes one page and all access away, which leaves a hole that nobody else's memory gets into.
+    /// Replaces a page by one without access rights, so that no other memory is mapped there.
     fn punch(&self, page: usize) {
         self.replace(page * PAGE, PAGE, ProtFlags::empty());
     }
@@ -85,7 +85,7 @@ impl Pages {
 
     fn get(&self, at: usize) -> u8 {
         assert!(at < self.len);
-        // SAFETY: as in `set`.
+        // SAFETY: `at` is inside the mapping, which lives as long as `self`.
         unsafe { self.start.add(at).read_volatile() }
     }
 
@@ -336,7 +336,7 @@ fn mmu_notify_allows_only_announced_pages() {
 
 /// MODE-08
 ///
-/// The part has the promises of its base: those made before it and those made after.
+/// The sub-region may use the pages that are announced for its base before and after it.
 #[test]
 fn sub_region_allows_only_announced_pages_of_its_base() {
     for memory in [Memory::Follow, Memory::Pinned] {
@@ -467,7 +467,7 @@ fn peers_are_refused_during_a_refresh() {
 
 /// MODE-08
 ///
-/// The transfer and the refresh go through the region itself or through a part of it.
+/// Transfer and refresh each go through the region or through a sub-region.
 #[test]
 fn refresh_waits_for_a_transfer_in_flight() {
     for (transferred, refreshed) in [(0, 0), (1, 0), (2, 0), (0, 1), (1, 2), (3, 2)] {
@@ -620,7 +620,7 @@ fn file_import_needs_a_readable_fd_without_append() {
     assert_eq!(file_bytes(&fd, 0, 16), [[0; 8], [7; 8]].concat());
 }
 
-/// Device memory as the staging path shows it.
+/// Device memory for the staging path.
 #[derive(Debug)]
 struct Device(Mutex<Vec<u8>>);
 

@@ -34,7 +34,7 @@ fn receive(
     end.post(Operation::Receive { tag, from }, &[buffer], PeerId(0), context)
 }
 
-/// What a receive reports, as a tuple to compare.
+/// Returns context, length and tag of a completed receive.
 fn received(completion: Completion) -> (u64, u64, Option<u64>) {
     assert_eq!(completion.kind, CompletionKind::Receive);
     (completion.context, completion.result.unwrap(), completion.tag)
@@ -189,7 +189,7 @@ fn failed_send_keeps_the_order_of_receives() {
     assert_eq!(sink.bytes(), [2, 3]);
 }
 
-/// A copy engine that closes an endpoint when it is asked for bytes.
+/// A copy engine that closes an endpoint during a read.
 #[derive(Debug)]
 struct Closing {
     endpoint: Arc<dyn ProviderEndpoint>,

@@ -1,4 +1,4 @@
-//! What the mr_mode bits, flags, limits and faults of the loopback NIC do.
+//! The mr_mode bits, flags, limits and faults of the loopback NIC.
 
 mod support;
 #[path = "support/waiting_copies.rs"]
@@ -422,7 +422,7 @@ fn domains_and_endpoints_can_be_dropped_in_any_order() {
     }
 }
 
-/// A copy engine that, when it is called, drops the last handles of the very domain that called it.
+/// A copy engine that drops the last handles of the domain that calls it.
 #[derive(Debug)]
 struct Dropping(std::sync::Mutex<Option<End>>, std::sync::mpsc::Sender<std::thread::ThreadId>);
 

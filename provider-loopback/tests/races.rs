@@ -1,5 +1,6 @@
-//! Deregistration, transfers and registration at once on the loopback NIC; nothing here waits for
-//! time to pass.
+//! Races of registrations, deregistrations, binds and closes with transfers on the loopback NIC.
+//!
+//! The tests use gates instead of delays.
 
 mod support;
 

@@ -1,4 +1,4 @@
-//! Writes, reads and keys on the loopback NIC, driven through the provider contract.
+//! Writes, reads and keys on the loopback NIC, through the provider traits.
 
 mod support;
 
@@ -217,7 +217,7 @@ fn absent_page_of_a_local_buffer_fails_only_the_transfer() {
 
 /// MR-11
 ///
-/// An endpoint keeps the last peer that it wrote to, and that keeps nobody.
+/// An endpoint keeps no reference to the peers that it has written to.
 #[test]
 fn endpoints_that_wrote_to_each_other_are_freed() {
     for by_thread in [true, false] {

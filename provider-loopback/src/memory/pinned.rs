@@ -134,10 +134,12 @@ impl Ring {
                     .context("call", call)
                     .remedy(match errno.0 {
                         libc::EPERM => {
-                            "allow io_uring: a seccomp filter or kernel.io_uring_disabled forbids it"
+                            "allow io_uring: seccomp or kernel.io_uring_disabled forbids it"
                         }
-                        libc::ENOSYS => "this kernel has no io_uring, or a seccomp filter hides it",
-                        _ => "pinned memory needs io_uring with sparse buffer tables (Linux 5.19)",
+                        libc::ENOSYS => {
+                            "use a kernel with io_uring, and no seccomp filter that hides it"
+                        }
+                        _ => "use Linux 5.19 or later: io_uring needs sparse buffer tables",
                     })
             }
         };
