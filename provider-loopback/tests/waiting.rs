@@ -47,18 +47,23 @@ fn waiting_threads_share_completions_until_the_domain_closes() {
                 }
             };
             let waiting: Vec<_> = (0..4).map(|_| scope.spawn(wait)).collect();
+            let deadline = Instant::now() + Duration::from_secs(60);
+            let wait_for = |count: u64| {
+                while (seen.lock().unwrap().len() as u64) < count {
+                    assert!(Instant::now() < deadline, "a thread sleeps on over a completion");
+                    thread::yield_now();
+                }
+            };
             for context in 0..MESSAGES {
+                // Fewer completions at once than the queue has room for.
+                wait_for(context.saturating_sub(100));
                 let (local, peer) = ([sink.whole()], PeerId(0));
                 let request = WorkRequest { operation: RECEIVE, local: &local, peer, context };
                 // SAFETY: the buffer outlives the transfer.
                 unsafe { endpoint.post(&request) }.unwrap();
                 here.run(SEND, &[source.whole()], to).unwrap();
             }
-            let deadline = Instant::now() + Duration::from_secs(60);
-            while seen.lock().unwrap().len() < MESSAGES as usize {
-                assert!(Instant::now() < deadline, "a thread sleeps on over a completion");
-                thread::yield_now();
-            }
+            wait_for(MESSAGES);
             drop((endpoint, domain));
             for thread in waiting {
                 assert_eq!(thread.join().unwrap(), ErrorKind::BadState);
