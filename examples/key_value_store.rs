@@ -1,16 +1,22 @@
-//! A key-value store over RDMA whose clients read and write values themselves.
+//! A key-value store over RDMA. Its clients read and write the values themselves.
 //!
-//! The server registers its memory once. A client asks for a value by a message and gets a grant: a
-//! key that reaches the bytes of this value and no others, through the client's connection only. It
-//! moves the bytes without the server, and gives the grant back by a message that invalidates the
-//! key. `docs/memory-windows.md` explains the windows behind it.
+//! The server registers its memory once. A client sends a request for a value and receives a grant:
+//! a key for the bytes of this value only, valid through the client's connection only. The client
+//! moves the bytes without the server. Then it sends a message that invalidates the key.
+//! `docs/memory-windows.md` explains the memory windows behind the grants.
+//!
+//! Two clients run at once. At the end the second tries a key of the first, and is refused.
 //!
 //! ```text
 //! cargo run --example key_value_store            # over the software NIC
 //! cargo run --example key_value_store -- verbs   # over the first RDMA device
 //! ```
 
-use std::{collections::HashMap, sync::Arc, thread};
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError, mpsc},
+    thread,
+};
 
 use hmem::{
     Access, Domain, DomainAttr, Endpoint, Error, ErrorKind, Grant, GrantKind, Hmem, MrMode,
@@ -23,14 +29,14 @@ use hmem::{
 const SLOT: u64 = 4096;
 const SLOTS: u64 = 64;
 const MESSAGE: u64 = 256;
-/// The right that the store's memory is registered for: peers get theirs by grants only.
+/// The rights of the store's memory. None is a peer's: clients get theirs by grants.
 const STORE: Access = Access::RECV.union(Access::MW_BIND);
 const BUFFER: Access = Access::SEND.union(Access::RECV).union(Access::READ).union(Access::WRITE);
 
 /// A connection that moves messages of up to [`MESSAGE`] bytes, one at a time.
 struct Connection {
     endpoint: Endpoint,
-    /// The ends of sends and RMA requests.
+    /// Completions of sends and RMA requests.
     sent: Arc<dyn CompletionQueue>,
     received: Arc<dyn CompletionQueue>,
     peer: PeerId,
@@ -50,7 +56,7 @@ impl Connection {
         Ok(Self { endpoint, sent, received, peer, outbox, inbox })
     }
 
-    /// Sends bytes, and invalidates a key of the peer's if one is given.
+    /// Sends bytes. Invalidates a key of the peer if one is given.
     fn send(&self, bytes: &[u8], invalidate: Option<&RemoteKey>) -> Result<()> {
         self.outbox.write(0, bytes)?;
         let slices = [self.outbox.slice(0, bytes.len() as u64)?];
@@ -79,22 +85,25 @@ fn wait(queue: &Arc<dyn CompletionQueue>) -> Result<u64> {
     out.remove(0).result
 }
 
-/// The memory of the store, and where each value lies in it.
+/// The store: its memory, and the slot and length of each value.
 struct Store {
     memory: OwnedRegion<Vec<u8>>,
-    slots: HashMap<String, (u64, u64)>,
+    slots: Mutex<HashMap<String, (u64, u64)>>,
 }
 
 impl Store {
-    /// Answers a request with a grant: `r` and a name asks for a value, `w`, a length and a name
-    /// for room.
-    fn answer(&mut self, client: &Connection, request: &[u8]) -> Result<Grant> {
+    /// Returns the grant that a request asks for.
+    ///
+    /// `r` and a name is a request to read a value. `w`, a length and a name is a request to write
+    /// one.
+    fn answer(&self, client: &Connection, request: &[u8]) -> Result<Grant> {
+        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let malformed = || Error::new(ErrorKind::Malformed, "request");
         let (operation, rest) = request.split_first().ok_or_else(malformed)?;
         let (slot, len, access) = match operation {
             b'r' => {
                 let name = String::from_utf8_lossy(rest);
-                let found = self.slots.get(&*name).copied();
+                let found = slots.get(&*name).copied();
                 let (slot, len) =
                     found.ok_or_else(|| malformed().remedy("no value has this name"))?;
                 (slot, len, Access::REMOTE_READ)
@@ -102,12 +111,12 @@ impl Store {
             b'w' => {
                 let (len, name) = rest.split_first_chunk().ok_or_else(malformed)?;
                 let len = u64::from_le_bytes(*len).min(SLOT);
-                let next = self.slots.len() as u64;
+                let next = slots.len() as u64;
                 let name = String::from_utf8_lossy(name).into_owned();
-                if next == SLOTS && !self.slots.contains_key(&name) {
+                if next == SLOTS && !slots.contains_key(&name) {
                     return Err(malformed().remedy("the store is full"));
                 }
-                let slot = self.slots.entry(name).or_insert((next, len));
+                let slot = slots.entry(name).or_insert((next, len));
                 slot.1 = len;
                 (slot.0, len, Access::REMOTE_WRITE)
             }
@@ -117,8 +126,8 @@ impl Store {
         self.memory.grant(&client.endpoint, start..start + len, access)
     }
 
-    /// Serves one client until it says goodbye. Returns the number of grants.
-    fn serve(&mut self, client: &Connection) -> Result<usize> {
+    /// Serves a client until its `bye`. Returns the number of grants.
+    fn serve(&self, client: &Connection) -> Result<usize> {
         let mut grants = 0;
         loop {
             let request = client.receive()?;
@@ -129,11 +138,11 @@ impl Store {
             if grants == 0 {
                 println!("server: grants are of kind {:?}", grant.kind());
             }
-            // Peers can invalidate type 2 windows only.
+            // A peer can invalidate type 2 windows only.
             let by_peer =
                 !matches!(grant.kind(), GrantKind::SubRegion | GrantKind::Window(WindowType::One));
             client.send(&[&[u8::from(by_peer)], &*grant.key()?.to_bytes()].concat(), None)?;
-            // A server that waits for other clients too would revoke the grant of one that is gone.
+            // A real server would revoke the grant after a timeout.
             assert_eq!(client.receive()?, b"done");
             println!("server: the client is done, the window is {:?}", grant.state());
             grant.revoke().map_err(Error::from)?;
@@ -148,12 +157,14 @@ struct Client {
 }
 
 impl Client {
-    /// Moves bytes under a grant for a request, and gives the grant back.
+    /// Sends a request, and calls `move_bytes` with the key of the grant. Then invalidates the key.
+    ///
+    /// Returns the result of `move_bytes` and the key.
     fn under_grant(
         &self,
         request: &[u8],
         move_bytes: impl FnOnce(&RemoteKey) -> Result<u64>,
-    ) -> Result<u64> {
+    ) -> Result<(u64, RemoteKey)> {
         self.connection.send(request, None)?;
         let answer = self.connection.receive()?;
         let (by_peer, key) =
@@ -161,10 +172,10 @@ impl Client {
         let key = RemoteKey::from_bytes(key)?;
         let moved = move_bytes(&key)?;
         self.connection.send(b"done", (*by_peer == 1).then_some(&key))?;
-        Ok(moved)
+        Ok((moved, key))
     }
 
-    fn put(&self, name: &str, value: &[u8]) -> Result<u64> {
+    fn put(&self, name: &str, value: &[u8]) -> Result<(u64, RemoteKey)> {
         let len = value.len() as u64;
         let request = [&b"w"[..], &len.to_le_bytes(), name.as_bytes()].concat();
         self.under_grant(&request, |key| {
@@ -178,21 +189,71 @@ impl Client {
 
     fn get(&self, name: &str) -> Result<Vec<u8>> {
         let request = [b"r", name.as_bytes()].concat();
-        let len = self.under_grant(&request, |key| {
-            let len = key.first_len();
-            let remote = [RemoteSegment { address: key.base(), len, key }];
-            let local = [self.memory.slice(0, len)?];
-            self.connection.endpoint.read(&local, &remote, self.connection.peer, 0)?;
-            wait(&self.connection.sent)
-        })?;
+        let (len, _) = self.under_grant(&request, |key| self.read(key))?;
         let mut value = vec![0; len as usize];
         self.memory.read(0, &mut value)?;
         Ok(value)
     }
+
+    /// Reads the bytes behind a key.
+    fn read(&self, key: &RemoteKey) -> Result<u64> {
+        let len = key.first_len();
+        let remote = [RemoteSegment { address: key.base(), len, key }];
+        let local = [self.memory.slice(0, len)?];
+        self.connection.endpoint.read(&local, &remote, self.connection.peer, 0)?;
+        wait(&self.connection.sent)
+    }
 }
 
-/// Runs a server and a client of the provider with this name. Returns the number of grants.
-pub(crate) fn run(provider: &str) -> Result<usize> {
+/// The outcome of a run.
+pub(crate) struct Served {
+    /// The number of grants to each of the two clients.
+    pub(crate) grants: [usize; 2],
+    /// The refusal of a client that tried the revoked key of another.
+    pub(crate) refusal: Error,
+}
+
+/// Connects a server and a client. Returns the server's end first.
+///
+/// Both ends need the name of the other. Here the names travel through channels.
+fn connect(server: &Domain, client: &Domain) -> Result<(Connection, Connection)> {
+    let ((to_server, at_server), (to_client, at_client)) = (mpsc::channel(), mpsc::channel());
+    thread::scope(|scope| {
+        let serving = scope.spawn(move || {
+            Connection::open(server, |own| {
+                to_client.send(own).expect("the client receives");
+                at_server.recv().expect("the client sends its name")
+            })
+        });
+        let client = Connection::open(client, |own| {
+            to_server.send(own).expect("the server receives");
+            at_client.recv().expect("the server sends its name")
+        })?;
+        Ok((serving.join().expect("the server does not panic")?, client))
+    })
+}
+
+/// Writes and reads values. Returns a key that the server has revoked since.
+fn use_store(client: &Client, who: &str) -> Result<RemoteKey> {
+    let (one, two) = (format!("{who}/one"), format!("{who}/two"));
+    let mut keys = Vec::new();
+    for (name, value) in [(&one, &b"first value"[..]), (&two, b"second"), (&one, b"again")] {
+        let (moved, key) = client.put(name, value)?;
+        println!("{who}: put {name}, {moved} bytes");
+        keys.push(key);
+    }
+    for (name, expected) in [(&one, &b"again"[..]), (&two, b"second")] {
+        let value = client.get(name)?;
+        println!("{who}: get {name}: {}", String::from_utf8_lossy(&value));
+        assert_eq!(value, expected);
+    }
+    client.connection.send(b"bye", None)?;
+    // The server has revoked it: it revokes a grant before it answers the next request.
+    Ok(keys.remove(0))
+}
+
+/// Runs a server and two clients over the provider with this name.
+pub(crate) fn run(provider: &str) -> Result<Served> {
     let loopback = Loopback::builder().progress(Progress::Thread).build()?;
     let builder = Hmem::builder().without_vendor_ifaces().provider(loopback);
     #[cfg(feature = "verbs")]
@@ -202,44 +263,36 @@ pub(crate) fn run(provider: &str) -> Result<usize> {
         mr_mode: MrMode::LOCAL | MrMode::VIRT_ADDR | MrMode::ALLOCATED | MrMode::PROV_KEY,
         ..DomainAttr::default()
     };
-    let (server, client) = (hmem.domain(provider, attr())?, hmem.domain(provider, attr())?);
-    // Names travel by any other means; here by channels.
-    let ((to_server, at_server), (to_client, at_client)) =
-        (std::sync::mpsc::channel(), std::sync::mpsc::channel());
+    let server = hmem.domain(provider, attr())?;
+    let memory = server.register(vec![0; (SLOT * SLOTS) as usize], STORE).map_err(Error::from)?;
+    let store = Store { memory, slots: Mutex::default() };
+    let connect_client = || {
+        let domain = hmem.domain(provider, attr())?;
+        let (serving, connection) = connect(&server, &domain)?;
+        let memory = domain.register(vec![0; SLOT as usize], BUFFER).map_err(Error::from)?;
+        Ok::<_, Error>((serving, Client { connection, memory }))
+    };
+    let ((serving_ann, ann), (serving_bob, bob)) = (connect_client()?, connect_client()?);
     thread::scope(|scope| {
-        let serving = scope.spawn(move || {
-            let memory =
-                server.register(vec![0; (SLOT * SLOTS) as usize], STORE).map_err(Error::from)?;
-            let mut store = Store { memory, slots: HashMap::new() };
-            let connection = Connection::open(&server, |own| {
-                to_client.send(own).expect("the client is there");
-                at_server.recv().expect("the client is there")
-            })?;
-            store.serve(&connection)
-        });
-        let connection = Connection::open(&client, |own| {
-            to_server.send(own).expect("the server is there");
-            at_client.recv().expect("the server is there")
-        })?;
-        let memory = client.register(vec![0; SLOT as usize], BUFFER).map_err(Error::from)?;
-        let client = Client { connection, memory };
-        for (name, value) in [("one", &b"first value"[..]), ("two", b"second"), ("one", b"again")] {
-            println!("client: put {name}, {} bytes", client.put(name, value)?);
-        }
-        for (name, expected) in [("one", &b"again"[..]), ("two", b"second")] {
-            let value = client.get(name)?;
-            println!("client: get {name}: {}", String::from_utf8_lossy(&value));
-            assert_eq!(value, expected);
-        }
-        client.connection.send(b"bye", None)?;
-        serving.join().expect("the server does not panic")
+        let serving_ann = scope.spawn(|| store.serve(&serving_ann));
+        let serving_bob = scope.spawn(|| store.serve(&serving_bob));
+        let using = scope.spawn(|| use_store(&ann, "ann"));
+        use_store(&bob, "bob")?;
+        let key = using.join().expect("the client does not panic")?;
+        let grants =
+            [serving_ann, serving_bob].map(|server| server.join().expect("the server runs on"));
+        let refusal = bob.read(&key).expect_err("the key of the other client was revoked");
+        let [ann, bob] = grants;
+        Ok(Served { grants: [ann?, bob?], refusal })
     })
 }
 
 #[allow(dead_code, reason = "a test includes this file and calls `run`")]
 fn main() -> Result<()> {
     let provider = std::env::args().nth(1).unwrap_or_else(|| "loopback".to_owned());
-    let grants = run(&provider)?;
-    println!("{grants} values were moved, and the server touched none");
+    let served = run(&provider)?;
+    let values: usize = served.grants.iter().sum();
+    println!("{values} values were moved, and the server copied none");
+    println!("bob could not use ann's key: {}", served.refusal);
     Ok(())
 }

@@ -21,7 +21,7 @@ fn tables() -> String {
                 WindowEvent::Invalidate => "invalidate",
                 WindowEvent::InvalidateByPeer => "a peer invalidates",
                 WindowEvent::Access => "a peer reads or writes",
-                WindowEvent::ResetQueuePair => "the endpoint connects anew",
+                WindowEvent::ResetQueuePair => "the endpoint connects again",
                 WindowEvent::DestroyQueuePair => "the endpoint is closed",
                 WindowEvent::Deallocate => "free",
             };

@@ -1,16 +1,16 @@
-//! The model of memory windows: types, states of a window's key, and the rules between them.
+//! The model of memory windows: types, states, events and rules.
 //!
-//! [`WindowType::after`] is the whole state machine, one table for each type. Domains and the
-//! software NIC run it, and `docs/memory-windows.md` shows it.
+//! [`WindowType::after`] is the state machine, one table for each type. Domains and the software
+//! NIC use it, and `docs/memory-windows.md` shows it.
 //!
 //! ```
 //! use hmem_core::provider::{WindowEvent, WindowRule, WindowState, WindowType};
 //!
-//! let after = WindowType::TwoB.after(WindowState::Free, WindowEvent::Bind);
-//! assert_eq!(after, Ok(WindowState::Valid));
-//! let again = WindowType::TwoB.after(WindowState::Valid, WindowEvent::Bind);
-//! assert_eq!(again, Err(WindowRule::BindsWhenFree));
-//! assert_eq!(WindowType::One.after(WindowState::Valid, WindowEvent::Bind), Ok(WindowState::Valid));
+//! let after = WindowType::TwoB.after(WindowState::Free, WindowEvent::Bind); assert_eq!(after,
+//! Ok(WindowState::Valid)); let again = WindowType::TwoB.after(WindowState::Valid,
+//! WindowEvent::Bind); assert_eq!(again, Err(WindowRule::BindsWhenFree));
+//! assert_eq!(WindowType::One.after(WindowState::Valid, WindowEvent::Bind),
+//! Ok(WindowState::Valid));
 //! ```
 
 use std::fmt;
@@ -20,11 +20,12 @@ use crate::{Error, ErrorKind};
 /// The types of memory windows (InfiniBand 10.6.7.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WindowType {
-    /// Bound by a call; the provider turns the key.
+    /// Bound by a call. The provider changes the key at each bind.
     One,
-    /// Bound by a posted request, tied to a queue pair.
+    /// Bound by a posted request. A bound window keeps its queue pair from being reset or
+    /// destroyed.
     TwoA,
-    /// Bound by a posted request, tied to queue pair and protection domain.
+    /// Bound by a posted request. The queue pair can be reset or destroyed at any time.
     TwoB,
 }
 
@@ -33,20 +34,20 @@ pub enum WindowType {
 pub enum WindowState {
     /// No window is allocated.
     Invalid,
-    /// The window is bound to nothing: the key reaches no memory.
+    /// The window is not bound, and its key is dead.
     Free,
-    /// The window is bound: the key reaches memory.
+    /// The window is bound, and its key gives access to memory.
     Valid,
 }
 
-/// An event that may change the state of a window, or is refused in it.
+/// An event that changes the state of a window, or is refused in a state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WindowEvent {
     /// A window is allocated.
     Allocate,
     /// The window is bound to at least one byte.
     Bind,
-    /// The window is bound to no byte.
+    /// The window is bound to zero bytes.
     BindNothing,
     /// The owner invalidates the key by a posted request.
     Invalidate,
@@ -62,12 +63,12 @@ pub enum WindowEvent {
     Deallocate,
 }
 
-/// A rule of the model that an operation broke. Its name is the `rule` of the error.
+/// A rule of the model, by which operations are refused. Errors have its name as `rule`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WindowRule {
-    /// A window is allocated once and used until it is freed.
+    /// A window is used only after its allocation and until it is freed.
     Allocated,
-    /// A type 2 window is bound only when it is free (o10-37.2.30).
+    /// A type 2 window is bound only while it is free (o10-37.2.30).
     BindsWhenFree,
     /// A type 2 window is not bound to zero bytes (o10-37.2.40).
     Type2HasLength,
@@ -75,7 +76,7 @@ pub enum WindowRule {
     UnbindsWhenBound,
     /// A type 1 window is never invalidated (o10-37.2.26).
     Type1IsNotInvalidated,
-    /// A free window reaches no memory.
+    /// The key of a free window is dead.
     AccessNeedsBinding,
     /// A queue pair with a bound type 2A window is neither reset nor destroyed.
     Type2AHoldsQueuePair,
@@ -83,7 +84,7 @@ pub enum WindowRule {
     BoundByItsVerb,
     /// A type 1 window has virtual addresses (o10-36.2.2).
     Type1IsVirtual,
-    /// A type 2 window is used and invalidated through the queue pair that bound it.
+    /// A type 2 window is accessed and invalidated through the queue pair that bound it.
     OwnQueuePair,
     /// A window binds to a region of its own protection domain (C10-72).
     SameDomain,
@@ -91,15 +92,15 @@ pub enum WindowRule {
     RegionAllowsWindows,
     /// A window that lets peers write needs a region that the NIC may write (C10-74).
     WritesNeedLocalWrite,
-    /// A window lies inside its region (C10-75).
+    /// A window's bytes are inside its region (C10-75).
     InsideRegion,
-    /// A window grants rights to peers, and no others.
+    /// A window has rights of peers only.
     RemoteRightsOnly,
     /// A window binds to a region with virtual addresses.
     RegionIsVirtual,
     /// A domain in RAW mode has no windows, because windows have no raw keys.
     NoRawKeys,
-    /// The driver takes a window's invalidation only while the window is bound.
+    /// The driver supports the invalidation of bound windows only.
     DriverInvalidatesOnce,
 }
 
@@ -120,7 +121,7 @@ impl WindowType {
     /// Returns the state after an event.
     ///
     /// # Errors
-    /// The rule that refuses the event in this state. The state stays as it was.
+    /// The rule that refuses the event in this state. The state does not change.
     pub const fn after(
         self,
         state: WindowState,
@@ -212,7 +213,7 @@ impl WindowEvent {
 }
 
 impl WindowRule {
-    /// Returns the name, by which errors and documents refer to the rule.
+    /// Returns the name of the rule in errors and documents.
     #[must_use]
     pub const fn name(self) -> &'static str {
         self.parts().0
@@ -231,7 +232,7 @@ impl WindowRule {
             Self::Allocated => (
                 "allocated",
                 Kind::InvalidArgument,
-                "the window was freed, or is of another domain: allocate one",
+                "allocate a window in this domain: this one was freed or is of another domain",
             ),
             Self::BindsWhenFree => (
                 "binds-when-free",
@@ -241,17 +242,17 @@ impl WindowRule {
             Self::Type2HasLength => (
                 "type-2-has-length",
                 Kind::ZeroLength,
-                "a type 2 window has at least one byte: invalidate its key to unbind it \
+                "bind at least one byte, or invalidate the key to unbind a type 2 window \
                  (o10-37.2.40)",
             ),
             Self::UnbindsWhenBound => {
-                ("unbinds-when-bound", Kind::BadState, "the window is not bound")
+                ("unbinds-when-bound", Kind::BadState, "unbind a window only while it is bound")
             }
             Self::Type1IsNotInvalidated => (
                 "type-1-is-not-invalidated",
                 Kind::BadState,
-                "only type 2 windows are invalidated: bind a type 1 window anew to kill its key \
-                 (o10-37.2.26)",
+                "unbind a type 1 window, or bind it again, to end its key: only type 2 windows are \
+                 invalidated (o10-37.2.26)",
             ),
             Self::AccessNeedsBinding => (
                 "access-needs-binding",
@@ -271,17 +272,17 @@ impl WindowRule {
             Self::Type1IsVirtual => (
                 "type-1-is-virtual",
                 Kind::InvalidArgument,
-                "a type 1 window has virtual addresses (o10-36.2.2)",
+                "bind a type 1 window with virtual addresses (o10-36.2.2)",
             ),
             Self::OwnQueuePair => (
                 "own-queue-pair",
                 Kind::AccessDenied,
-                "use and invalidate a type 2 window through the endpoint that bound it",
+                "access and invalidate a type 2 window through the endpoint that bound it",
             ),
             Self::SameDomain => (
                 "same-domain",
                 Kind::InvalidArgument,
-                "a window, its region and its endpoint are of one domain (C10-72)",
+                "use a window, a region and an endpoint of one domain (C10-72)",
             ),
             Self::RegionAllowsWindows => (
                 "region-allows-windows",
@@ -291,33 +292,30 @@ impl WindowRule {
             Self::WritesNeedLocalWrite => (
                 "writes-need-local-write",
                 Kind::AccessDenied,
-                "remote write or atomic through a window needs a region that the NIC may write \
-                 (C10-74, InfiniBand 10.6.7.2.2)",
+                "register the region with a right by which the NIC writes: the window has a right \
+                 to write (C10-74, InfiniBand 10.6.7.2.2)",
             ),
             Self::InsideRegion => {
-                ("inside-region", Kind::OutOfBounds, "a window lies inside its region (C10-75)")
+                ("inside-region", Kind::OutOfBounds, "bind bytes inside the region (C10-75)")
             }
             Self::RemoteRightsOnly => (
                 "remote-rights-only",
                 Kind::BadAccess,
-                "a window grants remote rights only: REMOTE_READ, REMOTE_WRITE, REMOTE_RMA_WRITE \
-                 and REMOTE_ATOMIC",
+                "pass remote rights only: REMOTE_READ, REMOTE_WRITE, REMOTE_RMA_WRITE and \
+                 REMOTE_ATOMIC",
             ),
-            Self::RegionIsVirtual => (
-                "region-is-virtual",
-                Kind::Unsupported,
-                "windows bind to regions with virtual addresses",
-            ),
+            Self::RegionIsVirtual => {
+                ("region-is-virtual", Kind::Unsupported, "bind to a region with virtual addresses")
+            }
             Self::NoRawKeys => (
                 "no-raw-keys",
                 Kind::Unsupported,
-                "windows have no raw keys: use a sub-region in RAW mode",
+                "use a sub-region in RAW mode: windows have no raw keys",
             ),
             Self::DriverInvalidatesOnce => (
                 "driver-invalidates-once",
                 Kind::BadState,
-                "this driver crashes when a window is invalidated that is free already: bind it \
-                 first",
+                "invalidate a window only while it is bound: this driver crashes on a free one",
             ),
         }
     }
@@ -329,12 +327,12 @@ impl fmt::Display for WindowRule {
     }
 }
 
-/// The knowledge of a provider about a window.
+/// The status of a window, as its provider knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowStatus {
     /// The current key of the window.
     pub key: u64,
-    /// The state, as far as the completions that were read tell.
+    /// The state after the completions that were read.
     pub state: WindowState,
     /// Set while a posted bind or invalidation has not completed.
     pub pending: bool,
@@ -346,7 +344,7 @@ mod tests {
 
     /// MW-04
     #[test]
-    fn rows_of_the_tables_are_in_the_order_of_the_events() {
+    fn table_rows_are_in_the_order_of_the_events() {
         for kind in WindowType::ALL {
             for (at, event) in WindowEvent::ALL.into_iter().enumerate() {
                 assert_eq!(event as usize, at);

@@ -1,7 +1,7 @@
-//! The two sides of a transfer: every check first, then the bytes.
+//! The local and the remote side of a transfer.
 //!
 //! A transfer holds the regions of both sides from its first check until its last byte, so that
-//! deregistration waits for it, and it finds all the bytes of both sides before it moves any.
+//! deregistration waits for it. It checks all bytes of both sides before it moves any.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use super::{
     window::BindingGuard,
 };
 
-/// The local side of a transfer, held.
+/// The regions and memory of a transfer's local side, held until the value is dropped.
 pub(super) struct LocalSide {
     holds: Few<LocalHold>,
 }
@@ -50,7 +50,7 @@ impl LocalSide {
         Ok(Self { holds })
     }
 
-    /// Adds the bytes of the parts.
+    /// Adds the bytes of the parts to `into`.
     #[inline]
     pub(super) fn spans<'a>(&'a self, parts: &[LocalPart], into: &mut Few<Span<'a>>) -> Result<()> {
         for (hold, part) in self.holds.iter().zip(parts.iter()) {
@@ -68,20 +68,21 @@ impl LocalSide {
     }
 }
 
-/// The remote side of a transfer, held.
+/// The regions of a transfer's remote side, held until the value is dropped.
 pub(super) struct RemoteSide {
     holds: Few<RemoteHold>,
 }
 
 struct RemoteHold {
     region: RegionGuard,
-    /// The window through which the region is reached.
+    /// The binding, if the key is a window's.
     window: Option<BindingGuard>,
 }
 
 impl RemoteSide {
-    /// Holds the regions that the keys of the parts name. Each key must grant `initiator` one of
-    /// the rights in `any_of`, through `target`.
+    /// Holds the regions that the keys of the parts name.
+    ///
+    /// Each key must grant `initiator` at least one right in `any_of`, through `target`.
     #[inline]
     pub(super) fn hold(
         initiator: &EndpointState,
@@ -96,7 +97,7 @@ impl RemoteSide {
         Ok(Self { holds })
     }
 
-    /// Adds the bytes of the parts.
+    /// Adds the bytes of the parts to `into`.
     #[inline]
     pub(super) fn spans<'a>(
         &'a self,
@@ -109,7 +110,7 @@ impl RemoteSide {
         Ok(())
     }
 
-    /// Uses up single-use keys; a request that names one twice uses it once.
+    /// Uses up single-use keys. A request that names the same key twice uses it once.
     #[inline]
     pub(super) fn spend(&self) -> Result<()> {
         let holds = self.holds.as_slice();
@@ -125,8 +126,8 @@ impl RemoteSide {
         Ok(())
     }
 
-    /// Makes a write or atomic persistent if its region asks for it (RMA_PMEM), and then counts it,
-    /// once for each region.
+    /// Makes a write or atomic persistent in regions with RMA_PMEM, and then counts it once for
+    /// each region.
     #[inline]
     pub(super) fn persist_and_count(
         &self,
@@ -151,7 +152,7 @@ impl RemoteSide {
 }
 
 impl RemoteHold {
-    /// Adds the bytes of a part that this key names.
+    /// Adds the bytes of a part to `into`.
     #[inline]
     fn spans<'a>(&'a self, part: &RemotePart, into: &mut Few<Span<'a>>) -> Result<()> {
         if part.len == 0 {
@@ -182,7 +183,7 @@ fn hold_local(endpoint: &EndpointState, token: Token, right: Access) -> Result<R
     Ok(region)
 }
 
-/// Holds the region that one key names; the key must grant one of the rights in `any_of`.
+/// Holds the region that a key names. The key must grant at least one right in `any_of`.
 #[inline]
 fn hold_key(
     initiator: &EndpointState,
@@ -232,7 +233,7 @@ fn hold_key(
     Ok(RemoteHold { region, window: None })
 }
 
-/// Checks that the initiator may reach the region through this endpoint.
+/// Checks that the initiator may access the region through this endpoint.
 #[inline]
 fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Region) -> Result<()> {
     let auth_key = region.attr.auth_key.as_ref().unwrap_or(&target.domain.auth_key);
@@ -252,7 +253,7 @@ fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Region
     Ok(())
 }
 
-/// Checks that the region may be reached through this endpoint of its domain.
+/// Checks that the region may be accessed through this endpoint of its domain.
 #[inline]
 fn check_endpoint(region: &Region, endpoint: &EndpointState) -> Result<()> {
     match region.endpoint() {
@@ -277,11 +278,12 @@ fn wrong_endpoint(why: &'static str) -> Error {
     Error::new(ErrorKind::AccessDenied, "transfer")
         .provider("loopback")
         .context("why", why)
-        .remedy("a bound region is reached through its endpoint only")
+        .remedy("access the region through the endpoint that it is bound to")
 }
 
-/// Copies a run of bytes between memory of `initiator` and of `target`, through staging buffers if
-/// one side needs them. `own` is the side of `initiator`.
+/// Copies bytes between memory of `initiator` and of `target`. `own` is the side of `initiator`.
+///
+/// The copy goes through staging buffers if a side has staged memory.
 pub(super) fn copy(
     initiator: &EndpointState,
     target: &EndpointState,

@@ -1,9 +1,11 @@
-//! Atomics: what each operation computes, and how it is atomic.
+//! The computation of atomics, and the locks that make them atomic.
 //!
-//! On mapped memory the CPU's own atomics do it, so that operations of the application on the same
-//! words take part. On other memory the NIC reads, computes and writes under a lock, which makes
-//! its own operations atomic with each other. Both take the lock, so that all of the NIC's atomics
-//! agree. Locks are chosen by the place in the page, which all mappings of a page have in common.
+//! - On mapped memory the NIC uses the CPU's atomics, which are atomic with the application's too.
+//! - On other memory the NIC reads, computes and writes under a lock. Its atomics are then atomic
+//!   with each other only.
+//!
+//! Both take the lock, so that all atomics of the NIC are atomic with each other. The position in
+//! the page selects the lock, because it is the same in all mappings of a page.
 
 #![allow(unsafe_code)]
 
@@ -17,7 +19,7 @@ use parking_lot::Mutex;
 
 use super::memory::{self, Span};
 
-/// The locks under which a NIC's atomics run.
+/// The locks of a NIC's atomics.
 #[derive(Debug)]
 pub(super) struct AtomicLocks {
     locks: [Mutex<()>; 64],
@@ -35,9 +37,9 @@ impl AtomicLocks {
     }
 }
 
-/// Computes what an operation leaves in the target: the new value, or `None` if it stays as it is.
+/// Returns the new value of the target, or `None` if the operation leaves it unchanged.
 ///
-/// Values of 32 bits are in the low half. Integer sums and products wrap; comparisons are `compare
+/// Values of 32 bits are in the low half. Integer sums and products wrap. Comparisons are `compare
 /// OP target`.
 fn apply(
     op: AtomicOp,
@@ -64,7 +66,12 @@ mod integer {
 
     macro_rules! integer {
         ($($type:ident),+) => {$(
-            pub(super) fn $type(op: AtomicOp, target: $type, operand: $type, compare: $type) -> Option<$type> {
+            pub(super) fn $type(
+                op: AtomicOp,
+                target: $type,
+                operand: $type,
+                compare: $type,
+            ) -> Option<$type> {
                 let truth = |truth: bool| Some(<$type>::from(truth));
                 let swap_if = |condition: bool| condition.then_some(operand);
                 match op {
@@ -98,14 +105,14 @@ mod integer {
 const _: () =
     assert!(cfg!(target_endian = "little"), "elements are kept in the low bytes of a word");
 
-/// The bytes of an element, zero-extended.
+/// Returns the bytes of an element as a number, zero-extended.
 pub(super) fn word(bytes: &[u8]) -> u64 {
     let mut word = [0; 8];
     word[..bytes.len()].copy_from_slice(bytes);
     u64::from_le_bytes(word)
 }
 
-/// Elements lie whole in one piece of memory, at their natural alignment.
+/// Checks that a span has whole elements of `size` bytes at their natural alignment.
 pub(super) fn check_alignment(span: &Span<'_>, size: u64) -> Result<()> {
     let address = match span {
         Span::Direct { at, .. } | Span::Kernel { at, .. } => *at,
@@ -118,7 +125,7 @@ pub(super) fn check_alignment(span: &Span<'_>, size: u64) -> Result<()> {
         .provider("loopback")
         .context("address", format_args!("{address:#x}"))
         .context("element", size)
-        .remedy("the target of an atomic is aligned to its elements"))
+        .remedy("align the target of an atomic to the size of its elements"))
 }
 
 /// An operation on one element.
@@ -134,7 +141,7 @@ impl Element {
         apply(self.op, self.datatype, target, self.operand, self.compare)
     }
 
-    /// Executes it on a span of its size and alignment, and returns what was there before.
+    /// Executes the operation on a span of its size and alignment. Returns the old value.
     pub(super) fn execute(&self, locks: &AtomicLocks, span: Span<'_>) -> Result<u64> {
         let size = self.datatype.size() as usize;
         match span {

@@ -7,29 +7,31 @@ use hmem_core::{
 
 use super::Faults;
 
-/// The pages that a host registration reaches after the application changed its mappings.
+/// The pages that a host region uses after the application changes its mappings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Memory {
-    /// The pages mapped now, as a NIC with on-demand paging does.
+    /// The pages that are mapped at the time of each transfer, like a NIC with on-demand paging.
     #[default]
     Follow,
-    /// The pages mapped at registration, as most hardware does: they are pinned through io_uring
-    /// registered buffers, and a stale registration moves stale bytes. Pages must be there, and
-    /// writable, at registration.
+    /// The pages that were mapped at registration, like most hardware.
+    ///
+    /// The NIC pins them as io_uring registered buffers, so that a stale region moves stale bytes.
+    /// At registration every page must be mapped and writable.
     Pinned,
 }
 
 /// The thread that executes posted requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Progress {
-    /// Calls of `progress` and reads of completion queues: nothing happens behind a test's back.
+    /// The application's threads, in calls of `progress` and in reads of completion queues. Nothing
+    /// executes between those calls.
     #[default]
     ByHand,
-    /// One thread per domain, parked while there is nothing to do.
+    /// One thread for each domain, parked while no request is posted.
     Thread,
 }
 
-/// The part of the configuration that every NIC of a fabric shares.
+/// The configuration that all NICs of a fabric share.
 #[derive(Clone)]
 pub(super) struct Config {
     pub(super) attr: ProviderAttr,
@@ -42,7 +44,7 @@ pub(super) struct Config {
     pub(super) unexpected_bytes: u64,
 }
 
-/// Regions that a NIC can hold: 24 bits of index.
+/// The number of regions that a NIC can hold: 24 bits of index.
 pub(super) const MAX_REGIONS: u64 = 1 << 24;
 
 impl Default for Config {
@@ -66,7 +68,7 @@ impl Default for Config {
             },
             flags: MrFlags::all(),
             progress: ProgressModel::Manual,
-            // An endpoint executes its requests one after the other, each to its end.
+            // An endpoint finishes each request before it starts the next.
             order: MsgOrder::all(),
             cq_data_size: 8,
         };
@@ -83,7 +85,7 @@ impl Default for Config {
     }
 }
 
-/// The page sizes of this machine: the base one, and those of hugetlbfs.
+/// Returns the page sizes of this machine: the base size and those of hugetlbfs.
 fn page_sizes() -> Vec<usize> {
     let mut sizes = vec![rustix::param::page_size()];
     if let Ok(folder) = std::fs::read_dir("/sys/kernel/mm/hugepages") {

@@ -1,4 +1,4 @@
-//! A domain: its mode, its keys, its windows and its staging buffers.
+//! The state of a domain: its mode, keys, windows and staging buffers.
 
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -22,7 +22,8 @@ use super::{
     window::Windows,
 };
 
-/// A domain. Its endpoints, its progress thread and the application's handle share it.
+/// The state of a domain, shared by its endpoints, its progress thread and the application's
+/// handle.
 pub(super) struct DomainState {
     pub(super) nic: Arc<Nic>,
     /// The number of the domain on its NIC.
@@ -36,11 +37,11 @@ pub(super) struct DomainState {
     pub(super) windows: Windows,
     /// Pins host memory, in pinned mode.
     pub(super) pinner: Option<Pinner>,
-    /// The process that opened the domain. A forked child uses nothing of the domain, since it may
-    /// find any lock held by a thread that it does not have.
+    /// The process that opened the domain. A forked child must not use the domain: a thread of the
+    /// parent, which the child does not have, may hold any of its locks.
     pub(super) process: ProcessMark,
     staging: StagingAttr,
-    /// The staging buffers, from the first staged region on.
+    /// The staging buffers, allocated with the first staged region.
     pool: Mutex<Option<Arc<Pool>>>,
 }
 
@@ -70,7 +71,7 @@ impl DomainState {
         })
     }
 
-    /// Returns whether keys are the application's.
+    /// Returns true if the application chooses the keys.
     pub(super) fn requested_keys(&self) -> bool {
         !self.mode.contains(MrMode::PROV_KEY)
     }
@@ -84,31 +85,32 @@ impl DomainState {
         Ok(())
     }
 
-    /// Frees the windows and regions that the application left open.
+    /// Frees the windows and deregisters the regions that the application left open.
     pub(super) fn close(&self) {
         self.windows.free_all();
         let mut tokens = self.nic.regions.tokens_of(self.id);
         if !tokens.is_empty() {
             tracing::warn!(
                 regions = tokens.len(),
-                "a loopback domain was dropped with regions open"
+                "a loopback domain was dropped with open regions; deregistering them"
             );
         }
-        // Parts go before the regions of which they are parts.
+        // A region cannot be deregistered before its sub-regions.
         while !tokens.is_empty() {
             let before = tokens.len();
             tokens.retain(|token| self.deregister(*token).is_err());
             if tokens.len() == before {
                 tracing::error!(
                     regions = before,
-                    "regions with windows outlive their loopback domain"
+                    "cannot deregister the regions of a dropped loopback domain: windows or \
+                     sub-regions depend on them"
                 );
                 return;
             }
         }
     }
 
-    /// The staging buffers, allocated now if they are not yet.
+    /// Returns the staging buffers. Allocates them at the first call.
     pub(super) fn staging_pool(&self) -> Result<Arc<Pool>> {
         let mut pool = self.pool.lock();
         if let Some(pool) = &*pool {
@@ -117,12 +119,12 @@ impl DomainState {
         Ok(Arc::clone(pool.insert(Pool::new(self.staging, None)?)))
     }
 
-    /// The staging buffers, if they were allocated.
+    /// Returns the staging buffers if they are allocated.
     pub(super) fn pool(&self) -> Option<Arc<Pool>> {
         self.pool.lock().clone()
     }
 
-    /// The raw key of a region.
+    /// Returns the raw key of a region.
     pub(super) fn raw_key(&self, token: Token) -> Result<RawKey> {
         let key = self.nic.regions.inspect(self.id, token, "raw key", |region| Ok(region.key))?;
         Ok(keys::write_raw(key, self.keys.cookie(key, token), self.nic.attr.raw_key_size))
@@ -139,14 +141,14 @@ impl fmt::Debug for DomainState {
     }
 }
 
-/// Raw keys of peers, by the number under which each was mapped.
+/// Mapped raw keys of peers, by the number that the mapping returned.
 #[derive(Debug, Default)]
 pub(super) struct MappedKeys {
     keys: RwLock<HashMap<u64, RawParts>>,
 }
 
 impl MappedKeys {
-    /// Maps a raw key of `size` bytes to a number that nothing else has.
+    /// Maps a raw key of `size` bytes to an unused random number.
     pub(super) fn map(&self, raw: &RawKey, size: usize) -> Result<u64> {
         let parts = keys::read_raw(raw, size)?;
         let mut mapped = self.keys.write();

@@ -1,5 +1,5 @@
-//! Endpoints: their queues of posted requests and of completions, their peers, and the fabric that
-//! finds them by name.
+//! Endpoints: their posted requests, completions and peers, and the fabric that finds endpoints by
+//! name.
 
 use std::{
     cell::RefCell,
@@ -26,7 +26,8 @@ use super::{
     window::EndpointLife,
 };
 
-/// An endpoint. The fabric, the domain's progress and the application's handle share it.
+/// The state of an endpoint, shared by the fabric, the domain's progress and the application's
+/// handle.
 pub(super) struct EndpointState {
     pub(super) life: Arc<EndpointLife>,
     pub(super) domain: Arc<DomainState>,
@@ -42,14 +43,14 @@ pub(super) struct EndpointState {
     posted: Mutex<VecDeque<Work>>,
     /// Held while requests of this endpoint execute, which keeps their order.
     ///
-    /// A copy engine that a request calls may close this endpoint on the same thread, so that the
-    /// lock is re-entrant. The cell is borrowed while requests execute: they do not nest.
+    /// Re-entrant, because a copy engine that a request calls may close this endpoint on the same
+    /// thread. The cell is borrowed while requests execute, so that execution does not nest.
     pub(super) running: ReentrantMutex<RefCell<()>>,
     pub(super) inbox: Inbox,
     peers: RwLock<Peers>,
 }
 
-/// The endpoints that an endpoint resolved; a [`PeerId`] is a place in the list.
+/// The endpoints that an endpoint has resolved. A [`PeerId`] is an index in the list.
 #[derive(Debug, Default)]
 struct Peers {
     known: Vec<(u64, Weak<EndpointState>)>,
@@ -57,7 +58,7 @@ struct Peers {
 }
 
 impl EndpointState {
-    /// Opens an endpoint, which its fabric then finds and its siblings' progress executes.
+    /// Opens an endpoint and adds it to its fabric and its domain.
     pub(super) fn open(
         fabric: &Arc<Fabric>,
         siblings: &Arc<Siblings>,
@@ -97,7 +98,7 @@ impl EndpointState {
         self.life.is_closed()
     }
 
-    /// Adds a peer; the same endpoint has one number.
+    /// Adds a peer. Returns the same number for the same endpoint.
     pub(super) fn add_peer(&self, peer: &Arc<Self>) -> PeerId {
         let mut peers = self.peers.write();
         let next = peers.known.len();
@@ -108,7 +109,7 @@ impl EndpointState {
         PeerId(at as u64)
     }
 
-    /// The endpoint of a peer.
+    /// Returns the endpoint of a peer.
     ///
     /// # Errors
     /// Unreachable if the peer is closed or was not resolved.
@@ -119,12 +120,12 @@ impl EndpointState {
         open.ok_or_else(|| unreachable_peer(peer))
     }
 
-    /// The number of a resolved peer's endpoint.
+    /// Returns the number of a resolved peer's endpoint.
     fn peer_endpoint(&self, peer: PeerId) -> Option<u64> {
         Some(self.peers.read().known.get(peer.0 as usize)?.0)
     }
 
-    /// Adds a request to the queue of posted requests, or a receive to the inbox.
+    /// Adds a request to the posted requests, or a receive to the inbox.
     pub(super) fn submit(&self, request: &WorkRequest<'_>) -> Result<()> {
         if self.is_closed() {
             return Err(closed());
@@ -133,17 +134,18 @@ impl EndpointState {
         if let Operation::Receive { tag, from } = &request.operation {
             let (local, capacity) = request::local_parts(&self.domain, request.local)?;
             let from = match from {
-                Some(peer) => Some(self.peer_endpoint(*peer).ok_or_else(|| {
-                    invalid("the peer of a receive was resolved by this endpoint")
-                })?),
+                Some(peer) => Some(
+                    self.peer_endpoint(*peer)
+                        .ok_or_else(|| invalid("name a peer that this endpoint has resolved"))?,
+                ),
                 None => None,
             };
             let receive =
                 Receive { local, capacity, tag: *tag, from, context: request.context, number: 0 };
             self.inbox.post(receive)?;
             if self.is_closed() {
-                // Closed meanwhile: the thread that takes the receive out of the inbox completes
-                // it.
+                // The endpoint closed after the check above, and its close may have missed the
+                // receive. Of two threads, the one that takes it out of the inbox completes it.
                 self.cancel_receives();
             }
         } else {
@@ -164,15 +166,16 @@ impl EndpointState {
         Ok(())
     }
 
-    /// Takes the next posted request out of the queue, and says whether there are more. The caller
-    /// holds `running`.
+    /// Removes and returns the next posted request, and whether there are more.
+    ///
+    /// The caller holds `running`.
     pub(super) fn next_posted(&self) -> Option<(Work, bool)> {
         let mut posted = self.posted.lock();
         let work = posted.pop_front()?;
         Some((work, !posted.is_empty()))
     }
 
-    /// Puts a request that cannot be executed yet back to where it was.
+    /// Returns a request that cannot be executed yet to the front of the queue.
     pub(super) fn put_back(&self, work: Work) {
         self.posted.lock().push_front(work);
     }
@@ -201,7 +204,7 @@ impl EndpointState {
         self.rx.push(completion);
     }
 
-    /// Closes the endpoint: waits for what executes, and cancels the rest.
+    /// Closes the endpoint. Waits for the request that executes, and cancels the others.
     ///
     /// # Errors
     /// Busy while a type 2A window is bound to it, unless `force` is set.
@@ -211,7 +214,7 @@ impl EndpointState {
         }
         self.fabric.endpoints.write().remove(&self.id());
         self.siblings.remove(self.id());
-        // Waits for a request that another thread executes.
+        // Waits for a request that executes on another thread.
         let _running = self.running.lock();
         let canceled = std::mem::take(&mut *self.posted.lock());
         for work in canceled {
@@ -222,9 +225,9 @@ impl EndpointState {
         Ok(())
     }
 
-    /// Ends every receive as canceled, and lets waiting senders find out.
+    /// Completes every receive as canceled, and wakes waiting senders, whose sends then fail.
     pub(super) fn cancel_receives(&self) {
-        // A message on its way arrives first.
+        // Waits for a message that is being delivered.
         let _delivery = self.inbox.lock_delivery();
         for receive in self.inbox.clear() {
             let (kind, header) = (CompletionKind::Receive, Header::default());
@@ -243,10 +246,10 @@ impl fmt::Debug for EndpointState {
     }
 }
 
-/// The endpoints of a domain, which make progress together.
+/// The endpoints of a domain. Progress executes the requests of all.
 #[derive(Debug, Default)]
 pub(super) struct Siblings {
-    /// Replaced as a whole, so that progress holds no lock while it executes.
+    /// Replaced as a whole, so that progress holds no lock while it executes requests.
     endpoints: RwLock<Arc<[Arc<EndpointState>]>>,
 }
 
@@ -271,13 +274,13 @@ impl Siblings {
     }
 }
 
-/// The wire that all NICs of a provider share: open endpoints by their numbers.
+/// The network of all NICs of a provider: the open endpoints by their numbers.
 pub(super) struct Fabric {
-    /// Goes into endpoint names, so that a name of another fabric is told apart.
+    /// A part of endpoint names, which distinguishes names of other fabrics.
     id: u64,
     endpoints: RwLock<HashMap<u64, Weak<EndpointState>>>,
-    /// The process that made the fabric, the only one in which it opens domains: a forked child
-    /// may have copied locks that another thread held.
+    /// The process that created the fabric. A forked child must not open domains: a thread of the
+    /// parent, which the child does not have, may hold any lock of the fabric.
     pub(super) process: ProcessMark,
 }
 
@@ -290,7 +293,7 @@ impl Fabric {
         Ok(Self { id: keys::random()?, endpoints: RwLock::default(), process })
     }
 
-    /// Makes the name of an endpoint: magic, version, fabric and endpoint, 21 bytes.
+    /// Returns the name of an endpoint: magic, version, fabric and endpoint, 21 bytes.
     pub(super) fn name_of(&self, endpoint: u64) -> EndpointName {
         let mut bytes = NAME_MAGIC.to_vec();
         bytes.push(NAME_VERSION);
@@ -302,14 +305,15 @@ impl Fabric {
     /// Finds an endpoint by its name.
     ///
     /// # Errors
-    /// Malformed if the bytes are no name; Unreachable unless the endpoint is open on this fabric.
+    /// - Malformed if the bytes are not a name.
+    /// - Unreachable unless the endpoint is open on this fabric.
     pub(super) fn find(&self, name: &EndpointName) -> Result<Arc<EndpointState>> {
         let (fabric, endpoint) = parse_name(name)?;
         let found = || self.endpoints.read().get(&endpoint).and_then(Weak::upgrade);
         (fabric == self.id).then(found).flatten().ok_or_else(|| {
             Error::new(ErrorKind::Unreachable, "resolve")
                 .provider("loopback")
-                .remedy("a loopback endpoint is found on its own fabric, while it is open")
+                .remedy("resolve the name of an open endpoint of the same `Loopback` value")
         })
     }
 }
@@ -326,7 +330,7 @@ fn parse_name(name: &EndpointName) -> Result<(u64, u64)> {
             .provider("loopback")
             .context("wrong", wrong)
             .context("bytes", name.0.len())
-            .remedy("pass the bytes of an endpoint's name whole and unchanged")
+            .remedy("pass all bytes of the endpoint's name unchanged")
     };
     let rest = name.0.strip_prefix(NAME_MAGIC).ok_or_else(|| refuse("magic"))?;
     let (version, rest) = rest.split_first().ok_or_else(|| refuse("length"))?;
@@ -351,7 +355,7 @@ pub(super) fn unreachable_peer(peer: PeerId) -> Error {
     Error::new(ErrorKind::Unreachable, "transfer")
         .provider("loopback")
         .context("peer", peer.0)
-        .remedy("the peer's endpoint is closed, or this endpoint did not resolve it")
+        .remedy("resolve the name of an open endpoint first: the peer is closed or not resolved")
 }
 
 pub(super) fn canceled_request() -> Error {

@@ -1,4 +1,4 @@
-//! Execution of posted requests.
+//! The execution of posted requests.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use super::{
     request::{AtomicTask, LocalPart, RemotePart, Task, Work},
 };
 
-/// Executes what was posted to any endpoint of a domain; returns how many requests ended.
+/// Executes the posted requests of a domain's endpoints. Returns how many requests ended.
 pub(super) fn step(endpoints: &Siblings) -> usize {
     endpoints.snapshot().iter().map(step_endpoint).sum()
 }
@@ -38,8 +38,10 @@ fn step_endpoint(endpoint: &Arc<EndpointState>) -> usize {
     ended + message::settle(endpoint)
 }
 
-/// Executes a request; returns the bytes that it moved, or `None` if its receiver has no room. Then
-/// it is tried again later, and nothing behind it before.
+/// Executes a request and returns the number of bytes moved.
+///
+/// Returns `None` if the receiver has no room. The caller then retries the request later, before
+/// the requests behind it.
 fn execute(endpoint: &EndpointState, work: &Work) -> Result<Option<u64>> {
     let windows = &endpoint.domain.windows;
     match &work.task {
@@ -62,7 +64,7 @@ fn execute(endpoint: &EndpointState, work: &Work) -> Result<Option<u64>> {
     }
 }
 
-/// Executes a write or a read; returns the bytes that it moved.
+/// Executes a write or a read, and returns the number of bytes moved.
 fn rma(initiator: &EndpointState, work: &Work, remote: &[RemotePart], write: bool) -> Result<u64> {
     let target = &initiator.peer(work.peer)?;
     let (local_right, remote_right) = if write {
@@ -87,7 +89,7 @@ fn rma(initiator: &EndpointState, work: &Work, remote: &[RemotePart], write: boo
     Ok(moved)
 }
 
-/// Executes an atomic; returns the bytes of its target.
+/// Executes an atomic, and returns the number of bytes in its target.
 fn atomic(initiator: &EndpointState, work: &Work, task: &AtomicTask) -> Result<u64> {
     let target = &initiator.peer(work.peer)?;
     let reads_only = task.op == AtomicOp::AtomicRead;
@@ -144,7 +146,7 @@ fn atomic(initiator: &EndpointState, work: &Work, task: &AtomicTask) -> Result<u
     Ok(len)
 }
 
-/// Reads operands.
+/// Reads the operands of an atomic from local memory.
 fn read_operands(initiator: &EndpointState, parts: &[LocalPart], len: u64) -> Result<Vec<u8>> {
     let side = LocalSide::hold(initiator, parts, Access::WRITE)?;
     let mut spans = Few::new();

@@ -1,4 +1,4 @@
-//! Faults on demand: any call of the NIC can be made to fail or be held in flight.
+//! Fault injection: a test can make any call of the NIC fail, or hold it in flight.
 //!
 //! ```
 //! use hmem_core::Errno;
@@ -21,18 +21,18 @@ use std::{
 use hmem_core::{Errno, Error, Result};
 use parking_lot::{Condvar, Mutex};
 
-/// A kind of call that can fail.
+/// A kind of call that a test can make fail or hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(usize)]
 #[non_exhaustive]
 pub enum Call {
     /// `Provider::open_domain`.
     OpenDomain,
-    /// `ProviderDomain::register`; held after its pages were prepared, before its key is alive.
+    /// `ProviderDomain::register`; held after its pages were prepared, before its key is valid.
     Register,
     /// `ProviderDomain::register_sub`.
     RegisterSub,
-    /// `ProviderDomain::deregister`; before anything changed.
+    /// `ProviderDomain::deregister`; held before any change.
     Deregister,
     /// `ProviderDomain::enable`.
     Enable,
@@ -69,10 +69,10 @@ pub enum Call {
     /// `ProviderEndpoint::close`.
     CloseEndpoint,
     /// The execution of a write, read, atomic or send; held after every check, before a byte moves.
-    /// Its failure is a failed completion.
+    /// A failure completes the request with an error.
     Transfer,
-    /// One chunk of a transfer through staging buffers, where the NIC copies it; held between the
-    /// copies of the engine. Its failure is that of the transfer.
+    /// The NIC's copy of one chunk of a staged transfer; held between the copies of the copy
+    /// engine. A failure ends the transfer.
     Chunk,
 }
 
@@ -133,7 +133,7 @@ impl Call {
     }
 }
 
-/// The faults of a fabric; clones share them.
+/// The faults of a fabric. Clones share them.
 #[derive(Clone, Default)]
 pub struct Faults {
     shared: Arc<FaultState>,
@@ -168,14 +168,13 @@ enum Stage {
 }
 
 impl Faults {
-    /// No faults.
+    /// Returns a value without faults.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Makes the `nth` call of this kind from now on fail with `errno`; 1 is the next. Later ones
-    /// succeed.
+    /// Makes the `nth` call of this kind from now on fail with `errno`. 1 is the next call.
     pub fn fail(&self, call: Call, nth: u64, errno: Errno) {
         let mut plan = self.shared.plan.lock();
         let at = plan.calls[call as usize] + nth.max(1);
@@ -212,7 +211,7 @@ impl Faults {
         }
     }
 
-    /// Forgets failures not yet reached, and releases what is held.
+    /// Removes all pending failures, and releases all held calls.
     pub fn clear(&self) {
         let gates = {
             let mut plan = self.shared.plan.lock();
@@ -224,7 +223,7 @@ impl Faults {
         }
     }
 
-    /// Called by the NIC at every call: counts it, holds it, or fails it.
+    /// Counts a call of the NIC, and holds it or makes it fail if a test asked for that.
     pub(super) fn enter(&self, call: Call) -> Result<()> {
         if self.shared.armed.load(Ordering::Relaxed) { self.enter_armed(call) } else { Ok(()) }
     }
@@ -253,7 +252,7 @@ impl Faults {
         match failure {
             Some(errno) => Err(Error::os(errno, call.operation())
                 .provider("loopback")
-                .remedy("this failure was asked for through Faults")),
+                .remedy("a test injected this failure through Faults")),
             None => Ok(()),
         }
     }
@@ -287,14 +286,14 @@ impl GateState {
     }
 }
 
-/// Holds one call in flight; dropping it releases the call.
+/// A gate that holds one call in flight. Dropping it releases the call.
 #[derive(Debug)]
 pub struct Gate {
     state: Arc<GateState>,
 }
 
 impl Gate {
-    /// Blocks until a call is held (or the gate was released).
+    /// Blocks until a call is held or the gate is released.
     pub fn wait_held(&self) {
         let mut stage = self.state.stage.lock();
         while *stage == Stage::Open {
@@ -302,13 +301,13 @@ impl Gate {
         }
     }
 
-    /// Returns whether a call is held now.
+    /// Returns true while a call is held.
     #[must_use]
     pub fn is_holding(&self) -> bool {
         *self.state.stage.lock() == Stage::Holding
     }
 
-    /// Lets the held call go on, or the next one pass.
+    /// Lets the held call continue. If no call is held yet, the gate holds none.
     pub fn release(&self) {
         self.state.release();
     }
@@ -327,7 +326,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_nth_call_of_the_kind_fails() {
+    fn only_the_nth_call_of_its_kind_fails() {
         let faults = Faults::new();
         faults.fail(Call::Register, 2, Errno(12));
         faults.enter(Call::Register).unwrap();
@@ -338,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gate_holds_until_it_is_released() {
+    fn gate_holds_a_call_until_it_is_released() {
         let faults = Faults::new();
         let gate = faults.hold(Call::Transfer);
         std::thread::scope(|scope| {

@@ -1,5 +1,5 @@
-//! The application's handles of domains, completion queues and endpoints: the calls of the provider
-//! contract.
+//! The application's handles of domains, completion queues and endpoints, which implement the
+//! provider traits.
 
 #![allow(unsafe_code)]
 
@@ -37,14 +37,14 @@ use super::{
     window::token_of,
 };
 
-/// An open domain. The application and its endpoints hold it.
+/// A handle of a domain, held by the application and by the domain's endpoints.
 pub(super) struct Domain {
     me: Weak<Self>,
     thread: Option<ProgressThread>,
     fabric: Arc<Fabric>,
     siblings: Arc<Siblings>,
     state: Arc<DomainState>,
-    /// The completion queues, which end with the domain.
+    /// The completion queues. The domain closes them when it is dropped.
     queues: Mutex<Vec<Weak<Queue>>>,
 }
 
@@ -74,13 +74,13 @@ impl Domain {
         Ok(Arc::new_cyclic(|me| Self { me: me.clone(), thread, fabric, siblings, state, queues }))
     }
 
-    /// Returns whether the application makes progress, and not a thread.
+    /// Returns true if the application makes progress, rather than a thread of the domain.
     fn by_hand(&self) -> bool {
         self.thread.is_none()
     }
 
     fn this(&self) -> Arc<Self> {
-        self.me.upgrade().expect("a domain in use is alive")
+        self.me.upgrade().expect("`&self` keeps the domain alive")
     }
 
     /// Returns an endpoint of this domain by its handle.
@@ -93,7 +93,7 @@ impl Domain {
         own.filter(|own| Arc::ptr_eq(&own.domain.state, &self.state)).ok_or_else(|| {
             Error::new(ErrorKind::InvalidArgument, operation)
                 .provider("loopback")
-                .remedy("name an endpoint of the same domain")
+                .remedy("pass an endpoint of the same domain")
         })
     }
 
@@ -106,7 +106,7 @@ impl Domain {
 impl Drop for Domain {
     fn drop(&mut self) {
         if !self.state.process.is_current() {
-            // The thread, the locks and the regions belong to the parent.
+            // In a forked child: the thread, the locks and the regions are the parent's.
             std::mem::forget(self.thread.take());
             return;
         }
@@ -124,10 +124,11 @@ impl fmt::Debug for Domain {
     }
 }
 
-// SAFETY: every handle is looked up in the NIC's table, whose tokens carry a generation. Removing a
-// region waits for the transfers that use it, and is refused while a sub-region or a window depends
-// on it. A transfer checks descriptor or key, rights and bounds against the table's entry, which it
-// holds until it has ended; its completion comes after.
+// SAFETY: `deregister` returns only when no transfer uses the region (`Regions::remove`), and is
+// refused while a sub-region or a window depends on it. Each call looks its handle up in the NIC's
+// table, whose tokens have a generation, so that a stale handle names no region. A transfer checks
+// descriptor or key, rights and bounds against the table's entry, and holds the entry until its
+// last byte has moved. Its completion comes after that.
 unsafe impl ProviderDomain for Domain {
     fn attr(&self) -> &ProviderAttr {
         &self.state.nic.attr
@@ -144,7 +145,7 @@ unsafe impl ProviderDomain for Domain {
 
     fn deregister(&self, region: ProviderRegion) -> Result<()> {
         if !self.state.process.is_current() {
-            // The registration belongs to the parent, and stays.
+            // In a forked child: the registration is the parent's.
             return Ok(());
         }
         self.enter(Call::Deregister)?;
@@ -267,7 +268,7 @@ impl RawKeys for Domain {
         }
         Err(Error::new(ErrorKind::InvalidKey, "unmap key")
             .provider("loopback")
-            .remedy("unmap a key once, in the domain that mapped it"))
+            .remedy("unmap each key once, in the domain that mapped it"))
     }
 }
 
@@ -354,7 +355,7 @@ impl ManualProgress for Domain {
     }
 }
 
-/// An open completion queue. It does not keep its domain open.
+/// A handle of a completion queue. It does not keep the domain open.
 struct Cq {
     queue: Arc<Queue>,
     domain: Arc<DomainState>,
@@ -380,7 +381,7 @@ impl CompletionQueue for Cq {
         }
         loop {
             execute::step(&self.siblings);
-            // What other threads post meanwhile waits for this one too.
+            // Another thread may post meanwhile, and this one executes that too.
             let soon = Instant::now() + MANUAL_WAIT;
             let until = deadline.map_or(soon, |deadline| deadline.min(soon));
             let count = self.queue.wait(out, max, Some(until))?;
@@ -390,7 +391,7 @@ impl CompletionQueue for Cq {
         }
     }
 
-    /// By hand there is no channel: nothing completes while the application sleeps.
+    /// Returns `None` if the application makes progress: no request completes while it sleeps.
     fn channel(&self) -> Option<&dyn CompletionChannel> {
         (!self.by_hand).then_some(self as _)
     }
@@ -413,7 +414,7 @@ impl fmt::Debug for Cq {
     }
 }
 
-/// An open endpoint.
+/// A handle of an endpoint.
 struct Endpoint {
     state: Arc<EndpointState>,
     /// Keeps the domain, and its progress thread, alive.
@@ -463,7 +464,7 @@ impl ProviderEndpoint for Endpoint {
 impl Drop for Endpoint {
     fn drop(&mut self) {
         if let Err(error) = self.state.close(true) {
-            tracing::error!(%error, "a dropped loopback endpoint did not close");
+            tracing::error!(%error, "cannot close a dropped loopback endpoint");
         }
     }
 }

@@ -1,8 +1,8 @@
-//! The receiving side of an endpoint: posted receives and messages that came before theirs.
+//! The receiving side of an endpoint: posted receives, and messages that arrived before them.
 //!
-//! A message that comes before its receive is kept, up to a bound; beyond it the message waits at
-//! its sender, and so does what was posted behind it. Messages and receives match in the order in
-//! which they came.
+//! The inbox keeps messages that arrive before their receives, up to a bound. Beyond the bound a
+//! message waits at its sender, and the sender's later requests wait behind it. Messages and
+//! receives match in the order of their arrival.
 
 use std::{
     collections::VecDeque,
@@ -25,11 +25,11 @@ use super::{
 #[derive(Debug)]
 pub(super) struct Receive {
     pub(super) local: Few<LocalPart>,
-    /// Bytes that it has room for.
+    /// The size of the buffer in bytes.
     pub(super) capacity: u64,
     /// Tag and ignore mask.
     pub(super) tag: Option<(u64, u64)>,
-    /// The only endpoint from which it takes messages.
+    /// The endpoint whose messages it accepts. `None` accepts messages of all.
     pub(super) from: Option<u64>,
     pub(super) context: u64,
     /// The number of receives that were posted to the inbox before it. [`Inbox::post`] sets it.
@@ -37,7 +37,8 @@ pub(super) struct Receive {
 }
 
 impl Receive {
-    fn takes(&self, from: u64, tag: Option<u64>) -> bool {
+    /// Returns true if the receive matches a message of the endpoint `from` with this tag.
+    fn matches(&self, from: u64, tag: Option<u64>) -> bool {
         let right_tag = match (self.tag, tag) {
             (None, None) => true,
             (Some((wanted, ignore)), Some(tag)) => (wanted ^ tag) & !ignore == 0,
@@ -47,7 +48,7 @@ impl Receive {
     }
 }
 
-/// The facts about a message that the completion of its receive carries.
+/// The properties of a message that the completion of its receive reports.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Header {
     pub(super) tag: Option<u64>,
@@ -56,17 +57,17 @@ pub(super) struct Header {
     pub(super) invalidated: Option<u64>,
 }
 
-/// The bytes of a message that came before its receive.
+/// The bytes of a message that arrived before its receive.
 #[derive(Debug)]
 pub(super) enum Body {
-    /// For the buffer of the receive.
+    /// Bytes for the buffer of the receive.
     Message(Vec<u8>),
-    /// So many lie in their memory already: a write with immediate data.
+    /// The number of bytes that a write with immediate data has written already.
     Written(u64),
 }
 
 impl Body {
-    /// Bytes that the inbox keeps.
+    /// Returns the number of bytes that the inbox keeps.
     fn kept(&self) -> u64 {
         match self {
             Self::Message(bytes) => bytes.len() as u64,
@@ -75,7 +76,7 @@ impl Body {
     }
 }
 
-/// A message that came before its receive.
+/// A message that arrived before its receive.
 #[derive(Debug)]
 pub(super) struct Message {
     pub(super) from: u64,
@@ -83,25 +84,26 @@ pub(super) struct Message {
     pub(super) body: Body,
 }
 
-/// Room for a message that is about to be sent.
+/// The place of a message that is about to be sent.
 #[derive(Debug)]
 pub(super) enum Room {
-    /// The receive that takes it.
+    /// The buffer of a posted receive.
     Receive(Receive),
-    /// The inbox keeps it.
+    /// The inbox, until a receive is posted.
     Kept,
-    /// There is none: the sender's domain is woken when that may have changed.
+    /// There is no room. The inbox wakes the sender's domain when there may be some.
     None,
 }
 
+/// The posted receives and kept messages of an endpoint.
 #[derive(Debug)]
 pub(super) struct Inbox {
-    /// Receives, and messages, at once.
+    /// The maximum number of receives, and of messages.
     depth: usize,
-    /// Bytes of messages at once.
+    /// The maximum number of bytes in kept messages.
     limit: u64,
-    /// Held from a match until its bytes are there, so that receives complete in the order of
-    /// their matches. A copy engine may post to, or close, the same endpoint.
+    /// Held from a match until its bytes are copied, so that receives complete in the order of
+    /// their matches. Re-entrant, because a copy engine may post to the same endpoint or close it.
     delivery: ReentrantMutex<()>,
     state: Mutex<State>,
     /// Set if a kept message and a receive may match.
@@ -115,9 +117,9 @@ struct State {
     /// The number of receives that were ever posted.
     posted: u64,
     messages: VecDeque<Message>,
-    /// Bytes of the kept messages.
+    /// The number of bytes in kept messages.
     bytes: u64,
-    /// Domains of senders whose messages found no room.
+    /// The domains of senders that wait for room.
     waiting: Vec<Arc<Wake>>,
 }
 
@@ -138,7 +140,7 @@ impl Inbox {
         }
     }
 
-    /// Waits for a delivery under way, and keeps others away until the guard is dropped.
+    /// Waits for a delivery in flight, and blocks further ones until the guard is dropped.
     pub(super) fn lock_delivery(&self) -> ReentrantMutexGuard<'_, ()> {
         self.delivery.lock()
     }
@@ -147,11 +149,15 @@ impl Inbox {
         self.delivery.try_lock()
     }
 
-    /// Returns whether a kept message and a receive may match.
+    /// Returns true if a kept message and a receive may match.
     pub(super) fn is_unsettled(&self) -> bool {
         self.unsettled.load(Ordering::Acquire)
     }
 
+    /// Adds a receive.
+    ///
+    /// # Errors
+    /// Again if the inbox has as many receives as its depth.
     pub(super) fn post(&self, mut receive: Receive) -> Result<()> {
         let mut state = self.state.lock();
         if state.receives.len() >= self.depth {
@@ -165,12 +171,12 @@ impl Inbox {
         Ok(())
     }
 
-    /// Puts a receive that a failed message had taken back to where it was.
+    /// Returns the receive of a failed message to its place in the order.
     pub(super) fn put_back(&self, receive: Receive) {
         let mut state = self.state.lock();
         let at = state.receives.partition_point(|other| other.number < receive.number);
         state.receives.insert(at, receive);
-        // It may have missed a message that came in the meantime.
+        // A message may have arrived since.
         self.match_again(&state);
     }
 
@@ -180,13 +186,14 @@ impl Inbox {
         }
     }
 
-    /// Takes the next kept message out, with the receive that takes it. The caller holds the lock
-    /// of deliveries.
+    /// Removes and returns the next kept message that matches a receive, and the receive.
+    ///
+    /// The caller holds the delivery lock.
     pub(super) fn take_match(&self) -> Option<(Receive, Message)> {
         let mut state = self.state.lock();
         let found = state.receives.iter().enumerate().find_map(|(r, receive)| {
-            let takes = |message: &Message| receive.takes(message.from, message.header.tag);
-            Some((r, state.messages.iter().position(takes)?))
+            let matches = |message: &Message| receive.matches(message.from, message.header.tag);
+            Some((r, state.messages.iter().position(matches)?))
         });
         let Some((r, m)) = found else {
             self.unsettled.store(false, Ordering::Release);
@@ -199,7 +206,7 @@ impl Inbox {
         Some((receive, message))
     }
 
-    /// Finds room for a message of `len` bytes. The caller holds the lock of deliveries.
+    /// Finds room for a message of `len` bytes. The caller holds the delivery lock.
     pub(super) fn find_room(
         &self,
         from: u64,
@@ -208,7 +215,7 @@ impl Inbox {
         sender: &Arc<Wake>,
     ) -> Room {
         let mut state = self.state.lock();
-        let found = state.receives.iter().position(|receive| receive.takes(from, tag));
+        let found = state.receives.iter().position(|receive| receive.matches(from, tag));
         if let Some(receive) = found.and_then(|at| state.receives.remove(at)) {
             return Room::Receive(receive);
         }
@@ -221,17 +228,18 @@ impl Inbox {
         Room::None
     }
 
-    /// Keeps a message for which there is room.
+    /// Keeps a message after [`Inbox::find_room`] returned [`Room::Kept`].
     pub(super) fn keep(&self, message: Message) {
         let mut state = self.state.lock();
         state.bytes += message.body.kept();
         state.messages.push_back(message);
-        // A receive may have been posted since the match was tried.
+        // A receive may have been posted since `find_room`.
         self.match_again(&state);
     }
 
-    /// Drops every message and returns the receives. Waiting senders find out. The caller holds the
-    /// lock of deliveries: nothing writes to the buffers of the receives afterwards.
+    /// Drops every message, removes and returns the receives, and wakes waiting senders.
+    ///
+    /// The caller holds the delivery lock, so that no delivery writes to the buffers afterwards.
     pub(super) fn clear(&self) -> VecDeque<Receive> {
         let mut state = self.state.lock();
         state.messages.clear();

@@ -1,11 +1,11 @@
-//! Keys of a domain: numbers that name a region to a peer who was given one, and nothing to a peer
-//! who guesses.
+//! Keys of a domain: numbers that name a region and are hard to guess.
 //!
-//! Keys that the NIC chooses hold the region's index in the table and its generation. With 8 bytes
-//! they go through a permutation that is secret and different in each domain, so that a guess hits
-//! one of n live keys with probability n / 2^64, and a key of another domain turns into noise. With
-//! 4 bytes they are what hardware has, a 24-bit index and an 8-bit tag: a guess hits with
-//! probability n / 2^32.
+//! Keys that the NIC chooses contain the region's index in the table and its generation.
+//!
+//! - Keys of 8 bytes are scrambled by a secret permutation, a different one in each domain. A guess
+//!   hits one of n live keys with probability n / 2^64. A key of another domain names no region.
+//! - Keys of 4 bytes are those of hardware, a 24-bit index and an 8-bit tag. A guess hits with
+//!   probability n / 2^32.
 
 use hmem_core::{Error, ErrorKind, RawKey, Result};
 
@@ -64,19 +64,19 @@ fn round(half: u32, (whiten, factor): (u64, u64)) -> u32 {
     (folded >> 32) as u32 ^ folded as u32
 }
 
-/// The two halves of a product, mixed: every bit of the result depends on every bit of both
+/// Mixes the two halves of a product, so that each bit of the result depends on all bits of both
 /// factors.
 pub(super) const fn fold(a: u64, b: u64) -> u64 {
     let product = a as u128 * b as u128;
     (product >> 64) as u64 ^ product as u64
 }
 
-/// A number from the operating system's generator.
+/// Returns a number of the operating system's generator.
 pub(super) fn random() -> Result<u64> {
     hmem_core::random::random_u64("loopback")
 }
 
-/// Makes and reads the keys of a domain.
+/// The secrets of a domain, which make and read its keys.
 #[derive(Clone)]
 pub(super) struct DomainKeys {
     narrow: bool,
@@ -93,12 +93,12 @@ impl DomainKeys {
         })
     }
 
-    /// Returns whether keys have 4 bytes.
+    /// Returns true if keys have 4 bytes.
     pub(super) const fn narrow(&self) -> bool {
         self.narrow
     }
 
-    /// The key of a region.
+    /// Returns the key of a region.
     pub(super) fn seal(&self, token: Token) -> u64 {
         if self.narrow {
             u64::from(token.index << 8 | token.generation & 0xff)
@@ -107,14 +107,13 @@ impl DomainKeys {
         }
     }
 
-    /// The part before the tag of the key of the `nth` window: a number that no region's token
-    /// is sealed from.
+    /// Returns the key of the `nth` window without its tag. No region's key has this prefix.
     pub(super) fn window_prefix(&self, nth: u64) -> u64 {
         let prefix = self.sealing.seal(!nth) >> 8;
         if self.narrow { prefix & 0xff_ffff } else { prefix }
     }
 
-    /// The index, and what is known of the generation.
+    /// Returns the index in a key, and the part of the generation that the key has.
     pub(super) fn open(&self, key: u64) -> Option<(u32, KnownGeneration)> {
         if self.narrow {
             let key = u32::try_from(key).ok()?;
@@ -125,13 +124,13 @@ impl DomainKeys {
         }
     }
 
-    /// A secret that a raw key carries beside the key, so that knowing the key is not enough.
+    /// Returns the secret that a raw key has beside the key, so that the key alone is not enough.
     pub(super) fn cookie(&self, key: u64, token: Token) -> u64 {
         self.cookies.seal(self.cookies.seal(key) ^ token.to_u64())
     }
 }
 
-/// The part of a generation that a key holds.
+/// The part of a generation that a key contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum KnownGeneration {
     Tag(u8),
@@ -149,8 +148,9 @@ impl KnownGeneration {
 
 const RAW_FILL: &[u8; 16] = b"hmem/loopback/1.";
 
-/// Lays out a raw key: key (8), cookie (8), checksum (4), a fixed pattern; cut to `size` bytes, at
-/// least 8.
+/// Returns a raw key of `size` bytes, at least 8.
+///
+/// The layout is key (8 bytes), cookie (8), checksum (4) and a fixed pattern, cut to `size`.
 pub(super) fn write_raw(key: u64, cookie: u64, size: usize) -> RawKey {
     let mut bytes = Vec::with_capacity(size.max(20));
     bytes.extend_from_slice(&key.to_le_bytes());
@@ -163,7 +163,7 @@ pub(super) fn write_raw(key: u64, cookie: u64, size: usize) -> RawKey {
     RawKey(bytes)
 }
 
-/// Reads a raw key: the key, and as much of the cookie as there is room for, with its mask.
+/// Reads a raw key of `size` bytes. A short one has only a part of the cookie, or none.
 pub(super) fn read_raw(raw: &RawKey, size: usize) -> Result<RawParts> {
     let refuse = |wrong: &'static str| {
         Error::new(ErrorKind::Malformed, "map raw key")
@@ -193,16 +193,16 @@ pub(super) fn read_raw(raw: &RawKey, size: usize) -> Result<RawParts> {
     Ok(parts)
 }
 
-/// Contents of a raw key.
+/// The contents of a raw key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RawParts {
     pub(super) key: u64,
     pub(super) cookie: u64,
-    /// Bits of the cookie that are there.
+    /// The bits of the cookie that the raw key has.
     pub(super) mask: u64,
 }
 
-/// FNV-1a: finds accidents, not attacks (the cookie does that).
+/// Returns the FNV-1a hash, which detects accidental changes. The cookie protects against forgery.
 fn checksum(bytes: &[u8]) -> u32 {
     bytes.iter().fold(0x811c_9dc5, |sum, byte| (sum ^ u32::from(*byte)).wrapping_mul(0x0100_0193))
 }
@@ -230,21 +230,21 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_permutation_loses_nothing(plain: u64) {
+        fn permutation_is_invertible(plain: u64) {
             let permutation = Permutation::random().unwrap();
             prop_assert_eq!(permutation.open(permutation.seal(plain)), plain);
             prop_assert_eq!(permutation.seal(permutation.open(plain)), plain);
         }
 
         #[test]
-        fn wide_keys_lead_back_to_their_region(index: u32, generation: u32) {
+        fn eight_byte_key_contains_its_token(index: u32, generation: u32) {
             let keys = DomainKeys::new(8).unwrap();
             let key = keys.seal(Token { index, generation });
             prop_assert_eq!(keys.open(key), Some((index, KnownGeneration::Whole(generation))));
         }
 
         #[test]
-        fn narrow_keys_hold_index_and_tag(index in 0u32..1 << 24, generation: u32) {
+        fn four_byte_key_contains_index_and_tag(index in 0u32..1 << 24, generation: u32) {
             let keys = DomainKeys::new(4).unwrap();
             let key = keys.seal(Token { index, generation });
             prop_assert_eq!(key, u64::from(index) << 8 | u64::from(generation & 0xff));
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_get_keys_that_share_nothing() {
+    fn keys_of_adjacent_tokens_differ_in_many_bits() {
         let keys = DomainKeys::new(8).unwrap();
         let one = keys.seal(Token { index: 7, generation: 1 });
         let two = keys.seal(Token { index: 7, generation: 2 });
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn two_domains_read_the_same_key_differently() {
+    fn key_of_another_domain_names_another_token() {
         let (a, b) = (DomainKeys::new(8).unwrap(), DomainKeys::new(8).unwrap());
         let token = Token { index: 3, generation: 9 };
         assert_ne!(b.open(a.seal(token)), a.open(a.seal(token)));

@@ -1,14 +1,16 @@
 //! A software NIC inside the process: a real data path to develop against, not a mock.
 //!
-//! [`Loopback`] is the provider, [`Builder`] sets its modes and limits, and [`Faults`] make any call
-//! fail or hold it in flight. The NIC registers every backing that core can pass to a provider, and
-//! its keys cannot be guessed. Every access is checked: key, domain, bounds, rights, authorization
-//! key, endpoint and window. Memory that a region does not own is reached through the kernel's
-//! fault-safe copies, so that absent pages fail the transfer and not the process. The application
-//! or a thread of the domain makes progress.
+//! - [`Loopback`] is the provider, and [`Builder`] sets its modes and limits.
+//! - [`Faults`] makes any call fail, or holds it in flight.
+//! - The NIC registers every backing that core can pass to a provider.
+//! - Keys cannot be guessed. The NIC checks each access: key, domain, bounds, rights, authorization
+//!   key, endpoint and window.
+//! - The NIC copies memory that a region does not own through system calls that report absent
+//!   pages. Such a page fails the transfer and not the process.
+//! - The application, or a thread of the domain, makes progress.
 //!
-//! It is a reference implementation: clear first, fast second. `#[inline]` stands where the transfer
-//! of 8 bytes in `benches/transfer.rs` needs it.
+//! It is a reference implementation: clear first, fast second. `#[inline]` stands where the
+//! transfer of 8 bytes in `benches/transfer.rs` needs it.
 //!
 //! ```
 //! use hmem_core::{MrMode, provider::Provider};
@@ -22,14 +24,13 @@
 //!
 //! # Rules that the man pages leave open
 //!
-//! - An access that is refused does not use up a single-use key; the first one that passes every
-//!   check does.
+//! - The first access that passes every check uses up a single-use key. A refused access does not.
 //! - Every atomic needs REMOTE_WRITE or REMOTE_ATOMIC. Fetching atomics need no right to read. For
 //!   `AtomicRead`, which changes nothing, REMOTE_READ is enough as well.
 //! - Bytes that peers change in a region with RMA_PMEM are persistent before the write or atomic
-//!   completes, as far as the memory can be. If the NIC cannot make them so, the transfer fails.
-//!   Bytes that a transfer brings into local memory are not written back. The method depends on the
-//!   memory:
+//!   completes, if the memory itself is persistent. If the NIC cannot write them back, the transfer
+//!   fails. Bytes that a transfer copies into local memory are not written back. The method depends
+//!   on the memory:
 //!   - mapped pages: `msync(MS_SYNC)` of the touched pages;
 //!   - device DAX, which `msync` refuses: a write-back of the cache lines, if the region owns the
 //!     memory;
@@ -37,8 +38,8 @@
 //!   - memory of a device: the device's flush (`InboundFlush::flush`).
 //! - A message that does not fit its receive ends the receive with Truncated and moves no byte; its
 //!   send succeeds.
-//! - Zero-length accesses need a valid key with the right, and no valid address; they count
-//!   nowhere.
+//! - A zero-length access needs a valid key with the right, but no valid address. No counter counts
+//!   it.
 //!
 //! # Layers
 //!
@@ -46,7 +47,7 @@
 //!
 //! - `faults`, `keys`, `memory`, `progress`, `queue`
 //! - `atomic`, `config`, `region`
-//! - `regions`: the regions of a NIC, and the argument why it never touches a deregistered one
+//! - `regions`: the regions of a NIC, and why it never touches memory of a deregistered region
 //! - `nic`
 //! - `window`
 //! - `domain`
@@ -59,10 +60,11 @@
 //! - `handles`
 //! - `provider`
 //!
-//! # Things this does not do
+//! # Limits
 //!
-//! It does not cross processes, keeps no order between endpoints, and its keys are unguessable, not
-//! cryptographic.
+//! - Both ends of a transfer are in one process.
+//! - Requests of different endpoints execute in any order.
+//! - Keys are hard to guess, but they are not cryptographically secure.
 
 #![deny(unsafe_code)]
 
@@ -92,5 +94,5 @@ pub use config::{Memory, Progress};
 pub use faults::{Call, Faults, Gate};
 pub use provider::{Builder, Loopback};
 
-/// A list that is nearly always one item long.
+/// A list that usually has one item.
 type Few<T> = smallvec::SmallVec<[T; 1]>;

@@ -1,4 +1,4 @@
-//! Messages: their way from a send to the receive that takes them.
+//! Messages: the delivery from a send to a receive.
 
 use std::sync::Arc;
 
@@ -17,9 +17,9 @@ use super::{
 
 /// The bytes of a message.
 enum Content<'a> {
-    /// A copy of the NIC's own.
+    /// A copy that the NIC has kept.
     Kept(&'a [u8]),
-    /// Memory of the sender, which is copied from there.
+    /// Memory of the sender: endpoint, spans and length.
     Sent(&'a EndpointState, &'a [Span<'a>], u64),
 }
 
@@ -32,8 +32,10 @@ impl Content<'_> {
     }
 }
 
-/// Fills the buffer of a receive. The inner result is the receive's; the outer one fails if the
-/// sender is at fault.
+/// Copies a message to the buffer of a receive.
+///
+/// The inner result is that of the receive. The outer result is an error if the sender's side
+/// failed.
 fn fill(owner: &EndpointState, receive: &Receive, content: &Content<'_>) -> Result<Result<u64>> {
     let filled = fill_from(owner, receive, content);
     match filled {
@@ -49,20 +51,20 @@ fn fill_from(
     receive: &Receive,
     content: &Content<'_>,
 ) -> Result<u64, CopyError> {
-    let receivers = |error| CopyError { part: Part::Target, error };
+    let at_receiver = |error| CopyError { part: Part::Target, error };
     let len = content.len();
     if len > receive.capacity {
-        return Err(receivers(
+        return Err(at_receiver(
             Error::new(ErrorKind::Truncated, "receive")
                 .provider("loopback")
                 .context("message", len)
                 .context("buffer", receive.capacity)
-                .remedy("post a buffer that holds the longest message"),
+                .remedy("post a buffer with room for the longest message"),
         ));
     }
-    let side = LocalSide::hold(owner, &receive.local, Access::RECV).map_err(receivers)?;
+    let side = LocalSide::hold(owner, &receive.local, Access::RECV).map_err(at_receiver)?;
     let mut spans = Few::new();
-    side.spans(&receive.local, &mut spans).map_err(receivers)?;
+    side.spans(&receive.local, &mut spans).map_err(at_receiver)?;
     match content {
         Content::Sent(sender, from, len) => {
             let to = memory::head(spans.as_slice(), *len);
@@ -72,7 +74,7 @@ fn fill_from(
             let mut bytes = *bytes;
             for span in memory::head(spans.as_slice(), len).iter() {
                 let (part, rest) = bytes.split_at(span.len() as usize);
-                span.store(part).map_err(receivers)?;
+                span.store(part).map_err(at_receiver)?;
                 bytes = rest;
             }
         }
@@ -80,19 +82,19 @@ fn fill_from(
     Ok(len)
 }
 
-/// Gives kept messages to receives that were posted since; returns how many receives ended.
+/// Delivers kept messages to receives that were posted since. Returns how many receives ended.
 pub(super) fn settle(owner: &EndpointState) -> usize {
     if !owner.inbox.is_unsettled() {
         return 0;
     }
-    // A thread that delivers now settles first, or wakes this domain afterwards.
+    // If another thread delivers now, it settles first or wakes this domain afterwards.
     match owner.inbox.try_lock_delivery() {
         Some(_delivery) => settle_locked(owner),
         None => 0,
     }
 }
 
-/// [`settle`] for a caller that holds the lock of deliveries.
+/// Like [`settle`], for a caller that holds the delivery lock.
 fn settle_locked(owner: &EndpointState) -> usize {
     let mut ended = 0;
     while owner.inbox.is_unsettled()
@@ -111,7 +113,7 @@ fn settle_locked(owner: &EndpointState) -> usize {
     ended
 }
 
-/// Sends the message of a request; returns its length, or `None` if the peer has no room.
+/// Sends the message of a request. Returns its length, or `None` if the peer has no room.
 pub(super) fn send(
     sender: &EndpointState,
     work: &Work,
@@ -122,10 +124,10 @@ pub(super) fn send(
     in_order(target, || deliver(sender, target, work, header, invalidate))
 }
 
-/// Executes a write with immediate data by `write`; returns its length, or `None` if the peer has
-/// neither a receive for it nor room for the data.
+/// Executes a write with immediate data by calling `write`.
 ///
-/// The receive is found before a byte moves: a write that waits for one is executed once.
+/// Returns its length, or `None` if the peer has neither a receive nor room for the data. The
+/// receive is found before a byte moves, so that a write that waits for a receive executes once.
 pub(super) fn write(
     sender: &EndpointState,
     work: &Work,
@@ -140,7 +142,7 @@ pub(super) fn write(
             Room::Kept => None,
             Room::None => return Ok(None),
         };
-        // A copy engine that was called may have closed the receiver on this very thread.
+        // A copy engine may have closed the receiver on this thread.
         let open = |len| {
             if target.is_closed() { Err(unreachable_peer(work.peer)) } else { Ok(len) }
         };
@@ -163,7 +165,7 @@ pub(super) fn write(
     })
 }
 
-/// Delivers to a target after everything that came to it before.
+/// Calls `deliver` after the messages that arrived earlier were delivered to the target.
 fn in_order<T>(target: &EndpointState, deliver: impl FnOnce() -> T) -> T {
     let delivered = {
         let _delivery = target.inbox.lock_delivery();
@@ -176,11 +178,11 @@ fn in_order<T>(target: &EndpointState, deliver: impl FnOnce() -> T) -> T {
     delivered
 }
 
-/// Puts a receive back that a failed request had taken.
+/// Returns the receive of a failed request to the target's inbox.
 fn put_back(target: &EndpointState, receive: Receive) {
     target.inbox.put_back(receive);
     if target.is_closed() {
-        // The cancellation of the others did not find it.
+        // The close that canceled the other receives has missed this one.
         target.cancel_receives();
     }
 }
@@ -197,7 +199,7 @@ fn deliver(
     side.spans(&work.local, &mut spans)?;
     let len: u64 = spans.iter().map(Span::len).sum();
     let doomed = match invalidate {
-        // A mapped key is a number of the sender's domain: no window has one.
+        // A mapped key is a number in the sender's domain, which no window has.
         Some(key) if key.mapped => return Err(Refusal::Dead.of_key()),
         Some(key) => {
             let window = target.domain.windows.find_to_invalidate(key.number, target.id())?;
@@ -212,8 +214,8 @@ fn deliver(
         Room::Kept => None,
         Room::None => return Ok(None),
     };
-    // Mapped and staged memory goes straight to the receive, and its copy says which side failed.
-    // Other memory is read first, so that a failure to read it is the sender's.
+    // Mapped and staged memory is copied directly to the receive, and the copy reports the side
+    // that failed. Other memory is read first, so that a failed read is an error of the sender.
     let direct = spans
         .iter()
         .all(|span| matches!(span, Span::Direct { mapping: None, .. }) || span.staged().is_some());
@@ -224,8 +226,7 @@ fn deliver(
             memory::gather(spans.as_slice(), len)
         }
     });
-    // A copy engine that was called may have closed the receiver on this very thread, which waits
-    // for nothing.
+    // A copy engine may have closed the receiver on this thread, without waiting for the delivery.
     let read = read.and_then(|bytes| {
         if target.is_closed() { Err(unreachable_peer(work.peer)) } else { Ok(bytes) }
     });

@@ -9,7 +9,7 @@ use hmem_core::{Error, ErrorKind, Result, provider::ProviderAttr};
 
 use super::{atomic::AtomicLocks, config::Config, regions::Regions};
 
-/// A NIC. Its domains share it.
+/// A software NIC, shared by its domains.
 pub(super) struct Nic {
     pub(super) attr: ProviderAttr,
     pub(super) config: Config,
@@ -39,12 +39,15 @@ impl Nic {
         }
     }
 
-    /// Numbers a new domain; numbers are not reused.
+    /// Returns the number of a new domain. Numbers are not reused.
     pub(super) fn number_domain(&self) -> u32 {
         self.last_domain.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Counts a registration of `bytes` against the limits, where there are any.
+    /// Counts a registration of `bytes` against the limits that are set.
+    ///
+    /// # Errors
+    /// OutOfResources beyond a limit.
     pub(super) fn reserve(&self, bytes: u64) -> Result<()> {
         if self.config.limit_regions {
             take(&self.registered, 1, self.attr.max_mr_count, "max_mr_count")?;
@@ -60,7 +63,7 @@ impl Nic {
         Ok(())
     }
 
-    /// Takes back what [`Nic::reserve`] counted.
+    /// Undoes [`Nic::reserve`].
     pub(super) fn release(&self, bytes: u64) {
         if self.config.limit_regions {
             self.registered.fetch_sub(1, Ordering::Relaxed);
@@ -88,7 +91,7 @@ fn take(used: &AtomicU64, more: u64, limit: u64, name: &'static str) -> Result<(
             .context("limit", name)
             .context("value", limit)
             .context("in use", now)
-            .context("asked for", more)
+            .context("requested", more)
             .remedy("close regions, or raise the limit")
     })
 }

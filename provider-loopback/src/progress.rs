@@ -1,4 +1,4 @@
-//! A domain's progress thread, and how it is woken.
+//! The progress thread of a domain, and the signal that wakes it.
 
 use std::{
     sync::{
@@ -19,7 +19,7 @@ pub(super) struct Wake {
 }
 
 impl Wake {
-    /// Tells the thread that there may be something to execute.
+    /// Wakes the thread because there may be a request to execute.
     pub(super) fn wake(&self) {
         if let Some(thread) = self.thread.get()
             && !self.pending.swap(true, Ordering::AcqRel)
@@ -29,7 +29,7 @@ impl Wake {
     }
 }
 
-/// A domain's progress thread. Dropping it stops the thread.
+/// The progress thread of a domain. Dropping the value stops the thread.
 #[derive(Debug)]
 pub(super) struct ProgressThread {
     handle: Option<JoinHandle<()>>,
@@ -37,8 +37,9 @@ pub(super) struct ProgressThread {
 }
 
 impl ProgressThread {
-    /// Starts a thread that calls `step`, which returns how many requests ended, until nothing is
-    /// left to do, and again after each wake. Before the thread ends it calls `close`.
+    /// Starts a thread that calls `step` until no request ends, and again after each wake.
+    ///
+    /// `step` returns how many requests ended. The thread calls `close` before it stops.
     pub(super) fn start(
         name: String,
         wake: &Arc<Wake>,
@@ -72,8 +73,8 @@ impl Drop for ProgressThread {
         self.wake.stop.store(true, Ordering::Release);
         let Some(handle) = self.handle.take() else { return };
         handle.thread().unpark();
-        // The domain may be dropped by the thread itself, from within a copy engine that it called;
-        // the thread then closes the domain when it comes back from there.
+        // A copy engine that the thread called may drop the domain on that thread. The thread then
+        // closes the domain after the copy engine returns.
         if handle.thread().id() != thread::current().id() && handle.join().is_err() {
             tracing::error!("the progress thread of a loopback domain panicked");
         }

@@ -1,4 +1,4 @@
-//! The fabric as a provider, and its builder.
+//! The provider, a fabric of software NICs, and its builder.
 
 use std::{fmt, sync::Arc};
 
@@ -17,7 +17,7 @@ use super::{
     nic::Nic,
 };
 
-/// A fabric of software NICs. Endpoints of all its domains find one another by name.
+/// A fabric of software NICs. Endpoints of all its domains can connect by name.
 #[derive(Clone, Debug)]
 pub struct Loopback {
     fabric: Arc<Fabric>,
@@ -67,7 +67,7 @@ impl Provider for Loopback {
     }
 }
 
-/// The name of a NIC, and its PCI address if it has one of its own.
+/// The name of a NIC, and its own PCI address if it has one.
 type NicName = (String, Option<String>);
 
 /// Builds a [`Loopback`].
@@ -94,7 +94,7 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// Adds a NIC; without any there is one named `loop0`.
+    /// Adds a NIC. A fabric without any gets a NIC named `loop0`.
     pub fn nic(mut self, name: impl Into<String>) -> Self {
         self.names.push((name.into(), None));
         self
@@ -113,81 +113,83 @@ impl Builder {
         self
     }
 
-    /// The mr_mode bits that an application must offer. Default: none.
+    /// Sets the mr_mode bits that the application must offer. Default: none.
     pub fn needs(mut self, modes: MrMode) -> Self {
         self.config.attr.required_mr_mode = modes;
         self
     }
 
-    /// The mr_mode bits that BASIC may force. Default: those that BASIC stands for.
+    /// Sets the mr_mode bits that BASIC may force. Default: all that BASIC stands for.
     pub fn can(mut self, modes: MrMode) -> Self {
         self.config.attr.basic_mr_mode = modes;
         self
     }
 
-    /// Bytes of a key: 4 (24-bit index, 8-bit tag) or 8 (salted per domain). Default: 8.
+    /// Sets the size of keys: 4 bytes (24-bit index, 8-bit tag) or 8 bytes (scrambled by a secret
+    /// of the domain). Default: 8.
     pub fn key_size(mut self, bytes: usize) -> Self {
         self.config.attr.key_size = bytes;
         self
     }
 
-    /// Bytes of a raw key, 8 or more. Default: 32.
+    /// Sets the size of raw keys, at least 8 bytes. Default: 32.
     pub fn raw_key_size(mut self, bytes: usize) -> Self {
         self.config.attr.raw_key_size = bytes;
         self
     }
 
-    /// Bytes of immediate data that messages and writes carry, 8 at most. 0 for none. Default: 8.
+    /// Sets the size of immediate data, at most 8 bytes; 0 disables immediate data. Default: 8.
     pub fn cq_data_size(mut self, bytes: usize) -> Self {
         self.config.attr.cq_data_size = bytes;
         self
     }
 
-    /// Ranges in one region, at least 1. Default: 16.
+    /// Sets the maximum number of ranges in a region, at least 1. Default: 16.
     pub fn mr_iov_limit(mut self, ranges: usize) -> Self {
         self.config.attr.mr_iov_limit = ranges;
         self
     }
 
-    /// Bytes in one region. Default: no limit.
+    /// Sets the maximum number of bytes in a region. Default: no limit.
     pub fn max_mr_size(mut self, bytes: u64) -> Self {
         self.config.attr.max_mr_size = bytes;
         self
     }
 
-    /// Regions at once on a NIC. Default: 2^24.
+    /// Sets the maximum number of live regions of a NIC. Default: 2^24.
     pub fn max_mr_count(mut self, regions: u64) -> Self {
         self.config.attr.max_mr_count = regions.min(MAX_REGIONS);
         self.config.limit_regions = true;
         self
     }
 
-    /// Bytes that registrations may hold at once on a NIC, like RLIMIT_MEMLOCK: each region counts,
-    /// the same pages again too. Default: no limit.
+    /// Sets the maximum number of bytes in all live regions of a NIC. Default: no limit.
+    ///
+    /// As with `RLIMIT_MEMLOCK`, pages that are in several regions count once for each.
     pub fn max_pinned_bytes(mut self, bytes: u64) -> Self {
         self.config.max_pinned_bytes = Some(bytes);
         self
     }
 
-    /// Sets the kinds of memory that the NICs import. Default: dma-buf fds and staged memory.
+    /// Sets the kinds of memory that the NICs import. Default: dma-bufs and staged memory.
     pub fn imports(mut self, imports: Imports) -> Self {
         self.config.attr.imports = imports;
         self
     }
 
-    /// The page sizes that registrations may ask for, in bytes. Default: those of this machine.
+    /// Sets the page sizes that a registration may request. Default: those of this machine.
     pub fn page_sizes(mut self, sizes: impl Into<Vec<usize>>) -> Self {
         self.config.attr.page_sizes = sizes.into();
         self
     }
 
-    /// The registration flags that are honoured. Default: all.
+    /// Sets the registration flags that the NICs support. Default: all.
     pub fn flags(mut self, flags: MrFlags) -> Self {
         self.config.attr.flags = flags;
         self
     }
 
-    /// The window types. Default: all.
+    /// Sets the types of memory windows that the NICs have. Default: all.
     pub fn windows(mut self, types: impl Into<Vec<WindowType>>) -> Self {
         self.config.windows = types.into();
         self
@@ -199,14 +201,15 @@ impl Builder {
         self
     }
 
-    /// Bytes of messages that an endpoint keeps before a receive is posted; beyond it they wait at
-    /// the sender. Default: 1 MiB.
+    /// Sets how many bytes of messages an endpoint keeps before their receives are posted.
+    ///
+    /// Further messages wait at their senders. Default: 1 MiB.
     pub fn unexpected_bytes(mut self, bytes: u64) -> Self {
         self.config.unexpected_bytes = bytes;
         self
     }
 
-    /// Sets the pages that host registrations reach. Default: [`Memory::Follow`].
+    /// Sets the pages that host regions use. Default: [`Memory::Follow`].
     pub fn memory(mut self, memory: Memory) -> Self {
         self.config.memory = memory;
         self
@@ -221,17 +224,22 @@ impl Builder {
         self
     }
 
-    /// Sets the faults, by which tests inject failures and hold calls in flight.
+    /// Sets the faults, with which tests make calls fail or hold them in flight.
     pub fn faults(mut self, faults: &Faults) -> Self {
         self.config.faults = faults.clone();
         self
     }
 
-    /// Builds the fabric: endpoints of all its NICs and domains find one another.
+    /// Builds the fabric.
     ///
     /// # Errors
-    /// InvalidArgument for a key size other than 4 and 8, a raw key size below 8, immediate data of
-    /// more than 8 bytes, an iov limit of 0, unknown mode bits, BASIC or SCALABLE among the needs, or two NICs of one name.
+    /// InvalidArgument for:
+    ///
+    /// - a key size other than 4 and 8, or a raw key size below 8;
+    /// - immediate data of more than 8 bytes;
+    /// - a limit of 0 ranges;
+    /// - unknown bits, BASIC or SCALABLE in [`Builder::needs`];
+    /// - two NICs with the same name.
     pub fn build(mut self) -> Result<Loopback> {
         let attr = &self.config.attr;
         let refuse = |what: &'static str, value: &dyn fmt::Display, remedy: &'static str| {
@@ -241,37 +249,37 @@ impl Builder {
                 .remedy(remedy))
         };
         if !matches!(attr.key_size, 4 | 8) {
-            return refuse("key_size", &attr.key_size, "a key has 4 or 8 bytes");
+            return refuse("key_size", &attr.key_size, "set a key size of 4 or 8 bytes");
         }
         if attr.raw_key_size < 8 {
             return refuse(
                 "raw_key_size",
                 &attr.raw_key_size,
-                "a raw key holds at least the 8 bytes of a key",
+                "set a raw key size of at least 8 bytes",
             );
         }
         if attr.cq_data_size > 8 {
             return refuse(
                 "cq_data_size",
                 &attr.cq_data_size,
-                "immediate data has 8 bytes at most",
+                "set at most 8 bytes of immediate data",
             );
         }
         if attr.mr_iov_limit == 0 {
-            return refuse("mr_iov_limit", &0, "a region has at least one range");
+            return refuse("mr_iov_limit", &0, "allow at least one range in a region");
         }
         let required = attr.required_mr_mode;
         if required.intersects(MrMode::BASIC | MrMode::SCALABLE)
             || !MrMode::all().contains(required)
         {
-            return refuse("needs", &required, "name single mode bits");
+            return refuse("needs", &required, "set known mode bits other than BASIC and SCALABLE");
         }
         if self.names.is_empty() {
             self.names.push(("loop0".into(), None));
         }
         for (at, (name, _)) in self.names.iter().enumerate() {
             if self.names[..at].iter().any(|(earlier, _)| earlier == name) {
-                return refuse("nic", name, "NIC names are unique");
+                return refuse("nic", name, "give each NIC a name of its own");
             }
         }
         Loopback::new(&self.names, &self.config)

@@ -1,5 +1,4 @@
-//! Completion queues: completions on their way to the application, and the threads that sleep
-//! until there are some.
+//! Completion queues, and the threads that wait for completions.
 
 use std::{
     collections::VecDeque,
@@ -12,25 +11,26 @@ use hmem_core::{Errno, Error, ErrorKind, Result, transfer::Completion};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::event::{EventfdFlags, eventfd};
 
-/// Completions on their way to the application.
+/// The completions that the application has not read.
 #[derive(Debug)]
 pub(super) struct Queue {
     depth: usize,
     state: Mutex<State>,
     arrived: Condvar,
-    /// Made when it is first asked for. Written while it is armed, under the lock of the state.
+    /// Created at first use. Written only while armed, under the lock of `state`.
     event: OnceLock<OwnedFd>,
 }
 
 #[derive(Debug)]
 struct State {
     entries: VecDeque<Completion>,
+    /// Set once a completion was lost.
     overrun: bool,
-    /// The domain is gone, and nothing completes any more.
+    /// Set once the domain is closed. No request completes afterwards.
     closed: bool,
-    /// Threads that sleep.
+    /// The number of waiting threads.
     sleeping: usize,
-    /// The next change makes the event fd readable.
+    /// Set if the next change makes the event fd readable.
     armed: bool,
 }
 
@@ -42,7 +42,7 @@ impl Queue {
         Self { depth, state: Mutex::new(state), arrived, event }
     }
 
-    /// Adds a completion; one that finds no room is lost, and the queue is overrun.
+    /// Adds a completion. If the queue is full, the completion is lost and the queue is overrun.
     #[inline]
     pub(super) fn push(&self, completion: Completion) {
         let mut state = self.state.lock();
@@ -58,11 +58,11 @@ impl Queue {
             drop(state);
         }
         if !fits {
-            tracing::error!(depth = self.depth, "a completion queue was overrun");
+            tracing::error!(depth = self.depth, "completion queue overrun: a completion is lost");
         }
     }
 
-    /// Notes that the domain is gone.
+    /// Marks the queue closed, because its domain is, and wakes the waiting threads.
     pub(super) fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;
@@ -75,19 +75,20 @@ impl Queue {
             && let Some(event) = self.event.get()
             && let Err(errno) = rustix::io::write(event, &1u64.to_ne_bytes())
         {
-            tracing::error!(%errno, "a completion channel could not be signaled");
+            tracing::error!(%errno, "cannot signal a completion channel");
         }
         drop(state);
         self.arrived.notify_all();
     }
 
-    /// Moves at most `max` completions to `out`; returns how many.
+    /// Moves at most `max` completions to `out` and returns their number.
     #[inline]
     pub(super) fn pop(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
         self.state.lock().pop(out, max, self.depth)
     }
 
-    /// Moves at most `max` completions to `out`, and sleeps until `deadline` while there are none.
+    /// Like [`Queue::pop`], but waits until `deadline` while there is no completion.
+    ///
     /// `None` stands for no deadline.
     pub(super) fn wait(
         &self,
@@ -117,7 +118,7 @@ impl Queue {
         }
     }
 
-    /// The event fd, made now if it is not yet.
+    /// Returns the event fd. Creates it at the first call.
     pub(super) fn event(&self) -> Result<BorrowedFd<'_>> {
         if let Some(event) = self.event.get() {
             return Ok(event.as_fd());
@@ -128,17 +129,18 @@ impl Queue {
         Ok(self.event.get_or_init(|| made).as_fd())
     }
 
-    /// Arms the event fd; returns false if the caller must not sleep.
+    /// Arms the event fd. Returns false if there are completions, so that the caller must not
+    /// sleep.
     pub(super) fn arm(&self) -> Result<bool> {
         let event = self.event()?;
         let mut state = self.state.lock();
-        // Nothing to read is an error of the call, and what is wanted.
-        let _ = rustix::io::read(event, &mut [0; 8]);
+        // Resets the fd. The read fails if the fd was not readable, which is the usual case.
+        let _was_unreadable = rustix::io::read(event, &mut [0; 8]).is_err();
         state.armed = false;
         if !state.entries.is_empty() {
             return Ok(false);
         }
-        // An overrun is an error here too.
+        // Reports an overrun.
         state.pop(&mut Vec::new(), 0, self.depth)?;
         state.check_open()?;
         state.armed = true;
@@ -155,7 +157,8 @@ impl State {
                 .provider("loopback")
                 .context("depth", depth)
                 .remedy(
-                    "the queue was overrun and lost completions: open it deeper, or read it more often",
+                    "the queue was full and lost completions: open a deeper one, or read it more \
+                     often",
                 ));
         }
         out.extend(self.entries.drain(..count));
@@ -169,6 +172,6 @@ impl State {
         Err(Error::new(ErrorKind::BadState, "wait for completions")
             .provider("loopback")
             .context("why", "the domain of the queue is closed")
-            .remedy("nothing completes to this queue any more: drop it"))
+            .remedy("drop the queue: no request completes to it any more"))
     }
 }

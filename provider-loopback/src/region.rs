@@ -1,4 +1,4 @@
-//! A region: its memory, who may reach it, and which bytes an access to it means.
+//! A region: its memory, the checks of an access, and the bytes that an access names.
 
 use std::sync::{
     Arc, OnceLock,
@@ -27,66 +27,69 @@ pub(super) struct Region {
     enabled: AtomicBool,
     /// Set once a single-use key was used.
     spent: AtomicBool,
-    /// Made with the first counter: most regions have none.
+    /// Created with the first counter, because most regions have none.
     counters: OnceLock<Mutex<Vec<Arc<Counter>>>>,
-    /// The only endpoint through which the region can be reached, by its number.
+    /// The number of the endpoint that the region is bound to. Other endpoints are refused.
     endpoint: OnceLock<u64>,
 }
 
-/// Properties that a registration decides. Only deregistration and refresh change them.
+/// The properties that the registration sets. Only deregistration and refresh change them.
 #[derive(Debug)]
 pub(super) struct RegionAttr {
-    /// Bytes in all.
+    /// The number of bytes in all pieces.
     pub(super) len: u64,
     pub(super) access: Access,
     pub(super) addressing: Addressing,
-    /// Pieces in zero-based order; none once the region is deregistered.
+    /// The pieces in the order of their offsets. Empty once the region is deregistered.
     pub(super) pieces: Few<RegionPiece>,
-    /// The authorization key, if it is not the domain's.
+    /// The authorization key, if it differs from the domain's.
     pub(super) auth_key: Option<AuthKey>,
-    /// The pages that may be touched, where the application says so (MMU_NOTIFY).
+    /// MMU_NOTIFY: the pages that the application has announced, which alone may be touched.
     pub(super) promises: Option<Arc<RwLock<Promises>>>,
-    /// The region of which this is a part.
+    /// The region that a sub-region was registered on.
     pub(super) parent: Option<Token>,
-    /// The region that has the pages, for a part of it or of one of its parts.
+    /// The region whose pages a sub-region uses: its parent or the parent's root.
     pub(super) root: Option<Token>,
     /// RMA_PMEM: the NIC makes peers' writes persistent before they complete.
     pub(super) persistent: bool,
-    /// MR_SINGLE_USE: the key is good for one access of a peer.
+    /// MR_SINGLE_USE: the key is valid for one access of a peer.
     pub(super) single_use: bool,
-    /// Set if the region can be used from the start.
+    /// Set if the region is enabled at registration.
     pub(super) enabled: bool,
 }
 
-/// A piece of a region, or a part of a piece for a sub-region.
+/// A contiguous piece of a region. A sub-region has parts of its parent's pieces.
 #[derive(Clone, Debug)]
 pub(super) struct RegionPiece {
     /// The application's addresses.
     pub(super) range: AddressRange,
     pub(super) memory: PieceMemory,
-    /// Start of the piece in `memory`.
+    /// The position of the piece in `memory`.
     pub(super) at: u64,
 }
 
-/// Start of an access.
+/// The first byte of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AccessStart {
-    /// Bytes from the start of the region.
+    /// An offset in the region.
     Offset(u64),
-    /// An address of the application.
+    /// A virtual address of the application.
     Address(u64),
 }
 
-/// Reason why a region cannot be used.
+/// The reason why a region cannot be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
+    /// The key or handle names no live region.
     Dead,
+    /// The region is not enabled yet.
     Disabled,
+    /// The region's pages are being refreshed.
     Refreshing,
 }
 
 impl RegionAttr {
-    /// Copies the parts of the pieces that a sub-region covers.
+    /// Returns the parts of the pieces that a sub-region covers.
     pub(super) fn part(&self, offset: u64, len: u64) -> Few<RegionPiece> {
         let (mut skip, mut left) = (offset, len);
         let mut parts = Few::new();
@@ -128,7 +131,7 @@ impl Region {
         self.enabled.store(true, Ordering::Release);
     }
 
-    /// Checks that the region can be used now, by a peer's key or by the domain's own handle.
+    /// Checks that the region can be used now, through a peer's key or a handle of the domain.
     #[inline]
     pub(super) fn check_usable(&self, by_key: bool) -> Result<(), Refusal> {
         if by_key && self.attr.single_use && self.spent.load(Ordering::Acquire) {
@@ -137,7 +140,7 @@ impl Region {
         if self.enabled.load(Ordering::Acquire) { Ok(()) } else { Err(Refusal::Disabled) }
     }
 
-    /// Uses up the key if it is good for one use only. Returns false if another access was first.
+    /// Uses up a single-use key. Returns false if another access has used it before.
     #[inline]
     pub(super) fn spend(&self) -> bool {
         !self.attr.single_use || !self.spent.swap(true, Ordering::AcqRel)
@@ -147,7 +150,7 @@ impl Region {
         self.counters.get_or_init(Mutex::default).lock().push(Arc::clone(counter));
     }
 
-    /// Returns whether counters are bound to the region.
+    /// Returns true if counters are bound to the region.
     pub(super) fn has_counters(&self) -> bool {
         self.counters.get().is_some()
     }
@@ -164,12 +167,14 @@ impl Region {
         self.endpoint.set(endpoint).is_ok()
     }
 
-    /// The number of the endpoint to which the region is bound.
+    /// Returns the number of the endpoint that the region is bound to.
     pub(super) fn endpoint(&self) -> Option<u64> {
         self.endpoint.get().copied()
     }
 
-    /// Host memory that the region does not own, whose pages may change, with its pinned pages.
+    /// Returns the ranges of host memory that the region does not own, with their pinned pages.
+    ///
+    /// The application may change the pages of such ranges.
     pub(super) fn borrowed(&self) -> impl Iterator<Item = (AddressRange, Option<&Arc<Pinned>>)> {
         self.attr.pieces.iter().filter_map(|piece| match &piece.memory {
             PieceMemory::Borrowed => Some((piece.range, None)),
@@ -178,8 +183,7 @@ impl Region {
         })
     }
 
-    /// Makes bytes of the region that were just written persistent, and flushes each device whose
-    /// memory is in the region.
+    /// Makes written bytes of the region persistent, and flushes each device with memory in it.
     pub(super) fn persist(&self, spans: &[Span<'_>], registry: &Registry) -> Result<()> {
         for span in spans {
             span.persist()?;
@@ -200,7 +204,7 @@ impl Region {
         Ok(())
     }
 
-    /// Start of an access with a peer's address.
+    /// Returns the first byte of an access to a peer's address.
     pub(super) fn access_start(&self, address: u64) -> AccessStart {
         match self.attr.addressing {
             Addressing::ZeroBased => AccessStart::Offset(address),
@@ -208,7 +212,10 @@ impl Region {
         }
     }
 
-    /// Finds the bytes of an access of at least one byte; all of it lies inside, or the call fails.
+    /// Adds the bytes of an access of at least one byte to `into`.
+    ///
+    /// # Errors
+    /// OutOfBounds unless every byte lies in the region.
     #[inline]
     pub(super) fn spans<'a>(
         &'a self,
@@ -263,8 +270,10 @@ impl Region {
         Ok(())
     }
 
-    /// Offset of an address in the run of all pieces, if the access of at least one byte stays in
-    /// one run of addresses there.
+    /// Returns the offset of an address in the region.
+    ///
+    /// Returns `None` unless all `len` bytes from the address lie in adjacent pieces with
+    /// consecutive addresses. `len` is at least 1.
     pub(super) fn offset_of(&self, address: u64, len: u64) -> Option<u64> {
         let pieces = &self.attr.pieces;
         let mut run = 0;
@@ -295,7 +304,7 @@ impl Refusal {
             Self::Dead => Error::new(ErrorKind::InvalidKey, "transfer")
                 .provider("loopback")
                 .remedy("ask the peer for the key of a region that is open"),
-            _ => self.not_now("the peer's region"),
+            _ => self.unusable("the peer's region"),
         }
     }
 
@@ -305,11 +314,11 @@ impl Refusal {
             Self::Dead => Error::new(ErrorKind::NoRegion, "transfer")
                 .provider("loopback")
                 .remedy("keep the region of a descriptor open until the transfer completes"),
-            _ => self.not_now("the local region"),
+            _ => self.unusable("the local region"),
         }
     }
 
-    fn not_now(self, region: &'static str) -> Error {
+    fn unusable(self, region: &'static str) -> Error {
         let why = match self {
             Self::Disabled => "not enabled",
             Self::Refreshing => "being refreshed",
@@ -322,7 +331,7 @@ impl Refusal {
     }
 }
 
-/// Returns the error for a missing right: any right of `any_of` would be enough.
+/// Returns the error for a region or window without any right in `any_of`.
 pub(super) fn denied(side: &'static str, any_of: Access) -> Error {
     Error::new(ErrorKind::AccessDenied, "transfer")
         .provider("loopback")
@@ -340,5 +349,5 @@ fn outside(start: AccessStart, len: u64, region: u64) -> Error {
     error
         .context("length", len)
         .context("region", format_args!("{region} bytes"))
-        .remedy("every byte of an access lies in the region that its key names")
+        .remedy("access only bytes of the region that the key names")
 }

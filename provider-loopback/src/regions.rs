@@ -1,31 +1,36 @@
-//! A NIC's table of regions.
+//! The region table of a NIC.
 //!
 //! # Use and deregistration
 //!
 //! Each region has a lock. A transfer takes the lock's *read* guard ([`RegionGuard`]) before it
-//! looks at the region's memory, and keeps it until its last byte has moved. Deregistration and
-//! refresh take the *write* guard, and so wait for every transfer that uses the region.
+//! reads or writes the region's memory, and keeps it until its last byte has moved. Deregistration
+//! and refresh take the *write* guard, and so wait for every transfer that uses the region.
 //!
-//! The pages of a sub-region are those of its *root*, the region that was registered with them. A
-//! transfer through a sub-region has the read guards of both, and a refresh takes the write guard
-//! of the root. It thus waits for every transfer that uses the pages, by whatever sub-region.
+//! A sub-region uses the pages of its *root*, the region that was registered with them. A transfer
+//! through a sub-region has the read guards of both. A refresh takes the write guard of the root,
+//! and so waits for the transfers of all sub-regions too.
 //!
-//! **A deregistered region is never touched.** A transfer takes its read guard under the lock of
-//! the table, which holds the region then. [`Regions::remove`] first takes the region out of the
-//! table, so that no new guard can be taken, then waits for the guards that exist, and then drops
-//! the region's memory. When it returns there is no guard, and there will be none.
+//! **The NIC never touches memory of a deregistered region.** A transfer takes its read guard under
+//! the lock of the table, while the table contains the region. [`Regions::remove`] does three
+//! steps:
 //!
-//! **Nobody waits for itself.** [`Regions::hold`] never blocks: it refuses a region whose write
-//! guard is taken or waited for. One region can therefore be on both sides of a transfer, even if
-//! its deregistration begins between the two holds: the second one fails. Nobody waits for the
-//! lock of a region while holding the table's. A copy engine that deregisters the region of the
-//! transfer that called it, or refreshes its pages, would wait for itself.
+//! 1. It takes the region out of the table, so that no transfer can take a new guard.
+//! 2. It waits for the existing guards.
+//! 3. It drops the region's memory.
+//!
+//! **A transfer does not deadlock with itself.** [`Regions::hold`] never blocks. It refuses a
+//! region that has a write guard, or for which a thread waits for one. So one region can be on both
+//! sides of a transfer: if its deregistration begins between the two holds, the second hold fails.
+//! No thread waits for the lock of a region while it has the lock of the table. One deadlock
+//! remains: a copy engine must neither deregister nor refresh a region of the transfer that called
+//! it.
 //!
 //! # Keys and indices
 //!
-//! A token is an index and a generation, which counts the lives of the index: a handle or key of an
-//! earlier life leads nowhere. An index whose generations are used up is retired. Where keys are
-//! narrow, they hold only 8 bits of the generation; freed indices then rest before they are reused.
+//! A token is an index and a generation, which counts the uses of the index. A handle or key of an
+//! earlier generation names no region. An index is not used again after its last generation. Keys
+//! of 4 bytes have only 8 bits of the generation, so that freed indices then wait before their
+//! reuse.
 
 use std::{
     collections::{VecDeque, hash_map::Entry},
@@ -48,11 +53,11 @@ use super::{
 
 type ReadGuard = ArcRwLockReadGuard<RawRwLock, Region>;
 
-/// A region in use: neither deregistered nor refreshed until the guard is dropped.
+/// A region in use. It is neither deregistered nor refreshed until the guard is dropped.
 #[derive(Debug)]
 pub(super) struct RegionGuard {
     region: ReadGuard,
-    /// The region that has the pages, if this one is a part of it.
+    /// The root, if the region is a sub-region.
     _root: Option<ReadGuard>,
 }
 
@@ -65,11 +70,11 @@ impl Deref for RegionGuard {
     }
 }
 
-/// A region whose pages have no users, and get no new ones until the guard is dropped.
+/// A region whose pages no transfer uses until the guard is dropped.
 #[derive(Debug)]
 pub(super) struct RefreshGuard {
     root: ArcRwLockWriteGuard<RawRwLock, Region>,
-    /// The region, if it is a part of the root.
+    /// The region, if it is a sub-region of the root.
     part: Option<ReadGuard>,
 }
 
@@ -81,7 +86,7 @@ impl Deref for RefreshGuard {
     }
 }
 
-/// Freed indices that rest if keys are narrow.
+/// The number of freed indices that wait for their reuse, with keys of 4 bytes.
 const RESTING: usize = 256;
 
 /// Counts of the open regions of a domain.
@@ -95,9 +100,9 @@ pub(super) struct Counts {
 /// Key of a new region.
 #[derive(Clone, Copy)]
 pub(super) enum NewKey<'a> {
-    /// The application's own.
+    /// The key that the application requested.
     Requested(u64),
-    /// Made by the NIC for this domain.
+    /// A key that the NIC makes for this domain.
     Sealed(&'a DomainKeys),
 }
 
@@ -108,8 +113,8 @@ pub(super) struct Regions {
 
 struct State {
     slots: Slots,
-    /// Indices by domain and requested key. The application's own regions are the only ones whose
-    /// lookups its choice of keys can slow down.
+    /// Indices by domain and requested key. The hash is not secret: an application that chooses
+    /// colliding keys slows down only its own lookups.
     requested: FxHashMap<(u32, u64), u32>,
 }
 
@@ -118,7 +123,7 @@ struct Slots {
     all: Vec<Slot>,
     /// Free indices, the oldest first.
     free: VecDeque<u32>,
-    /// The number of freed indices that rest; the oldest of more is reused.
+    /// The number of freed indices that wait. The oldest is reused only if there are more.
     resting: usize,
 }
 
@@ -131,21 +136,21 @@ struct Live {
     domain: u32,
     /// The number of windows and sub-regions that keep the region from being removed.
     dependents: u32,
-    /// The requested key, if the key is one.
+    /// The key, if the application requested it.
     requested: Option<u64>,
-    /// Bytes of pages; none for a part of another region.
+    /// The number of registered bytes. `None` for a sub-region, which uses the pages of its root.
     pinned: Option<u64>,
-    /// The region that has the pages, for a part of it. It is live as long as this one is, which
-    /// is among its dependents or theirs.
+    /// The root of a sub-region. It stays live as long as its sub-regions, which are its dependents
+    /// or dependents of these.
     root: Option<Token>,
     region: Arc<RwLock<Region>>,
 }
 
 impl Slots {
-    /// Takes a free index, or the next one that was never used.
+    /// Takes a free index, or the next unused one.
     fn take(&mut self) -> Result<Token> {
         let fresh = self.all.len();
-        // A free index is preferred to a fresh one unless it has to rest.
+        // Free indices come first, except those that wait.
         if self.free.len() <= self.resting && fresh < MAX_REGIONS as usize {
             self.all.push(Slot { generation: 1, live: None });
             return Ok(Token { index: fresh as u32, generation: 1 });
@@ -154,7 +159,7 @@ impl Slots {
         Ok(Token { index, generation: self.all[index as usize].generation })
     }
 
-    /// Frees an index for its next generation; one that has none left is retired.
+    /// Frees an index for its next generation. After the last generation it is not used again.
     fn free(&mut self, index: u32) {
         let slot = &mut self.all[index as usize];
         if let Some(next) = slot.generation.checked_add(1) {
@@ -168,7 +173,7 @@ impl Slots {
         slot.live.as_ref().filter(|_| known.matches(slot.generation))
     }
 
-    /// The live region of a handle of the domain.
+    /// Returns the live region of a handle of the domain.
     fn find(&self, domain: u32, token: Token) -> Option<&Live> {
         let known = KnownGeneration::Whole(token.generation);
         self.live(token.index, known).filter(|live| live.domain == domain)
@@ -179,8 +184,10 @@ impl Slots {
         Some(self.find(live.domain, root).expect("a region with dependents is not removed"))
     }
 
-    /// Holds a region that the table has, under the table's lock. Its write guard can then be a
-    /// refresh's only: [`Regions::remove`] takes one after the region has left the table.
+    /// Takes the read guard of a region in the table, under the table's lock.
+    ///
+    /// Only a refresh can have the write guard then: [`Regions::remove`] takes it after it removed
+    /// the region from the table.
     #[inline]
     fn hold(&self, live: &Live, by_key: bool) -> Result<RegionGuard, Refusal> {
         let region = live.region.try_read_arc().ok_or(Refusal::Refreshing)?;
@@ -197,7 +204,7 @@ impl Slots {
         self.all[token.index as usize].live.as_mut()
     }
 
-    /// The live regions of a domain, with their tokens.
+    /// Returns the live regions of a domain, with their tokens.
     fn of_domain(&self, domain: u32) -> impl Iterator<Item = (Token, &Live)> {
         (0..).zip(&self.all).filter_map(move |(index, slot)| {
             let live = slot.live.as_ref().filter(|live| live.domain == domain)?;
@@ -213,7 +220,7 @@ impl Regions {
         Self { state: RwLock::new(State { slots, requested: FxHashMap::default() }) }
     }
 
-    /// Counts the open regions of a domain: looks at every region of the NIC.
+    /// Counts the open regions of a domain. Visits every region of the NIC.
     pub(super) fn counts(&self, domain: u32) -> Counts {
         let mut counts = Counts::default();
         for (_, live) in self.state.read().slots.of_domain(domain) {
@@ -224,11 +231,11 @@ impl Regions {
         counts
     }
 
-    /// Adds a live region; returns its token and its key.
+    /// Adds a live region and returns its token and key.
     ///
     /// # Errors
-    /// NoKey if the domain has a region with the requested key; OutOfResources if the table is
-    /// full.
+    /// - NoKey if the domain has a region with the requested key.
+    /// - OutOfResources if the table is full.
     pub(super) fn insert(
         &self,
         domain: u32,
@@ -258,18 +265,20 @@ impl Regions {
         Ok((token, key))
     }
 
-    /// Removes a region. Its key is dead at once, and when this returns nobody uses it and its
-    /// memory is let go. Returns the bytes that it had pinned and the region of which it was a
-    /// part.
+    /// Removes a region, and returns its number of registered bytes and its parent.
+    ///
+    /// The key is dead at once. When this returns, no transfer uses the region and its memory is
+    /// released.
     ///
     /// # Errors
-    /// NoRegion for a stale handle; Busy while windows or sub-regions depend on the region.
+    /// - NoRegion for a stale handle.
+    /// - Busy while windows or sub-regions depend on the region.
     pub(super) fn remove(&self, domain: u32, token: Token) -> Result<(u64, Option<Token>)> {
         let live = {
             let mut state = self.state.write();
             let found = state.slots.find(domain, token).ok_or_else(|| stale("deregister"))?;
             if found.dependents > 0 {
-                return Err(depended_on(found.dependents));
+                return Err(has_dependents(found.dependents));
             }
             let live = state.slots.all[token.index as usize].live.take();
             let live = live.expect("the region was just found");
@@ -280,7 +289,7 @@ impl Regions {
             live
         };
         let (pieces, parent) = {
-            // Waits for the users. No new one finds the region.
+            // Waits for the transfers that use the region. No other transfer finds it.
             let mut region = live.region.write();
             (std::mem::take(&mut region.attr.pieces), region.attr.parent)
         };
@@ -288,21 +297,22 @@ impl Regions {
         Ok((live.pinned.unwrap_or(0), parent))
     }
 
-    /// Returns whether a requested key is in use.
+    /// Returns true if a region of the domain has this requested key.
     pub(super) fn is_requested(&self, domain: u32, key: u64) -> bool {
         self.state.read().requested.contains_key(&(domain, key))
     }
 
-    /// Returns whether a descriptor names a live region of the domain right now. A transfer finds
-    /// out again when it holds the region.
+    /// Returns true if a descriptor names a live region of the domain now.
+    ///
+    /// A transfer checks this again when it holds the region.
     #[inline]
     pub(super) fn is_live(&self, domain: u32, token: Token) -> bool {
         self.state.read().slots.find(domain, token).is_some()
     }
 
-    /// Holds the region of an index for a transfer. Never waits.
+    /// Holds the region of an index for a transfer. Never blocks.
     ///
-    /// `by_key` says that a peer's key led here, and not the domain's own handle.
+    /// `by_key` is true if a peer's key named the region, and false for a handle of the domain.
     #[inline]
     pub(super) fn hold(
         &self,
@@ -316,7 +326,7 @@ impl Regions {
         state.slots.hold(live.ok_or(Refusal::Dead)?, by_key)
     }
 
-    /// Holds the region of a requested key for a transfer by a peer. Never waits.
+    /// Holds the region of a requested key for a transfer of a peer. Never blocks.
     #[inline]
     pub(super) fn hold_requested(&self, domain: u32, key: u64) -> Result<RegionGuard, Refusal> {
         let state = self.state.read();
@@ -325,21 +335,22 @@ impl Regions {
         state.slots.hold(live, true)
     }
 
-    /// Turns new users of a region's pages away and waits for the present ones, until the guard is
+    /// Waits for the transfers that use a region's pages. Further ones fail until the guard is
     /// dropped.
     ///
     /// # Errors
-    /// NoRegion for a stale handle; Busy during another refresh of the pages.
+    /// - NoRegion for a stale handle.
+    /// - Busy during another refresh of the pages.
     pub(super) fn refresh(&self, domain: u32, token: Token) -> Result<RefreshGuard> {
         let state = self.state.read();
         let live = state.slots.find(domain, token).ok_or_else(|| stale("refresh"))?;
         let root = state.slots.root_of(live);
-        // There is one upgradable guard at a time, beside the read guards of users.
+        // At most one upgradable guard exists, beside the read guards of transfers.
         let root = root.unwrap_or(live).region.try_upgradable_read_arc().ok_or_else(refreshing)?;
         let part = live.root.is_some().then(|| Arc::clone(&live.region));
         drop(state);
         let root = ArcRwLockUpgradableReadGuard::upgrade(root);
-        // Waits for a deregistration of the part at most, which then has no piece left.
+        // May wait for a deregistration of the sub-region, which then has no pieces left.
         let part = part.map(|part| part.read_arc());
         Ok(RefreshGuard { root, part })
     }
@@ -355,7 +366,7 @@ impl Regions {
         Ok(Arc::clone(&live.region))
     }
 
-    /// Looks at a live region, enabled or not. Waits for a refresh, for no transfer.
+    /// Calls `look` with a live region, enabled or not. Waits for a refresh but not for transfers.
     pub(super) fn inspect<T>(
         &self,
         domain: u32,
@@ -364,11 +375,11 @@ impl Regions {
         look: impl FnOnce(&Region) -> Result<T>,
     ) -> Result<T> {
         let region = self.find(domain, token, operation)?;
-        // A transfer of this very thread may hold the region while a refresh waits for it.
+        // Recursive, because a transfer of this thread may hold the region while a refresh waits.
         look(&region.read_recursive())
     }
 
-    /// Adds a window or sub-region that keeps the region from being removed.
+    /// Counts a window or sub-region as a dependent, which keeps the region from being removed.
     pub(super) fn add_dependent(
         &self,
         domain: u32,
@@ -380,19 +391,19 @@ impl Regions {
         Ok(())
     }
 
-    /// Takes away what [`Regions::add_dependent`] added.
+    /// Undoes [`Regions::add_dependent`].
     pub(super) fn remove_dependent(&self, domain: u32, token: Token) {
         let mut state = self.state.write();
         let base = state.slots.find_mut(domain, token);
         base.expect("a region with dependents is not removed").dependents -= 1;
     }
 
-    /// The regions that a domain still has.
+    /// Returns the tokens of a domain's regions.
     pub(super) fn tokens_of(&self, domain: u32) -> Vec<Token> {
         self.state.read().slots.of_domain(domain).map(|(token, _)| token).collect()
     }
 
-    /// Reserves an index for something that is no region, such as a window.
+    /// Reserves an index for a window, which then no region has.
     pub(super) fn reserve_index(&self) -> Result<u32> {
         Ok(self.state.write().slots.take()?.index)
     }
@@ -410,7 +421,7 @@ fn full() -> Error {
         .remedy("close regions before registering more")
 }
 
-fn depended_on(dependents: u32) -> Error {
+fn has_dependents(dependents: u32) -> Error {
     Error::new(ErrorKind::Busy, "deregister")
         .provider("loopback")
         .context("dependents", dependents)
@@ -420,13 +431,13 @@ fn depended_on(dependents: u32) -> Error {
 fn stale(operation: &'static str) -> Error {
     Error::new(ErrorKind::NoRegion, operation)
         .provider("loopback")
-        .remedy("the handle is stale or of another domain")
+        .remedy("pass the handle of a region of this domain that is not closed")
 }
 
 fn refreshing() -> Error {
     Error::new(ErrorKind::Busy, "refresh")
         .provider("loopback")
-        .remedy("another refresh of the region is under way")
+        .remedy("refresh again once the refresh in progress has ended")
 }
 
 fn key_in_use(key: u64) -> Error {
@@ -473,7 +484,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_is_good_for_one_life() {
+    fn token_is_dead_after_its_region_is_removed() {
         let regions = Regions::new(false);
         let first = insert(&regions, attr());
         regions.remove(DOMAIN, first).unwrap();
@@ -498,7 +509,7 @@ mod tests {
     }
 
     #[test]
-    fn removal_waits_for_users_and_lets_the_memory_go() {
+    fn removal_waits_for_transfers_and_releases_the_memory() {
         let regions = Regions::new(false);
         let token = insert(&regions, attr());
         let user = hold(&regions, token, true).unwrap();
@@ -507,7 +518,7 @@ mod tests {
             while regions.is_live(DOMAIN, token) {
                 std::thread::yield_now();
             }
-            // On the other side of the same transfer, say: it is refused and does not wait.
+            // The other side of the same transfer would be refused here instead of waiting.
             assert_eq!(hold(&regions, token, true).unwrap_err(), Refusal::Dead);
             assert!(!removal.is_finished());
             assert_eq!(user.attr.pieces.len(), 1);
@@ -517,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refresh_waits_for_users_and_refuses_new_ones() {
+    fn refresh_waits_for_transfers_and_refuses_new_ones() {
         let regions = Regions::new(false);
         let token = insert(&regions, attr());
         let user = hold(&regions, token, true).unwrap();
@@ -535,7 +546,7 @@ mod tests {
     }
 
     #[test]
-    fn narrow_tables_reuse_the_oldest_index_and_only_after_a_rest() {
+    fn freed_index_waits_for_reuse_with_4_byte_keys() {
         let regions = Regions::new(true);
         let keys = DomainKeys::new(4).unwrap();
         let mut last_seen = FxHashMap::default();
@@ -556,7 +567,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_whose_generations_are_used_up_is_retired() {
+    fn index_is_not_reused_after_its_last_generation() {
         let regions = Regions::new(false);
         let token = insert(&regions, attr());
         regions.remove(DOMAIN, token).unwrap();

@@ -37,12 +37,12 @@ impl DomainState {
 
     fn check_size(&self, pieces: &[Piece<'_>]) -> Result<u64> {
         let attr = &self.nic.attr;
-        let refuse = |limit: &'static str, value: u64, asked: u64| {
+        let refuse = |limit: &'static str, value: u64, requested: u64| {
             Error::new(ErrorKind::InvalidArgument, "register")
                 .provider("loopback")
                 .context("limit", limit)
                 .context("value", value)
-                .context("asked for", asked)
+                .context("requested", requested)
                 .remedy("split the region")
         };
         if pieces.is_empty() || pieces.len() > attr.mr_iov_limit {
@@ -55,12 +55,12 @@ impl DomainState {
         }
     }
 
-    /// The authorization key that a region keeps: none if it is the domain's.
+    /// Returns the authorization key of a region, or `None` if it is the domain's.
     fn own_auth_key(&self, key: &AuthKey) -> Option<AuthKey> {
         (*key != self.auth_key).then(|| key.clone())
     }
 
-    /// Imports, pins or checks the memory of a region, as the mode demands.
+    /// Imports, pins or checks the memory of a region, according to its backing and the mode.
     fn prepare(
         &self,
         request: &Registration<'_>,
@@ -97,7 +97,7 @@ impl DomainState {
         })
     }
 
-    /// Checks that pages back borrowed memory, where they must.
+    /// Checks that pages back borrowed memory, in ALLOCATED mode.
     fn check_pages(&self, request: &Registration<'_>, range: AddressRange) -> Result<()> {
         if self.mode.contains(MrMode::ALLOCATED) {
             memory::populate(range, request.access.nic_writes(), "register")
@@ -113,7 +113,7 @@ impl DomainState {
                 .provider("loopback")
                 .context("import", what)
                 .context("nic", &self.nic.attr.nic)
-                .remedy("this NIC was built without this import")
+                .remedy("allow this import with `Builder::imports`")
         };
         let start = piece.range.start().0;
         let (memory, at) = match &piece.backing {
@@ -132,7 +132,7 @@ impl DomainState {
                     return Err(Error::new(ErrorKind::BadAddress, "register")
                         .provider("loopback")
                         .context("address", address)
-                        .remedy("no iface knows this device address"));
+                        .remedy("pass an address of device memory that an iface knows"));
                 }
                 let memory = DeviceMemory::new(Arc::clone(self.registry.get(owner)?));
                 (PieceMemory::Indirect(Arc::new(memory)), address.0)
@@ -163,7 +163,7 @@ impl DomainState {
         Ok(PieceMemory::Pinned(Arc::new(Pinned::new(runs))))
     }
 
-    /// Pins those pages that are there; the application says when there are more.
+    /// Pins the pages that are present. The application announces further ones (MMU_NOTIFY).
     fn pin_present(&self, pinner: &Pinner, range: AddressRange) -> Result<Vec<Run>> {
         let mut runs = Vec::new();
         for present in Promises::present(std::iter::once(range)).ranges() {
@@ -172,7 +172,7 @@ impl DomainState {
         Ok(runs)
     }
 
-    /// Puts a region into the table under the key that the mode asks for.
+    /// Adds a region to the table, with a key of the application or of the NIC, as the mode says.
     fn insert(&self, key: KeyRequest, attr: RegionAttr) -> Result<ProviderRegion> {
         let key = if self.requested_keys() {
             let number = match key {
@@ -194,7 +194,7 @@ impl DomainState {
         Ok(ProviderRegion { token, local: LocalKey::from_provider(token), key })
     }
 
-    /// A random key that is not in use.
+    /// Returns a random key that no region of the domain has.
     fn unused_key(&self) -> Result<u64> {
         loop {
             let random = keys::random()?;
@@ -205,11 +205,11 @@ impl DomainState {
         }
     }
 
-    /// Registers a part of a region under its own key.
+    /// Registers a part of a region with a key of its own.
     ///
-    /// This call is safe, because it refuses everything that the promise of the base's caller to
-    /// `register` does not cover: bytes outside the base, and a right to write if the base has
-    /// none.
+    /// The call is safe. The caller of `register` promised that the base's memory stays valid and
+    /// may be accessed with the base's rights. This call refuses all that the promise does not
+    /// cover: bytes outside the base, and a right to write if the base has none.
     pub(super) fn register_sub(
         &self,
         base: Token,
@@ -260,13 +260,13 @@ impl DomainState {
             Err(Error::new(ErrorKind::BadState, "bind endpoint").provider("loopback").remedy(why))
         };
         if endpoint.is_closed() {
-            return refuse("the endpoint is closed: bind one that is open");
+            return refuse("the endpoint is closed: bind an open one");
         }
         self.nic.regions.inspect(self.id, token, "bind endpoint", |region| {
             if region.bind_endpoint(endpoint.id) {
                 Ok(())
             } else {
-                refuse("a region is bound to one endpoint, once")
+                refuse("the region is bound to an endpoint already: bind a region once")
             }
         })
     }
@@ -294,7 +294,7 @@ impl DomainState {
                 done.push((pages, pinned, runs));
             }
         }
-        // Only now, that all pages are there, does anything change.
+        // All pages are present: from here on no step fails.
         for (pages, pinned, runs) in done {
             if let Some(pinned) = pinned {
                 pinned.replace(runs);
@@ -311,20 +311,20 @@ impl DomainState {
 fn check_part(base: &RegionAttr, access: Access, offset: u64, len: u64) -> Result<()> {
     let refuse = |kind| Error::new(kind, "register sub-region").provider("loopback");
     if len == 0 {
-        return Err(refuse(ErrorKind::ZeroLength).remedy("a sub-region has at least one byte"));
+        return Err(refuse(ErrorKind::ZeroLength).remedy("register at least one byte"));
     }
     if offset > base.len || len > base.len - offset {
         return Err(refuse(ErrorKind::OutOfBounds)
             .context("offset", offset)
             .context("length", len)
             .context("base", base.len)
-            .remedy("a sub-region lies inside its base"));
+            .remedy("register a range inside the base"));
     }
     if access.nic_writes() && !base.access.nic_writes() {
         return Err(refuse(ErrorKind::AccessDenied)
             .context("access", access)
             .context("base_access", base.access)
-            .remedy("the base is registered for reading: register it with a right that writes"));
+            .remedy("register the base with a right by which the NIC writes"));
     }
     Ok(())
 }
@@ -333,7 +333,7 @@ fn window_has_key(key: u64) -> Error {
     Error::new(ErrorKind::NoKey, "register")
         .provider("loopback")
         .context("key", format_args!("{key:#x}"))
-        .remedy("a window has this key: request another")
+        .remedy("request another key: a window has this one")
 }
 
 fn too_wide(key: u64) -> Error {
@@ -344,7 +344,7 @@ fn too_wide(key: u64) -> Error {
         .remedy("request a key that fits the NIC's key size")
 }
 
-/// The addresses that two ranges share.
+/// Returns the addresses that two ranges have in common.
 fn common(a: AddressRange, b: AddressRange) -> Option<AddressRange> {
     let start = a.start().max(b.start());
     let last = |range: AddressRange| range.start().0 + (range.len() - 1);

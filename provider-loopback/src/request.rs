@@ -1,4 +1,4 @@
-//! Work requests: their checks at posting, and the form in which the NIC keeps them.
+//! Work requests: the checks when they are posted, and the form in which the NIC queues them.
 
 use hmem_core::{
     Addressing, Error, ErrorKind, IfaceKind, Iova, MrMode, RemoteKey, Result,
@@ -11,7 +11,7 @@ use hmem_core::{
 
 use super::{Few, domain::DomainState, keys::Token};
 
-/// A posted request, waiting to be executed.
+/// A posted request that has not been executed.
 #[derive(Debug)]
 pub(super) struct Work {
     pub(super) task: Task,
@@ -20,7 +20,7 @@ pub(super) struct Work {
     pub(super) context: u64,
 }
 
-/// Operation of a posted request.
+/// The operation of a posted request.
 #[derive(Debug)]
 pub(super) enum Task {
     Write(Few<RemotePart>),
@@ -53,6 +53,7 @@ impl Task {
     }
 }
 
+/// The operands of an atomic.
 #[derive(Debug)]
 pub(super) struct AtomicTask {
     pub(super) op: AtomicOp,
@@ -62,7 +63,7 @@ pub(super) struct AtomicTask {
     pub(super) compare: Option<LocalPart>,
 }
 
-/// A run of local memory.
+/// A contiguous part of the local memory of a request.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LocalPart {
     pub(super) address: u64,
@@ -70,25 +71,26 @@ pub(super) struct LocalPart {
     pub(super) origin: Origin,
 }
 
-/// The means by which local memory is reached.
+/// The access path to local memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Origin {
-    /// Through a region.
+    /// Memory of a region.
     Region(Token),
-    /// Host memory that the caller of `post` vouches for.
+    /// Host memory without a region. The caller of `post` keeps it valid.
     Host,
-    /// Device memory, copied by its iface.
+    /// Device memory without a region. Its iface copies it.
     Device(IfaceKind),
 }
 
-/// A key as a request names it.
+/// A remote key of a request.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct KeyUse {
     pub(super) number: u64,
+    /// Set if the number is of a mapped raw key.
     pub(super) mapped: bool,
 }
 
-/// A run of a peer's memory.
+/// A contiguous part of the remote memory of a request.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RemotePart {
     pub(super) address: u64,
@@ -142,7 +144,7 @@ fn local_part(domain: &DomainState, segment: &LocalSegment) -> Result<LocalPart>
     Ok(LocalPart { address, len, origin })
 }
 
-/// Checks local segments; returns their parts and their length in all.
+/// Checks local segments, and returns their parts and their total length.
 #[inline]
 pub(super) fn local_parts(
     domain: &DomainState,
@@ -158,7 +160,7 @@ pub(super) fn local_parts(
     Ok((parts, total))
 }
 
-/// Checks a request that is no receive, and makes the NIC's form of it.
+/// Checks a request other than a receive, and converts it to the form that the NIC queues.
 pub(super) fn work(domain: &DomainState, request: &WorkRequest<'_>) -> Result<Work> {
     let (local, len) = local_parts(domain, request.local)?;
     let task = match &request.operation {
@@ -211,21 +213,21 @@ fn atomic(
 ) -> Result<Task> {
     let fits = |len: u64| len == remote.len;
     if remote.len == 0 || !remote.len.is_multiple_of(datatype.size()) {
-        return Err(invalid("the target of an atomic is one or more whole elements"));
+        return Err(invalid("pass a target of one or more whole elements to an atomic"));
     }
     if op != AtomicOp::AtomicRead && !fits(operands) {
-        return Err(invalid("an atomic has an operand for each element"));
+        return Err(invalid("pass one operand for each element to an atomic"));
     }
     if op.compares() != compare.is_some() {
-        return Err(invalid("comparing atomics, and no others, have a compare operand"));
+        return Err(invalid("pass a compare operand to comparing atomics, and to no others"));
     }
     if (op.compares() || op == AtomicOp::AtomicRead) && result.is_none() {
-        return Err(invalid("comparing and reading atomics have a result"));
+        return Err(invalid("pass a result buffer to comparing and reading atomics"));
     }
     if !result.is_none_or(|segment| fits(segment.len))
         || !compare.is_none_or(|segment| fits(segment.len))
     {
-        return Err(invalid("result and compare buffers have the length of the target"));
+        return Err(invalid("pass result and compare buffers of the target's length"));
     }
     Ok(Task::Atomic(Box::new(AtomicTask {
         op,
@@ -240,7 +242,7 @@ fn atomic(
     })))
 }
 
-/// The remote side of a write or read of `len` bytes; a split key's piece by piece.
+/// Returns the remote parts of a write or read of `len` bytes. Splits keys of several pieces.
 #[inline]
 fn remote_parts(segments: &[RemoteSegment<'_>], len: u64) -> Result<Few<RemotePart>> {
     let mut parts = Few::new();
@@ -260,13 +262,13 @@ fn remote_parts(segments: &[RemoteSegment<'_>], len: u64) -> Result<Few<RemotePa
     }
     if segments.is_empty() || total != len {
         return Err(invalid(
-            "local and remote lists have the same total length, and a remote one names a key",
+            "pass local and remote lists of the same total length, and at least one remote segment",
         ));
     }
     Ok(parts)
 }
 
-/// Splits an access at the seams of a key of several pieces.
+/// Splits an access at the piece boundaries of its key.
 fn split(key: &RemoteKey, address: Iova, len: u64, parts: &mut Few<RemotePart>) -> Result<()> {
     let (mut at, mut left) = (address.0, len);
     for piece in key.pieces() {
@@ -294,7 +296,7 @@ fn split(key: &RemoteKey, address: Iova, len: u64, parts: &mut Few<RemotePart>) 
         .provider("loopback")
         .context("address", address)
         .context("length", len)
-        .remedy("every byte of an access lies in a piece of its key"))
+        .remedy("access only bytes in the pieces of the key"))
 }
 
 pub(super) fn invalid(rule: &'static str) -> Error {
@@ -304,5 +306,5 @@ pub(super) fn invalid(rule: &'static str) -> Error {
 pub(super) fn full() -> Error {
     Error::new(ErrorKind::Again, "post")
         .provider("loopback")
-        .remedy("as many requests are outstanding as the endpoint was opened for: read completions")
+        .remedy("the queue is full: read completions and post again, or open a deeper endpoint")
 }

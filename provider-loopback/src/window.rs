@@ -1,13 +1,16 @@
-//! Memory windows: keys of their own, bound to a part of a region without touching its pages.
+//! Memory windows: further keys for parts of regions.
 //!
-//! A window's key is its index with an 8-bit tag. Type 1 windows are bound by a call, which turns
-//! the tag; type 2 windows by a posted request with the caller's tag, after the key before was
-//! invalidated. Binding costs no system call (InfiniBand 10.6.7; MW-08).
+//! A window's key is a prefix with an 8-bit tag. A call binds a type 1 window and increments the
+//! tag. A posted request binds a type 2 window with the caller's tag, after the old key was
+//! invalidated. Binding makes no system call (InfiniBand 10.6.7; MW-08).
 //!
-//! Each binding has a lock, of which a transfer through the window takes the read guard. A binding
-//! ends as a region does: it leaves its window, so that no new guard can be taken, and then the
-//! write guard waits for those that exist. When unbinding or invalidation returns, the key is dead
-//! and unused.
+//! Each binding has a lock. A transfer through the window takes its read guard. A binding ends in
+//! two steps:
+//!
+//! 1. It leaves its window, so that no transfer can take a new guard.
+//! 2. A write guard waits for the existing guards.
+//!
+//! When unbinding or invalidation returns, the key is dead and no transfer uses it.
 
 use std::{
     collections::HashMap,
@@ -41,7 +44,7 @@ pub(super) struct Windows {
     /// The number of the domain.
     domain: u32,
     keys: DomainKeys,
-    /// Set if keys of regions are the application's.
+    /// Set if the application chooses the keys of regions.
     requested_keys: bool,
     index: RwLock<Index>,
 }
@@ -49,14 +52,14 @@ pub(super) struct Windows {
 #[derive(Debug, Default)]
 struct Index {
     last_token: u64,
-    /// The number of prefixes that were ever made.
+    /// The number of prefixes that were ever created.
     prefixes: u64,
     by_token: HashMap<u64, Arc<Window>>,
-    /// By the key without its tag.
+    /// Windows by their keys without tags.
     by_prefix: HashMap<u64, Arc<Window>>,
 }
 
-/// A window.
+/// An allocated window.
 #[derive(Debug)]
 pub(super) struct Window {
     token: u64,
@@ -69,10 +72,10 @@ struct State {
     prefix: u64,
     tag: u8,
     binding: Option<Arc<RwLock<Binding>>>,
-    /// Bindings that have left the window, and that transfers may still use.
+    /// Bindings that have left the window and that transfers may still use.
     ending: Vec<Weak<RwLock<Binding>>>,
     freed: bool,
-    /// Binds and invalidations that were posted and have not ended.
+    /// The number of posted binds and invalidations that have not ended.
     posted: u32,
 }
 
@@ -86,27 +89,28 @@ pub(super) struct Binding {
     len: u64,
     access: Access,
     addressing: Addressing,
-    /// The endpoint to which a type 2 window is tied.
+    /// The endpoint that bound a type 2 window. Other endpoints may not use the window.
     endpoint: Option<u64>,
     /// The endpoint that a type 2A window keeps open.
     keeps_open: Option<Arc<EndpointLife>>,
-    /// Set once the region and the endpoint are let go.
+    /// Set once the region and the endpoint are released.
     ended: bool,
 }
 
-/// Bindings to end: nearly always one.
+/// Bindings to end, usually one.
 type Endings = SmallVec<[Arc<RwLock<Binding>>; 1]>;
 
-/// A binding in use by a transfer: it does not end until the guard is dropped.
+/// A binding in use by a transfer. It does not end until the guard is dropped.
 pub(super) type BindingGuard = ArcRwLockReadGuard<RawRwLock, Binding>;
 
-/// The life of an endpoint: it is not closed while a type 2A window is bound to it.
+/// The open or closed state of an endpoint. A bound type 2A window keeps the endpoint open.
 #[derive(Debug)]
 pub(super) struct EndpointLife {
-    /// The endpoint's number on the fabric.
+    /// The number of the endpoint on the fabric.
     pub(super) id: u64,
     closed: AtomicBool,
-    /// The number of type 2A windows that are bound to the endpoint. Guards changes of `closed`.
+    /// The number of type 2A windows bound through the endpoint. Its lock guards changes of
+    /// `closed`.
     bound: Mutex<usize>,
 }
 
@@ -119,10 +123,10 @@ impl EndpointLife {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// Closes the endpoint. Returns false if it was closed already.
+    /// Marks the endpoint closed. Returns false if it was closed before.
     ///
     /// # Errors
-    /// Busy while a window is bound to it, unless `force` is set.
+    /// Busy while a type 2A window is bound through it, unless `force` is set.
     pub(super) fn close(&self, force: bool) -> Result<bool> {
         let bound = self.bound.lock();
         if self.is_closed() {
@@ -157,8 +161,10 @@ impl State {
         self.prefix << 8 | self.tag as u64
     }
 
-    /// Takes the binding out of the window, so that no new transfer uses it. Returns the bindings
-    /// whose end the caller waits for: this one, and those that another thread took before.
+    /// Takes the binding out of the window, so that no new transfer uses it.
+    ///
+    /// Returns the bindings that the caller waits for: this one, and those that other threads took
+    /// before.
     fn take_binding(&mut self) -> Endings {
         self.ending.retain(|binding| binding.strong_count() > 0);
         let mut endings: Endings = self.ending.iter().filter_map(Weak::upgrade).collect();
@@ -169,9 +175,9 @@ impl State {
         endings
     }
 
-    /// The endpoint to which a binding is tied.
+    /// Returns the endpoint that bound a type 2 window.
     fn endpoint(&self) -> Option<u64> {
-        // Its write guard is taken only after the binding has left the window.
+        // The read guard is free: a write guard is taken only after the binding left the window.
         self.binding.as_ref()?.try_read()?.endpoint
     }
 
@@ -185,7 +191,7 @@ impl State {
 }
 
 impl Window {
-    /// Invalidates `key`. A window that was bound again meanwhile keeps its new key.
+    /// Invalidates `key`. Does nothing if the window has another key by now.
     pub(super) fn invalidate_key(&self, key: u64) {
         let endings = {
             let mut state = self.state.lock();
@@ -206,9 +212,9 @@ impl Window {
 }
 
 impl Binding {
-    /// Ends a binding that its window no longer has: waits for the transfers that use it.
+    /// Ends a binding that has left its window. Waits for the transfers that use it.
     fn end(this: &RwLock<Self>) {
-        this.write().let_go();
+        this.write().release();
     }
 
     fn end_all(endings: &Endings) {
@@ -217,7 +223,8 @@ impl Binding {
         }
     }
 
-    fn let_go(&mut self) {
+    /// Releases the region and the endpoint.
+    fn release(&mut self) {
         if !std::mem::replace(&mut self.ended, true) {
             self.nic.regions.remove_dependent(self.domain, self.region);
             if let Some(endpoint) = &self.keeps_open {
@@ -226,7 +233,7 @@ impl Binding {
         }
     }
 
-    /// Start of an access through the window, in the region.
+    /// Returns the first byte, in the region, of an access through the window.
     pub(super) fn access_start(
         &self,
         region: &Region,
@@ -247,14 +254,14 @@ impl Binding {
                 .context("address", format_args!("{address:#x}"))
                 .context("length", len)
                 .context("window", format_args!("{} bytes", self.len))
-                .remedy("every byte of an access lies in the window that its key names")
+                .remedy("access only bytes of the window that the key names")
         })
     }
 }
 
 impl Drop for Binding {
     fn drop(&mut self) {
-        self.let_go();
+        self.release();
     }
 }
 
@@ -278,7 +285,7 @@ impl Windows {
         self.index.read().by_token.len() as u64
     }
 
-    /// Returns whether a requested key would be taken for a window's.
+    /// Returns true if a window has the prefix of this key.
     pub(super) fn has_key(&self, key: u64) -> bool {
         self.of_key(key).is_some()
     }
@@ -292,12 +299,12 @@ impl Windows {
         found.ok_or_else(|| refuse(WindowRule::Allocated, operation))
     }
 
-    /// Returns whether prefixes are indices of the NIC's table, which regions then do not have.
+    /// Returns true if prefixes are indices of the region table, reserved for windows.
     fn prefixes_are_indices(&self) -> bool {
         self.keys.narrow() && !self.requested_keys
     }
 
-    /// Makes a key without tag that cannot be guessed, without a system call.
+    /// Returns an unused prefix that is hard to guess. Makes no system call.
     fn random_prefix(&self, index: &mut Index) -> u64 {
         loop {
             index.prefixes += 1;
@@ -317,7 +324,7 @@ impl Windows {
             return Err(Error::new(ErrorKind::Unsupported, "allocate window")
                 .provider("loopback")
                 .context("type", format_args!("{kind:?}"))
-                .remedy("use a window type that the NIC lists"));
+                .remedy("allocate a window of a type in `window_types`"));
         }
         let mut index = self.index.write();
         let prefix = if self.prefixes_are_indices() {
@@ -335,7 +342,7 @@ impl Windows {
         Ok(handle)
     }
 
-    /// Checks a binding against its region and makes it; the region is then kept from closing.
+    /// Checks a bind against its region, and returns the binding, which keeps the region open.
     fn new_binding(&self, bind: &WindowBind) -> Result<Binding> {
         let operation = "bind window";
         let region = token_of(bind.region);
@@ -403,7 +410,7 @@ impl Windows {
             return Err(error);
         }
         state.tag = state.tag.wrapping_add(1);
-        // A wide key does not come back when the tag has turned once around.
+        // With 8-byte keys, a new prefix keeps old keys dead after 256 binds.
         if state.tag == 0 && !self.keys.narrow() {
             let prefix = self.random_prefix(&mut index);
             index.by_prefix.remove(&state.prefix);
@@ -418,7 +425,7 @@ impl Windows {
         Ok(handle)
     }
 
-    /// Binds a type 2 window, for a request that was posted to `endpoint`.
+    /// Binds a type 2 window through `endpoint`.
     pub(super) fn bind_posted(
         &self,
         window: ProviderWindow,
@@ -433,11 +440,6 @@ impl Windows {
         }
         if bind.len == 0 {
             return Err(refuse(WindowRule::Type2HasLength, operation));
-        }
-        if endpoint.is_closed() {
-            return Err(Error::new(ErrorKind::BadState, operation)
-                .provider("loopback")
-                .context("why", "the endpoint is closed"));
         }
         let keeps_open = (window.kind == WindowType::TwoA).then(|| Arc::clone(endpoint));
         if keeps_open.is_some() {
@@ -461,9 +463,19 @@ impl Windows {
             window.check(&state, WindowEvent::Bind, operation).map(|()| {
                 state.tag = tag;
                 state.binding = Some(Arc::clone(&new));
+                state.key()
             })
         };
-        bound.inspect_err(|_| Binding::end(&new))
+        let key = bound.inspect_err(|_| Binding::end(&new))?;
+        // An endpoint that closes first marks itself closed, and then ends the bindings that it
+        // finds. It may have looked before this one was there.
+        if endpoint.is_closed() {
+            window.invalidate_key(key);
+            return Err(Error::new(ErrorKind::BadState, operation)
+                .provider("loopback")
+                .context("why", "the endpoint is closed"));
+        }
+        Ok(())
     }
 
     pub(super) fn free(&self, window: ProviderWindow) -> Result<()> {
@@ -484,13 +496,13 @@ impl Windows {
         Ok(())
     }
 
-    /// Frees what a dropped domain left.
+    /// Frees the windows that a dropped domain has left.
     pub(super) fn free_all(&self) {
         let windows: Vec<_> = self.index.read().by_token.values().map(Arc::clone).collect();
         for window in windows {
             let handle = window.handle(&window.state.lock());
             if let Err(error) = self.free(handle) {
-                tracing::error!(%error, "a window outlives its loopback domain");
+                tracing::error!(%error, "cannot free a window of a dropped loopback domain");
             }
         }
     }
@@ -533,8 +545,9 @@ impl Windows {
         }
     }
 
-    /// Kills the keys of windows that are bound through an endpoint which is closed. Transfers
-    /// through them go on to their end: one may have closed the endpoint on this thread.
+    /// Ends the bindings made through a closed endpoint.
+    ///
+    /// Does not wait for transfers: one of them may have closed the endpoint on this thread.
     pub(super) fn end_of_endpoint(&self, endpoint: u64) {
         let windows: Vec<_> = self.index.read().by_token.values().map(Arc::clone).collect();
         for window in windows {
@@ -543,12 +556,15 @@ impl Windows {
                 let is_tied = state.endpoint() == Some(endpoint);
                 is_tied.then(|| state.take_binding())
             };
-            // It lets the region go, which must not happen under the window's lock.
+            // Outside the window's lock, because the last reference releases the region.
             drop(tied);
         }
     }
 
-    /// Finds the window whose key a message to an endpoint invalidates, if that endpoint may.
+    /// Returns the window of a key that a message to an endpoint invalidates.
+    ///
+    /// # Errors
+    /// InvalidKey for a dead key, and the error of the rule that refuses the invalidation.
     pub(super) fn find_to_invalidate(&self, key: u64, endpoint: u64) -> Result<Arc<Window>> {
         let dead = || Refusal::Dead.of_key();
         let window = self.of_key(key).ok_or_else(dead)?;
@@ -565,8 +581,9 @@ impl Windows {
         Ok(window)
     }
 
-    /// Holds the region behind a window's key, which must grant one of the rights in `any_of`
-    /// through the endpoint.
+    /// Holds the region and the binding of a window's key.
+    ///
+    /// The key must grant at least one right in `any_of`, through the endpoint.
     pub(super) fn hold(
         &self,
         key: u64,
@@ -582,7 +599,8 @@ impl Windows {
             }
             window.check(&state, WindowEvent::Access, "transfer")?;
             let binding = state.binding.as_ref();
-            // Its write guard is taken only after the binding has left the window.
+            // The read guard is free: a write guard is taken only after the binding left the
+            // window.
             binding.and_then(RwLock::try_read_arc).ok_or_else(dead)?
         };
         if binding.endpoint.is_some_and(|tied| tied != endpoint) {
@@ -604,7 +622,7 @@ impl fmt::Debug for Windows {
     }
 }
 
-/// The token of a region's handle.
+/// Returns the token in a region's handle.
 pub(super) fn token_of(region: ProviderRegion) -> Token {
     Token::from_u64(region.token)
 }

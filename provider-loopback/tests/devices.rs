@@ -1,5 +1,5 @@
-//! Device memory on the loopback NIC: local buffers with and without a descriptor, and peer-memory
-//! imports, with the simulated device behind them.
+//! Device memory on the loopback NIC, over the simulated device: local buffers with and without a
+//! descriptor, and peer-memory imports.
 
 mod support;
 
@@ -16,10 +16,10 @@ use hmem_iface_system::{SIMULATED, Simulated};
 use hmem_provider_loopback::Loopback;
 use support::*;
 
-/// More than the NIC copies at once by way of its bounce buffer.
+/// More bytes than the bounce buffer of the NIC has.
 const LONG: usize = (1 << 20) + 77;
 
-/// Two connected endpoints whose domains know a simulated device.
+/// Two connected endpoints of domains with a simulated device.
 struct Devices {
     pair: Pair,
     device: Arc<Simulated>,
@@ -74,7 +74,7 @@ const SEND: Operation<'static> = Operation::Send { tag: None, invalidate: None }
 const RECEIVE: Operation<'static> = Operation::Receive { tag: None, from: None };
 
 #[test]
-fn in_hmem_mode_a_device_buffer_without_a_descriptor_is_refused_at_post() {
+fn hmem_mode_refuses_device_buffers_without_descriptor() {
     let net = Devices::new(MrMode::HMEM);
     let Pair { here, there, to, .. } = &net.pair;
     let target = Buffer::new(64);
@@ -115,7 +115,7 @@ fn in_hmem_mode_a_device_buffer_without_a_descriptor_is_refused_at_post() {
 }
 
 #[test]
-fn without_hmem_mode_a_device_buffer_needs_no_descriptor() {
+fn device_buffer_needs_no_descriptor_without_hmem_mode() {
     let net = Devices::new(MrMode::empty());
     let Pair { here, there, to, .. } = &net.pair;
     let target = Buffer::new(LONG);
@@ -165,7 +165,7 @@ fn without_hmem_mode_a_device_buffer_needs_no_descriptor() {
 }
 
 #[test]
-fn a_device_buffer_that_was_freed_fails_the_transfer_alone() {
+fn freed_device_buffer_fails_the_transfer() {
     let net = Devices::new(MrMode::empty());
     let Pair { here, there, to, .. } = &net.pair;
     let target = Buffer::filled(64, 5);
@@ -184,7 +184,7 @@ fn a_device_buffer_that_was_freed_fails_the_transfer_alone() {
 }
 
 #[test]
-fn peer_memory_is_reached_through_the_iface_that_owns_it() {
+fn peer_memory_is_copied_by_its_iface() {
     let net = Devices::new(MrMode::empty());
     let Pair { here, there, to, .. } = &net.pair;
     let allocation = net.allocate(LONG + 20);
@@ -231,7 +231,7 @@ fn peer_memory_is_reached_through_the_iface_that_owns_it() {
 }
 
 #[test]
-fn peer_memory_that_no_device_owns_is_a_bad_address() {
+fn peer_memory_without_owner_is_a_bad_address() {
     let net = Devices::new(MrMode::empty());
     let domain = &*net.pair.there.domain;
     let host_memory = Buffer::new(64);

@@ -1,4 +1,4 @@
-//! Keys of the loopback NIC: forged, stale and foreign ones reach nothing; raw keys; single use;
+//! Keys of the loopback NIC: forged, stale and foreign keys, raw keys, single-use keys, and keys of
 //! sub-regions.
 
 mod support;
@@ -13,7 +13,7 @@ use hmem_core::{
 use hmem_provider_loopback::{Loopback, Progress};
 use support::*;
 
-/// A small generator, so that tries are the same each time.
+/// A small random number generator with a fixed seed, so that every run is the same.
 struct Tries(u64);
 
 impl Tries {
@@ -26,7 +26,7 @@ impl Tries {
     }
 }
 
-/// Writes with each key; every one must be refused. Returns how many were tried.
+/// Writes with each key, and checks that every write is refused. Returns the number of keys.
 fn all_refused(pair: &Pair, keys: impl Iterator<Item = u64>) -> usize {
     let source = Buffer::filled(8, 0xee);
     let local = [source.whole()];
@@ -46,7 +46,7 @@ fn all_refused(pair: &Pair, keys: impl Iterator<Item = u64>) -> usize {
 
 /// KEY-07
 #[test]
-fn forged_keys_reach_nothing() {
+fn forged_keys_are_refused() {
     for mode in [MrMode::PROV_KEY, MrMode::empty()] {
         let pair = Pair::new(Loopback::builder().build().unwrap(), mode);
         let target = Buffer::new(8);
@@ -78,7 +78,7 @@ fn forged_keys_reach_nothing() {
 
 /// KEY-07
 #[test]
-fn stale_and_foreign_keys_reach_nothing() {
+fn stale_and_foreign_keys_are_refused() {
     for size in [4, 8] {
         let provider = Loopback::builder().key_size(size).build().unwrap();
         let pair = Pair::new(provider, MrMode::PROV_KEY);
@@ -104,7 +104,7 @@ fn stale_and_foreign_keys_reach_nothing() {
 
 /// KEY-02
 #[test]
-fn narrow_keys_do_not_come_back_soon() {
+fn four_byte_keys_are_not_reused_soon() {
     let domain = domain(&Loopback::builder().key_size(4).build().unwrap(), MrMode::PROV_KEY);
     let buffer = Buffer::new(8);
     let mut seen = HashSet::new();
@@ -124,7 +124,7 @@ fn narrow_keys_do_not_come_back_soon() {
 }
 
 #[test]
-fn raw_keys_work_where_they_were_mapped_and_nowhere_else() {
+fn raw_key_works_only_in_the_domain_that_mapped_it() {
     for (size, mode) in
         [(16, MrMode::RAW), (40, MrMode::RAW | MrMode::PROV_KEY), (8, MrMode::empty())]
     {
@@ -188,7 +188,7 @@ fn raw_keys_work_where_they_were_mapped_and_nowhere_else() {
 
 /// MODE-04
 #[test]
-fn a_plain_key_is_refused_where_either_domain_is_in_raw_mode() {
+fn plain_key_is_refused_if_either_domain_is_in_raw_mode() {
     for (initiator, target_mode) in [
         (MrMode::empty(), MrMode::RAW),
         (MrMode::RAW, MrMode::empty()),
@@ -220,9 +220,9 @@ fn a_plain_key_is_refused_where_either_domain_is_in_raw_mode() {
 
 /// KEY-07
 ///
-/// A window has no raw key, so that a raw key with its number is forged.
+/// Windows have no raw keys. A raw key with the number of a window is forged.
 #[test]
-fn a_forged_raw_key_with_the_number_of_a_bound_window_reaches_nothing() {
+fn raw_key_with_the_number_of_a_window_is_refused() {
     for key_size in [8, 4] {
         for mode in [MrMode::empty(), MrMode::PROV_KEY, MrMode::RAW] {
             // With 16 bytes a raw key is the number and the cookie, and no checksum.
@@ -266,7 +266,7 @@ fn a_forged_raw_key_with_the_number_of_a_bound_window_reaches_nothing() {
 
 /// KEY-07
 #[test]
-fn no_call_takes_a_region_of_another_domain_or_of_an_earlier_life() {
+fn foreign_and_stale_region_handles_are_refused() {
     for mode in [MrMode::empty(), MrMode::PROV_KEY] {
         let pair = Pair::new(Loopback::builder().build().unwrap(), mode);
         let (target, source) = (Buffer::new(64), Buffer::filled(8, 1));
@@ -320,7 +320,7 @@ fn no_call_takes_a_region_of_another_domain_or_of_an_earlier_life() {
 
 /// MODE-03
 #[test]
-fn a_descriptor_of_a_closed_region_or_another_domain_is_refused_at_the_post() {
+fn post_refuses_stale_and_foreign_descriptors() {
     for mode in [MrMode::empty(), MrMode::LOCAL, MrMode::PROV_KEY] {
         let pair = Pair::new(Loopback::builder().build().unwrap(), mode);
         let (target, source) = (Buffer::new(8), Buffer::filled(8, 1));
@@ -349,7 +349,7 @@ fn a_descriptor_of_a_closed_region_or_another_domain_is_refused_at_the_post() {
 }
 
 #[test]
-fn a_single_use_key_dies_with_the_first_access_that_it_grants() {
+fn single_use_key_is_dead_after_one_access() {
     for mode in [MrMode::empty(), MrMode::PROV_KEY] {
         let pair = Pair::new(Loopback::builder().build().unwrap(), mode);
         let target = Buffer::new(64);
@@ -375,7 +375,7 @@ fn a_single_use_key_dies_with_the_first_access_that_it_grants() {
 }
 
 #[test]
-fn one_of_many_threads_gets_a_single_use_key() {
+fn single_use_key_serves_one_of_many_threads() {
     let provider = Loopback::builder().progress(Progress::Thread).build().unwrap();
     let there = End::open(&domain(&provider, MrMode::empty()));
     let ends: Vec<_> = (0..4).map(|_| End::open(&domain(&provider, MrMode::empty()))).collect();
@@ -409,7 +409,7 @@ fn one_of_many_threads_gets_a_single_use_key() {
 }
 
 #[test]
-fn sub_regions_have_their_own_keys_and_rights_and_hold_their_base() {
+fn sub_regions_have_own_keys_and_rights_and_keep_their_base() {
     for owned in [true, false] {
         let pair = Pair::new(Loopback::builder().build().unwrap(), MrMode::empty());
         let target = Buffer::counting(1000);
@@ -458,9 +458,10 @@ fn sub_regions_have_their_own_keys_and_rights_and_hold_their_base() {
 
 /// SUB-01
 ///
-/// `register_sub` is safe, so that it cannot grant what the unsafe call for the base did not.
+/// `register_sub` is safe, and so must not give more rights than the unsafe registration of the
+/// base.
 #[test]
-fn a_sub_region_with_more_rights_than_its_base_is_refused() {
+fn sub_region_with_more_rights_than_its_base_is_refused() {
     let widening = [Access::REMOTE_WRITE, Access::READ, Access::RECV, all_rights()];
     for mode in [MrMode::empty(), MrMode::PROV_KEY, MrMode::MMU_NOTIFY] {
         for owned in [true, false] {
@@ -510,7 +511,7 @@ fn a_sub_region_with_more_rights_than_its_base_is_refused() {
 
 /// SUB-01
 #[test]
-fn a_sub_region_that_is_empty_or_outside_its_base_is_refused() {
+fn empty_or_outside_sub_region_is_refused() {
     let pair = Pair::new(Loopback::builder().build().unwrap(), MrMode::empty());
     let (target, foreign) = (Buffer::new(300), Buffer::new(300));
     let domain = &*pair.there.domain;
@@ -535,7 +536,7 @@ fn a_sub_region_that_is_empty_or_outside_its_base_is_refused() {
 }
 
 #[test]
-fn sub_regions_of_several_pieces_cut_them_right() {
+fn sub_region_covers_the_right_part_of_several_pieces() {
     let pair = Pair::new(Loopback::builder().build().unwrap(), MrMode::empty());
     let targets = [Buffer::new(10), Buffer::new(10), Buffer::new(10)];
     let pieces: Vec<_> = targets.iter().map(|target| host(target.range(), true)).collect();
@@ -555,7 +556,7 @@ fn sub_regions_of_several_pieces_cut_them_right() {
 }
 
 #[test]
-fn authorization_keys_must_agree() {
+fn access_needs_the_authorization_key_of_the_region() {
     let provider = Loopback::builder().build().unwrap();
     let there = End::open(&domain(&provider, MrMode::empty()));
     let own = AuthKey(vec![1, 2, 3]);
@@ -583,7 +584,7 @@ fn authorization_keys_must_agree() {
 }
 
 #[test]
-fn keys_of_split_regions_are_posted_at_their_seams() {
+fn access_by_a_split_key_is_split_at_piece_boundaries() {
     let pair = Pair::new(Loopback::builder().build().unwrap(), MrMode::empty());
     let targets = [Buffer::new(10), Buffer::new(20)];
     let parts: Vec<_> = targets
@@ -607,7 +608,7 @@ fn keys_of_split_regions_are_posted_at_their_seams() {
 }
 
 #[test]
-fn two_nics_of_a_fabric_reach_each_other_and_share_no_keys() {
+fn nics_of_a_fabric_connect_and_share_no_keys() {
     let provider = Loopback::builder().nic("a").nic("b").build().unwrap();
     let open = |nic: &str| {
         let request = hmem_core::provider::DomainRequest {

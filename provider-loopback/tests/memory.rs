@@ -1,5 +1,5 @@
-//! How the loopback NIC reaches memory: pinned pages or mappings, missing pages, files, staged
-//! copies, atomics on each.
+//! Memory of the loopback NIC: pinned pages, mappings, absent pages, files, staged copies, and
+//! atomics on each.
 
 mod support;
 #[path = "support/waiting_copies.rs"]
@@ -25,7 +25,7 @@ use support::*;
 
 const PAGE: usize = 4096;
 
-/// Anonymous pages at an address that can be mapped anew.
+/// Anonymous pages whose addresses can be mapped again.
 struct Pages {
     start: *mut u8,
     len: usize,
@@ -47,13 +47,13 @@ impl Pages {
         Self { start: start.unwrap().cast(), len }
     }
 
-    /// Puts fresh pages at the same address.
+    /// Maps new pages at the same addresses.
     fn remap(&self) {
         self.replace(0, self.len, ProtFlags::READ | ProtFlags::WRITE);
     }
 
-    /// Puts other pages in place of some in one step: in a gap between, another thread's memory
-    /// could come to lie.
+    /// Maps new pages at some of the addresses, in one step, so that no other thread maps memory
+    /// there in between.
     fn replace(&self, offset: usize, len: usize, access: ProtFlags) {
         assert!(offset + len <= self.len);
         let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
@@ -72,7 +72,7 @@ impl Pages {
         }
     }
 
-    /// Takes one page and all access away, which leaves a hole that nobody else's memory gets into.
+    /// Replaces a page by one without access rights, so that no other memory is mapped there.
     fn punch(&self, page: usize) {
         self.replace(page * PAGE, PAGE, ProtFlags::empty());
     }
@@ -85,7 +85,7 @@ impl Pages {
 
     fn get(&self, at: usize) -> u8 {
         assert!(at < self.len);
-        // SAFETY: as in `set`.
+        // SAFETY: `at` is inside the mapping, which lives as long as `self`.
         unsafe { self.start.add(at).read_volatile() }
     }
 
@@ -127,7 +127,7 @@ fn file(fd: &OwnedFd, offset: u64, len: u64) -> Piece<'_> {
 }
 
 #[test]
-fn pinned_registrations_keep_the_old_pages_and_others_follow_the_mapping() {
+fn pinned_regions_keep_old_pages_and_others_follow_mappings() {
     for memory in [Memory::Pinned, Memory::Follow] {
         let pair = pair(memory, MrMode::empty());
         let pages = Pages::new(3);
@@ -158,7 +158,7 @@ fn pinned_registrations_keep_the_old_pages_and_others_follow_the_mapping() {
 
 /// CACHE-13
 #[test]
-fn a_forked_childs_copy_of_a_domain_refuses_and_ends_nothing() {
+fn forked_child_cannot_use_or_close_the_parents_domain() {
     let kinds = [
         (Progress::ByHand, Memory::Pinned),
         (Progress::ByHand, Memory::Follow),
@@ -217,7 +217,7 @@ fn a_forked_childs_copy_of_a_domain_refuses_and_ends_nothing() {
 }
 
 #[test]
-fn pinned_memory_larger_than_the_scratch_file_moves_whole() {
+fn pinned_memory_larger_than_the_scratch_file_is_copied() {
     let pair = pair(Memory::Pinned, MrMode::empty());
     let len = (3 << 20) + 12_345;
     let target = Buffer::new(len);
@@ -230,7 +230,7 @@ fn pinned_memory_larger_than_the_scratch_file_moves_whole() {
 }
 
 #[test]
-fn pinned_registrations_need_pages_and_give_them_back() {
+fn pinned_region_needs_pages_and_unpins_them_at_close() {
     let provider = Loopback::builder().memory(Memory::Pinned).build().unwrap();
     let domain = domain(&provider, MrMode::empty());
     let pages = Pages::new(3);
@@ -249,7 +249,7 @@ fn pinned_registrations_need_pages_and_give_them_back() {
 }
 
 #[test]
-fn absent_pages_fail_the_transfer_and_not_the_process() {
+fn absent_pages_fail_only_the_transfer() {
     let pair = pair(Memory::Follow, MrMode::empty());
     let pages = Pages::new(4);
     let region = How::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
@@ -280,7 +280,7 @@ fn absent_pages_fail_the_transfer_and_not_the_process() {
 }
 
 #[test]
-fn allocated_mode_wants_pages_at_registration() {
+fn allocated_mode_needs_pages_at_registration() {
     let domain = domain(&Loopback::builder().build().unwrap(), MrMode::ALLOCATED);
     let pages = Pages::new(3);
     let register = |access| {
@@ -299,7 +299,7 @@ fn allocated_mode_wants_pages_at_registration() {
 }
 
 #[test]
-fn mmu_notify_reaches_only_promised_pages() {
+fn mmu_notify_allows_only_announced_pages() {
     for memory in [Memory::Follow, Memory::Pinned] {
         let pair = pair(memory, MrMode::MMU_NOTIFY);
         let pages = Pages::new(4);
@@ -336,9 +336,9 @@ fn mmu_notify_reaches_only_promised_pages() {
 
 /// MODE-08
 ///
-/// The part has the promises of its base: those made before it and those made after.
+/// The sub-region may use the pages that are announced for its base before and after it.
 #[test]
-fn a_sub_region_reaches_only_the_promised_pages_of_its_base() {
+fn sub_region_allows_only_announced_pages_of_its_base() {
     for memory in [Memory::Follow, Memory::Pinned] {
         for vectored in [false, true] {
             let pair = pair(memory, MrMode::MMU_NOTIFY);
@@ -386,7 +386,7 @@ fn a_sub_region_reaches_only_the_promised_pages_of_its_base() {
 
 /// MODE-08
 #[test]
-fn mmu_notify_reaches_only_promised_pages_of_each_range_of_a_region() {
+fn mmu_notify_applies_to_each_range_of_a_region() {
     for memory in [Memory::Follow, Memory::Pinned] {
         for addressing in [Addressing::ZeroBased, Addressing::Virtual] {
             let pair = pair(memory, MrMode::MMU_NOTIFY);
@@ -438,7 +438,7 @@ fn mmu_notify_reaches_only_promised_pages_of_each_range_of_a_region() {
 }
 
 #[test]
-fn peers_are_turned_away_during_a_refresh() {
+fn peers_are_refused_during_a_refresh() {
     let faults = Faults::new();
     let provider = Loopback::builder().faults(&faults).build().unwrap();
     let pair = Pair::new(provider, MrMode::MMU_NOTIFY);
@@ -467,9 +467,9 @@ fn peers_are_turned_away_during_a_refresh() {
 
 /// MODE-08
 ///
-/// The transfer and the refresh go through the region itself or through a part of it.
+/// Transfer and refresh each go through the region or through a sub-region.
 #[test]
-fn a_refresh_waits_for_a_transfer_in_flight() {
+fn refresh_waits_for_a_transfer_in_flight() {
     for (transferred, refreshed) in [(0, 0), (1, 0), (2, 0), (0, 1), (1, 2), (3, 2)] {
         let faults = Faults::new();
         let provider = Loopback::builder().faults(&faults).build().unwrap();
@@ -513,7 +513,7 @@ fn a_refresh_waits_for_a_transfer_in_flight() {
 }
 
 #[test]
-fn files_are_reached_at_exactly_their_bytes() {
+fn imported_file_is_accessed_at_exactly_its_bytes() {
     for seals in [SealFlags::empty(), SealFlags::SHRINK, SealFlags::SHRINK | SealFlags::GROW] {
         let pair = pair(Memory::Follow, MrMode::empty());
         let fd = memfd(3 * PAGE as u64, seals);
@@ -541,7 +541,7 @@ fn files_are_reached_at_exactly_their_bytes() {
 }
 
 #[test]
-fn a_file_that_shrinks_fails_the_transfer() {
+fn file_that_shrinks_fails_the_transfer() {
     let pair = pair(Memory::Follow, MrMode::empty());
     let fd = memfd(2 * PAGE as u64, SealFlags::empty());
     let region =
@@ -559,7 +559,7 @@ fn a_file_that_shrinks_fails_the_transfer() {
 }
 
 #[test]
-fn files_that_cannot_be_registered_say_why() {
+fn refused_file_import_names_the_reason() {
     let domain = domain(&Loopback::builder().build().unwrap(), MrMode::empty());
     let fd = memfd(PAGE as u64, SealFlags::SHRINK);
     let all = How::key(1);
@@ -581,7 +581,7 @@ fn files_that_cannot_be_registered_say_why() {
 }
 
 #[test]
-fn a_file_is_registered_only_if_its_fd_reads_and_writes_where_it_is_told() {
+fn file_import_needs_a_readable_fd_without_append() {
     let pair = pair(Memory::Follow, MrMode::empty());
     let domain = &*pair.there.domain;
     let fd = memfd(PAGE as u64, SealFlags::empty());
@@ -620,7 +620,7 @@ fn a_file_is_registered_only_if_its_fd_reads_and_writes_where_it_is_told() {
     assert_eq!(file_bytes(&fd, 0, 16), [[0; 8], [7; 8]].concat());
 }
 
-/// Device memory as the staging path shows it.
+/// Device memory for the staging path.
 #[derive(Debug)]
 struct Device(Mutex<Vec<u8>>);
 
@@ -646,7 +646,7 @@ impl StagedMemory for Device {
 }
 
 #[test]
-fn staged_memory_moves_in_pieces_and_refuses_atomics() {
+fn staged_memory_is_copied_in_chunks_and_refuses_atomics() {
     let pair = pair(Memory::Follow, MrMode::empty());
     let len = (1 << 20) + 77;
     let device = Arc::new(Device(Mutex::new(vec![0; len])));
@@ -664,7 +664,7 @@ fn staged_memory_moves_in_pieces_and_refuses_atomics() {
     assert!(back.bytes() == source.bytes());
     let refusal = pair.here.fetch(pair.to, AtomicOp::Sum, 1, None, &key, 0).unwrap_err();
     assert_eq!(refusal.kind(), ErrorKind::Unsupported);
-    assert!(refusal.to_string().contains("staged copies"), "{refusal}");
+    assert!(refusal.to_string().contains("the region is staged"), "{refusal}");
     let sub = pair
         .there
         .domain
@@ -677,7 +677,7 @@ fn staged_memory_moves_in_pieces_and_refuses_atomics() {
 }
 
 #[test]
-fn imports_that_the_nic_lacks_are_unsupported() {
+fn missing_import_is_unsupported() {
     let imports = hmem_core::provider::Imports::default();
     let domain = domain(&Loopback::builder().imports(imports).build().unwrap(), MrMode::empty());
     let fd = memfd(PAGE as u64, SealFlags::SHRINK);
@@ -695,7 +695,7 @@ fn imports_that_the_nic_lacks_are_unsupported() {
 }
 
 #[test]
-fn atomics_agree_however_the_same_word_is_reached() {
+fn atomics_through_different_mappings_are_atomic_together() {
     let pair = pair(Memory::Follow, MrMode::empty());
     let target = Buffer::new(64);
     let keys: Vec<_> = [true, false]
@@ -726,7 +726,7 @@ fn atomics_agree_however_the_same_word_is_reached() {
 
 /// MR-09
 #[test]
-fn an_atomic_whose_element_crosses_the_seam_of_two_pieces_is_refused() {
+fn atomic_across_two_pieces_is_refused() {
     for owned in [true, false] {
         let pair = pair(Memory::Follow, MrMode::empty());
         let targets = [Buffer::counting(64), Buffer::counting(64)];

@@ -34,14 +34,14 @@ fn receive(
     end.post(Operation::Receive { tag, from }, &[buffer], PeerId(0), context)
 }
 
-/// What a receive reports, as a tuple to compare.
+/// Returns context, length and tag of a completed receive.
 fn received(completion: Completion) -> (u64, u64, Option<u64>) {
     assert_eq!(completion.kind, CompletionKind::Receive);
     (completion.context, completion.result.unwrap(), completion.tag)
 }
 
 #[test]
-fn messages_arrive_whether_the_receive_came_before_or_after() {
+fn message_arrives_before_or_after_its_receive_is_posted() {
     let pair = pair();
     let (source, sink) = (Buffer::counting(100), Buffer::new(200));
     receive(&pair.there, None, None, sink.segment(0, 100, None), 1).unwrap();
@@ -80,7 +80,7 @@ fn tags_match_under_the_ignore_mask_and_in_order() {
 }
 
 #[test]
-fn a_receive_can_wait_for_one_peer_only() {
+fn receive_can_accept_messages_of_one_peer_only() {
     let pair = pair();
     let other = End::open(&pair.here.domain);
     let (sink, source) = (Buffer::new(2), Buffer::filled(1, 1));
@@ -95,7 +95,7 @@ fn a_receive_can_wait_for_one_peer_only() {
 }
 
 #[test]
-fn a_message_that_does_not_fit_truncates_the_receive_and_moves_nothing() {
+fn message_too_long_for_its_receive_is_truncated() {
     let pair = pair();
     let sink = Buffer::new(8);
     receive(&pair.there, None, None, sink.whole(), 1).unwrap();
@@ -105,7 +105,7 @@ fn a_message_that_does_not_fit_truncates_the_receive_and_moves_nothing() {
 }
 
 #[test]
-fn without_room_at_the_receiver_messages_wait_at_the_sender_in_order() {
+fn messages_wait_in_order_for_room_at_the_receiver() {
     let provider = Loopback::builder().unexpected_bytes(10).build().unwrap();
     let pair = Pair::new(provider, MrMode::empty());
     let target = Buffer::new(8);
@@ -134,7 +134,7 @@ fn without_room_at_the_receiver_messages_wait_at_the_sender_in_order() {
 }
 
 #[test]
-fn local_rights_are_needed_where_there_is_a_descriptor() {
+fn descriptor_needs_the_local_right() {
     let pair = pair();
     let buffer = Buffer::filled(8, 1);
     let with = |end: &End, access| {
@@ -157,7 +157,7 @@ fn local_rights_are_needed_where_there_is_a_descriptor() {
 }
 
 #[test]
-fn a_failed_send_leaves_the_receive_in_its_place() {
+fn failed_send_leaves_the_receive_posted() {
     let faults = Faults::new();
     let pair = Pair::new(Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
     let sink = Buffer::new(8);
@@ -170,7 +170,7 @@ fn a_failed_send_leaves_the_receive_in_its_place() {
 }
 
 #[test]
-fn a_failed_send_leaves_the_order_of_receives_as_it_was() {
+fn failed_send_keeps_the_order_of_receives() {
     let faults = Faults::new();
     let pair = Pair::new(Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
     let sink = Buffer::new(2);
@@ -189,7 +189,7 @@ fn a_failed_send_leaves_the_order_of_receives_as_it_was() {
     assert_eq!(sink.bytes(), [2, 3]);
 }
 
-/// A copy engine that closes an endpoint when it is asked for bytes.
+/// A copy engine that closes an endpoint during a read.
 #[derive(Debug)]
 struct Closing {
     endpoint: Arc<dyn ProviderEndpoint>,
@@ -211,7 +211,7 @@ impl StagedMemory for Closing {
 }
 
 #[test]
-fn a_receive_whose_endpoint_is_closed_in_the_middle_of_a_message_is_canceled() {
+fn closing_an_endpoint_during_a_message_cancels_its_receive() {
     for fails in [true, false] {
         let pair = pair();
         let sink = Buffer::new(8);
@@ -237,7 +237,7 @@ fn a_receive_whose_endpoint_is_closed_in_the_middle_of_a_message_is_canceled() {
 }
 
 #[test]
-fn closing_an_endpoint_cancels_what_is_outstanding() {
+fn closing_an_endpoint_cancels_its_pending_requests() {
     let pair = pair();
     let buffer = Buffer::new(8);
     receive(&pair.there, None, None, buffer.whole(), 1).unwrap();
@@ -259,7 +259,7 @@ fn closing_an_endpoint_cancels_what_is_outstanding() {
 }
 
 #[test]
-fn names_are_checked() {
+fn altered_endpoint_name_is_refused() {
     let pair = pair();
     let name = pair.there.endpoint.name();
     for at in 0..5 {
@@ -277,7 +277,7 @@ fn names_are_checked() {
 }
 
 #[test]
-fn posts_beyond_the_depth_are_asked_to_come_again() {
+fn post_beyond_the_queue_depth_fails_with_again() {
     let provider = Loopback::builder().build().unwrap();
     let domain = domain(&provider, MrMode::empty());
     let end = End::with(&domain, |attr| attr.depth = 2);
@@ -296,7 +296,7 @@ fn posts_beyond_the_depth_are_asked_to_come_again() {
 }
 
 #[test]
-fn an_overrun_queue_says_so_after_what_it_kept() {
+fn overrun_queue_reports_it_after_its_completions() {
     let provider = Loopback::builder().build().unwrap();
     let domain = domain(&provider, MrMode::empty());
     let cq = domain.open_cq(2).unwrap();
@@ -312,7 +312,7 @@ fn an_overrun_queue_says_so_after_what_it_kept() {
 }
 
 #[test]
-fn counters_count_ends_of_either_kind() {
+fn counters_count_successes_and_errors() {
     let provider = Loopback::builder().build().unwrap();
     let domain = domain(&provider, MrMode::empty());
     let (tx, rx) = (Arc::new(Counter::new()), Arc::new(Counter::new()));
@@ -333,7 +333,7 @@ fn counters_count_ends_of_either_kind() {
 }
 
 #[test]
-fn a_progress_thread_moves_messages_by_itself() {
+fn progress_thread_delivers_messages() {
     let provider =
         Loopback::builder().progress(Progress::Thread).unexpected_bytes(16).build().unwrap();
     let pair = Pair::new(provider, MrMode::empty());
@@ -357,7 +357,7 @@ fn a_progress_thread_moves_messages_by_itself() {
 
 /// EVT-04
 #[test]
-fn immediate_data_comes_with_tagged_messages_and_those_before_their_receives() {
+fn immediate_data_arrives_with_tagged_and_early_messages() {
     let pair = pair();
     let (source, sink) = (Buffer::filled(8, 3), Buffer::new(8));
     let message = |tag, data| Operation::SendImmediate { tag, data };
@@ -372,7 +372,7 @@ fn immediate_data_comes_with_tagged_messages_and_those_before_their_receives() {
 
 /// EVT-04
 #[test]
-fn a_refused_write_with_immediate_data_leaves_the_receive_and_its_order() {
+fn refused_write_with_immediate_data_keeps_the_receive() {
     let pair = pair();
     let (source, target, sink) = (Buffer::filled(8, 3), Buffer::new(8), Buffer::new(8));
     let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
@@ -402,7 +402,7 @@ fn a_refused_write_with_immediate_data_leaves_the_receive_and_its_order() {
 
 /// EVT-04
 #[test]
-fn a_write_with_immediate_data_takes_no_receive_that_is_for_others() {
+fn write_with_immediate_data_needs_a_matching_receive() {
     let pair = pair();
     let other = End::open(&pair.here.domain);
     let (source, target, sink) = (Buffer::filled(8, 3), Buffer::new(8), Buffer::new(8));
@@ -422,7 +422,7 @@ fn a_write_with_immediate_data_takes_no_receive_that_is_for_others() {
 
 /// EVT-04
 #[test]
-fn without_room_at_the_receiver_a_write_with_immediate_data_is_executed_once_later() {
+fn write_with_immediate_data_waits_for_room_and_executes_once() {
     const DEPTH: u64 = 64;
     let counter = Arc::new(Counter::new());
     let pair = pair();
@@ -456,7 +456,7 @@ fn without_room_at_the_receiver_a_write_with_immediate_data_is_executed_once_lat
 
 /// EVT-04
 #[test]
-fn a_nic_without_immediate_data_refuses_it() {
+fn immediate_data_is_refused_if_disabled() {
     let provider = Loopback::builder().cq_data_size(0).build().unwrap();
     let pair = Pair::new(provider, MrMode::empty());
     let source = Buffer::filled(8, 3);

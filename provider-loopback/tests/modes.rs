@@ -1,4 +1,4 @@
-//! What the mr_mode bits, flags, limits and faults of the loopback NIC do.
+//! The mr_mode bits, flags, limits and faults of the loopback NIC.
 
 mod support;
 #[path = "support/waiting_copies.rs"]
@@ -20,7 +20,7 @@ fn pair(mode: MrMode) -> Pair {
 }
 
 #[test]
-fn a_disabled_region_is_no_use_until_it_is_enabled() {
+fn disabled_region_is_refused_until_enabled() {
     let pair = pair(MrMode::RMA_EVENT);
     let target = Buffer::new(8);
     let region = How::key(1)
@@ -93,7 +93,7 @@ fn features_and_attributes_follow_the_builder() {
 
 /// MODE-10
 #[test]
-fn regions_are_reached_through_their_endpoint_only() {
+fn bound_region_is_accessed_through_its_endpoint_only() {
     let provider = Loopback::builder().build().unwrap();
     let there = domain(&provider, MrMode::ENDPOINT);
     let (bound, other) = (End::open(&there), End::open(&there));
@@ -269,7 +269,7 @@ fn comparing_atomics_swap_only_if_compare_op_target_holds() {
 }
 
 #[test]
-fn limits_are_kept_and_given_back() {
+fn limits_are_enforced_and_released_at_close() {
     let provider = Loopback::builder()
         .max_mr_count(2)
         .max_pinned_bytes(100)
@@ -300,7 +300,7 @@ fn limits_are_kept_and_given_back() {
 }
 
 #[test]
-fn a_fault_at_any_call_leaves_nothing_behind() {
+fn failed_call_leaves_no_object_behind() {
     let faults = Faults::new();
     let provider = Loopback::builder().faults(&faults).build().unwrap();
     let pair = Pair::new(provider.clone(), MrMode::empty());
@@ -349,7 +349,7 @@ fn a_fault_at_any_call_leaves_nothing_behind() {
 }
 
 #[test]
-fn a_failed_deregistration_leaves_the_region_working() {
+fn failed_deregistration_leaves_the_region_usable() {
     let faults = Faults::new();
     let pair = Pair::new(Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
     let target = Buffer::new(8);
@@ -422,7 +422,7 @@ fn domains_and_endpoints_can_be_dropped_in_any_order() {
     }
 }
 
-/// A copy engine that, when it is called, drops the last handles of the very domain that called it.
+/// A copy engine that drops the last handles of the domain that calls it.
 #[derive(Debug)]
 struct Dropping(std::sync::Mutex<Option<End>>, std::sync::mpsc::Sender<std::thread::ThreadId>);
 
@@ -441,7 +441,7 @@ impl hmem_core::provider::StagedMemory for Dropping {
 }
 
 #[test]
-fn a_domain_can_be_dropped_by_its_own_progress_thread() {
+fn progress_thread_can_drop_its_own_domain() {
     use hmem_core::{Address, AddressRange, provider::Backing, provider::Piece};
     let provider = Loopback::builder().progress(Progress::Thread).build().unwrap();
     let Pair { here, there, to, .. } = Pair::new(provider, MrMode::empty());

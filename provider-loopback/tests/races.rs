@@ -1,12 +1,14 @@
-//! Deregistration, transfers and registration at once on the loopback NIC; nothing here waits for
-//! time to pass.
+//! Races of registrations, deregistrations, binds and closes with transfers on the loopback NIC.
+//!
+//! The tests use gates instead of delays.
 
 mod support;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use hmem_core::{
-    ErrorKind, MrMode,
+    Access, Addressing, ErrorKind, MrMode,
+    provider::{WindowBind, WindowState, WindowType},
     transfer::{Operation, PeerId},
 };
 use hmem_provider_loopback::{Call, Faults, Loopback, Memory, Progress};
@@ -59,7 +61,7 @@ fn deregistration_waits_for_a_transfer_in_flight() {
 }
 
 #[test]
-fn closing_an_endpoint_waits_for_what_it_executes() {
+fn closing_an_endpoint_waits_for_its_executing_request() {
     for message in [false, true] {
         let faults = Faults::new();
         let provider = Loopback::builder().faults(&faults).build().unwrap();
@@ -113,44 +115,74 @@ fn closing_an_endpoint_waits_for_what_it_executes() {
     }
 }
 
+/// The post is held where it has seen the endpoint open, and goes on after the close.
 #[test]
-fn invalidating_a_window_waits_for_a_transfer_through_it() {
-    use hmem_core::{
-        Access, Addressing,
-        provider::{WindowBind, WindowType},
-    };
-    let faults = Faults::new();
-    let pair = Pair::new(Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
-    let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
-    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
-    let bind = |len| WindowBind {
-        region,
-        offset: 0,
-        len,
-        access: Access::REMOTE_WRITE,
-        addressing: Addressing::Virtual,
-    };
-    let window = pair.there.domain.windows().unwrap().alloc_window(WindowType::One).unwrap();
-    let window = pair.there.domain.windows().unwrap().bind_window(window, &bind(64)).unwrap();
-    let key = hmem_core::RemoteKey::new(
-        Addressing::Virtual,
-        hmem_core::Iova(target.address().0),
-        64,
-        window.key,
-    );
-    std::thread::scope(|scope| {
-        let gate = faults.hold(Call::Transfer);
-        let writing =
-            scope.spawn(|| pair.here.write(pair.to, &[source.whole()], &key, target.address().0));
-        gate.wait_held();
-        let unbinding = scope.spawn(|| {
-            pair.there.domain.windows().unwrap().bind_window(window, &bind(0)).unwrap();
-            target.bytes()
+fn request_posted_while_its_endpoint_closes_is_refused_or_canceled() {
+    let receive = Operation::Receive { tag: None, from: None };
+    let send = Operation::Send { tag: None, invalidate: None };
+    for (operation, ends_as_canceled) in [(receive, true), (send, false)] {
+        let faults = Faults::new();
+        let provider = Loopback::builder().faults(&faults).build().unwrap();
+        let end = End::open(&domain(&provider, MrMode::empty()));
+        let to = end.peer(&end);
+        let buffer = Buffer::new(8);
+        let posted = std::thread::scope(|scope| {
+            let gate = faults.hold(Call::Post);
+            let posting = scope.spawn(|| end.post(operation, &[buffer.whole()], to, 5));
+            gate.wait_held();
+            end.endpoint.close().unwrap();
+            gate.release();
+            posting.join().unwrap()
         });
+        if ends_as_canceled {
+            posted.unwrap();
+            let ended = end.try_next().expect("the receive is lost");
+            assert_eq!(ended.context, 5);
+            refused(ended.result, ErrorKind::Canceled);
+        } else {
+            refused(posted, ErrorKind::BadState);
+        }
+        assert!(end.try_next().is_none());
+    }
+}
+
+/// MW-03
+///
+/// The bind has seen the endpoint open, and then waits for a refresh of its region.
+#[test]
+fn window_bound_while_its_endpoint_closes_is_free_afterwards() {
+    let faults = Faults::new();
+    let domain = domain(&Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
+    let target = Buffer::new(64);
+    let how = How::key(1).access(Access::RECV | Access::MW_BIND);
+    let region = how.register(&*domain, &[host(target.range(), false)]).unwrap();
+    let windows = domain.windows().unwrap();
+    let window = windows.alloc_window(WindowType::TwoB).unwrap();
+    let end = End::open(&domain);
+    let (access, addressing) = (Access::REMOTE_WRITE, Addressing::ZeroBased);
+    let bind = WindowBind { region, offset: 0, len: 64, access, addressing };
+    let bound = std::thread::scope(|scope| {
+        let gate = faults.hold(Call::Refresh);
+        let refreshing =
+            scope.spawn(|| domain.refresh().unwrap().refresh_pages(region, &[target.range()]));
+        gate.wait_held();
+        let binding = scope.spawn(|| {
+            let windows = domain.windows().unwrap();
+            windows.bind_window_now(&*end.endpoint, window, &bind, 1)
+        });
+        faults.wait_for_calls(Call::BindWindow, 1);
+        // The bind gets the time to reach the region.
+        for _ in 0..1000 {
+            std::thread::yield_now();
+        }
+        end.endpoint.close().unwrap();
         gate.release();
-        writing.join().unwrap().unwrap();
-        assert_eq!(unbinding.join().unwrap(), [1; 64]);
+        refreshing.join().unwrap().unwrap();
+        binding.join().unwrap()
     });
+    assert_eq!(windows.window_status(window).unwrap().state, WindowState::Free);
+    refused(bound, ErrorKind::BadState);
+    domain.deregister(region).expect("no window is bound");
 }
 
 #[test]
@@ -209,7 +241,7 @@ fn after_deregistration_no_byte_changes() {
 }
 
 #[test]
-fn threads_register_and_close_at_once_and_the_counts_are_exact() {
+fn concurrent_registrations_keep_exact_counts() {
     for mode in [MrMode::empty(), MrMode::PROV_KEY] {
         for size in [4, 8] {
             let domain = domain(&Loopback::builder().key_size(size).build().unwrap(), mode);
@@ -246,7 +278,7 @@ fn threads_register_and_close_at_once_and_the_counts_are_exact() {
 }
 
 #[test]
-fn registration_in_flight_is_not_there_yet() {
+fn registration_in_flight_has_no_valid_key() {
     let faults = Faults::new();
     let pair = Pair::new(Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
     let target = Buffer::new(8);

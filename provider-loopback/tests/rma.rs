@@ -1,4 +1,4 @@
-//! Writes, reads and keys on the loopback NIC, driven through the provider contract.
+//! Writes, reads and keys on the loopback NIC, through the provider traits.
 
 mod support;
 
@@ -18,7 +18,7 @@ fn pair(mode: MrMode) -> Pair {
 }
 
 #[test]
-fn bytes_arrive_in_owned_and_in_borrowed_memory() {
+fn writes_arrive_in_owned_and_borrowed_memory() {
     for owned in [true, false] {
         for mode in [MrMode::empty(), MrMode::PROV_KEY] {
             let pair = pair(mode);
@@ -42,7 +42,7 @@ fn bytes_arrive_in_owned_and_in_borrowed_memory() {
 }
 
 #[test]
-fn uneven_seams_of_local_and_remote_lists_are_no_matter() {
+fn segments_of_local_and_remote_lists_may_differ() {
     let pair = pair(MrMode::empty());
     let targets = [Buffer::new(100), Buffer::new(50), Buffer::new(7)];
     let pieces: Vec<_> =
@@ -62,7 +62,7 @@ fn uneven_seams_of_local_and_remote_lists_are_no_matter() {
 }
 
 #[test]
-fn one_byte_past_either_end_moves_nothing() {
+fn access_one_byte_outside_the_region_moves_nothing() {
     for owned in [true, false] {
         let pair = pair(MrMode::empty());
         let target = Buffer::new(64);
@@ -99,7 +99,7 @@ fn one_byte_past_either_end_moves_nothing() {
 }
 
 #[test]
-fn each_right_is_needed_on_its_side() {
+fn each_side_needs_its_right() {
     let pair = pair(MrMode::LOCAL);
     let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
     let here = |access| {
@@ -147,7 +147,7 @@ fn each_right_is_needed_on_its_side() {
 }
 
 #[test]
-fn a_descriptor_must_be_live_of_this_domain_and_cover_the_segment() {
+fn descriptor_must_be_live_and_cover_the_segment() {
     let pair = pair(MrMode::empty());
     let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
     let theirs = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
@@ -163,7 +163,7 @@ fn a_descriptor_must_be_live_of_this_domain_and_cover_the_segment() {
 }
 
 #[test]
-fn virtual_addresses_reach_every_piece_and_cross_pieces_that_touch() {
+fn virtual_access_may_cross_adjacent_pieces() {
     let pair = pair(MrMode::VIRT_ADDR);
     let block = Buffer::new(300);
     let other = Buffer::new(100);
@@ -184,7 +184,7 @@ fn virtual_addresses_reach_every_piece_and_cross_pieces_that_touch() {
 }
 
 #[test]
-fn requested_keys_are_free_again_after_close() {
+fn requested_key_can_be_reused_after_close() {
     let domain = domain(&Loopback::builder().key_size(4).build().unwrap(), MrMode::empty());
     let buffer = Buffer::new(64);
     let register = |key| How::key(key).register(&*domain, &[host(buffer.range(), true)]);
@@ -200,7 +200,7 @@ fn requested_keys_are_free_again_after_close() {
 
 /// MODE-02
 #[test]
-fn an_absent_page_under_a_local_buffer_without_descriptor_fails_the_transfer_and_not_the_process() {
+fn absent_page_of_a_local_buffer_fails_only_the_transfer() {
     let pair = pair(MrMode::empty());
     for owned in [true, false] {
         let target = Buffer::new(64);
@@ -217,9 +217,9 @@ fn an_absent_page_under_a_local_buffer_without_descriptor_fails_the_transfer_and
 
 /// MR-11
 ///
-/// An endpoint keeps the last peer that it wrote to, and that keeps nobody.
+/// An endpoint keeps no reference to the peers that it has written to.
 #[test]
-fn endpoints_that_wrote_to_one_another_leave_nothing_behind() {
+fn endpoints_that_wrote_to_each_other_are_freed() {
     for by_thread in [true, false] {
         for first in 0..3 {
             let progress = if by_thread { Progress::Thread } else { Progress::ByHand };

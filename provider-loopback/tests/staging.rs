@@ -1,5 +1,5 @@
-//! Staging buffers on the software NIC: the cases of every provider, and what only a NIC that
-//! reaches staged memory by itself can show.
+//! Staging buffers on the software NIC: the cases of every provider, and those of a NIC that copies
+//! staged memory for peers.
 
 #[path = "../../p2p/tests/staging_cases/mod.rs"]
 mod staging_cases;
@@ -87,7 +87,7 @@ fn any_transfer_moves_the_bytes_of_a_plain_copy() {
 
 /// BNC-01
 #[test]
-fn the_copy_engine_works_while_the_wire_carries_a_chunk() {
+fn copy_engine_works_while_the_nic_copies_a_chunk() {
     let faults = Faults::new();
     let device = Simulated::builder().stepping(Stepping::ByHand).build().unwrap();
     let net = net_with(Progress::Thread, &faults, STAGING, device);
@@ -130,7 +130,7 @@ fn the_copy_engine_works_while_the_wire_carries_a_chunk() {
 
 /// REL-01, BNC-02
 #[test]
-fn a_failed_copy_drains_the_pipeline_and_leaks_nothing() {
+fn failed_copy_drains_the_pipeline_and_leaks_nothing() {
     for progress in PROGRESSES {
         let net = net(progress);
         faults_drain_the_pipeline(
@@ -144,7 +144,7 @@ fn a_failed_copy_drains_the_pipeline_and_leaks_nothing() {
 
 /// REL-01, BNC-02
 #[test]
-fn a_failed_chunk_drains_the_pipeline_and_leaks_nothing() {
+fn failed_chunk_drains_the_pipeline_and_leaks_nothing() {
     let faults = Faults::new();
     let net = net_with(Progress::ByHand, &faults, STAGING, device());
     let staged = net.near.device(&net.device, CHUNK * 10, LOCAL).unwrap();
@@ -163,7 +163,7 @@ fn a_failed_chunk_drains_the_pipeline_and_leaks_nothing() {
 
 /// REL-01
 #[test]
-fn a_failed_copy_of_a_message_is_its_own_sides() {
+fn failed_copy_of_a_message_fails_only_its_own_side() {
     let net = net(Progress::ByHand);
     let len = CHUNK * 5;
     let near = net.near.device(&net.device, len, LOCAL).unwrap();
@@ -201,7 +201,7 @@ fn a_failed_copy_of_a_message_is_its_own_sides() {
 
 /// BNC-02
 #[test]
-fn an_exhausted_pool_of_staging_buffers_makes_transfers_wait() {
+fn transfers_wait_for_staging_buffers() {
     for slots in [1, 2, 3] {
         for progress in PROGRESSES {
             let staging = StagingAttr { buffer_count: slots, ..STAGING };
@@ -280,13 +280,13 @@ fn atomics_on_staged_memory_are_refused_and_change_nothing() {
             net.near.endpoint.atomic(&atomic, PeerId(0), 1).unwrap();
             let refused = net.complete(1, 0).0.remove(0).result.unwrap_err();
             assert_eq!(refused.kind(), ErrorKind::Unsupported);
-            assert!(refused.to_string().contains("staged copies"), "{refused}");
+            assert!(refused.to_string().contains("the region is staged"), "{refused}");
             assert!(staged.get(0, 64) == bytes, "{op:?} changed staged memory");
         }
     }
 }
 
-/// Holds the chunk of this number (from 0) of the transfer that `post` posts.
+/// Calls `post`, and holds chunk `number`, counted from 0, of the transfer that it posts.
 fn stop_at(faults: &Faults, number: usize, post: impl FnOnce()) -> hmem_provider_loopback::Gate {
     let mut gate = faults.hold(Call::Chunk);
     post();
@@ -301,7 +301,10 @@ fn stop_at(faults: &Faults, number: usize, post: impl FnOnce()) -> hmem_provider
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(24) })]
+    #![proptest_config(ProptestConfig {
+        failure_persistence: None,
+        ..ProptestConfig::with_cases(24)
+    })]
 
     /// BNC-02
     #[test]
@@ -313,8 +316,10 @@ proptest! {
         near_closes in any::<bool>(),
     ) {
         let faults = Faults::new();
-        let device = Simulated::builder().copy_latency(Duration::from_micros(latency * 50)).build().unwrap();
-        let net = net_with(Progress::Thread, &faults, StagingAttr { buffer_count: slots, ..STAGING }, device);
+        let latency = Duration::from_micros(latency * 50);
+        let device = Simulated::builder().copy_latency(latency).build().unwrap();
+        let staging = StagingAttr { buffer_count: slots, ..STAGING };
+        let net = net_with(Progress::Thread, &faults, staging, device);
         let len = chunks as u64 * CHUNK;
         let staged = net.near.device(&net.device, len, LOCAL).unwrap();
         let far = net.far.host(len, LOCAL | REMOTE);
@@ -336,7 +341,7 @@ proptest! {
         };
         std::thread::scope(|scope| {
             let close = scope.spawn(|| closed.close().map_err(|rejected| rejected.error));
-            // A close marks its endpoint and takes it out of the domain before it waits for what executes.
+            // A close removes its endpoint from the domain before it waits for executing requests.
             while closing.live().endpoints > 0 {
                 std::thread::yield_now();
             }
@@ -348,12 +353,12 @@ proptest! {
             near.cq.read(&mut out, 1).unwrap();
         }
         let result = out.remove(0).result;
-        // The last chunk is past the wire: whether the end comes before the close is open.
+        // The NIC has copied the last chunk: the transfer may end before or after the close.
         match result {
             Ok(moved) => prop_assert_eq!((moved, at + 1), (len, chunks)),
             Err(error) => {
-                let expected = if near_closes { ErrorKind::Canceled } else { ErrorKind::Unreachable };
-                prop_assert_eq!(error.kind(), expected);
+                let canceled = [ErrorKind::Unreachable, ErrorKind::Canceled];
+                prop_assert_eq!(error.kind(), canceled[usize::from(near_closes)]);
             }
         }
         prop_assert_eq!(near.domain.live().staging_buffers, 0);

@@ -21,8 +21,8 @@ struct Scene {
     region: ProviderRegion,
 }
 
-/// A region of 256 bytes that the NIC may write but that grants peers nothing, in each width of
-/// keys.
+/// Returns scenes with each key size and mode. The NIC may write the region of 256 bytes, and peers
+/// have no right to it.
 fn scenes() -> impl Iterator<Item = Scene> {
     [(8, MrMode::empty()), (8, MrMode::PROV_KEY), (4, MrMode::PROV_KEY), (4, MrMode::empty())]
         .into_iter()
@@ -90,7 +90,7 @@ impl Scene {
 
 /// MW-01
 #[test]
-fn binding_a_type_1_window_turns_the_tag_and_kills_the_old_key() {
+fn type_1_bind_changes_the_tag_and_kills_the_old_key() {
     for scene in scenes() {
         let window =
             scene.pair.there.domain.windows().unwrap().alloc_window(WindowType::One).unwrap();
@@ -135,7 +135,7 @@ fn binding_a_type_1_window_turns_the_tag_and_kills_the_old_key() {
 
 /// MW-02
 #[test]
-fn type_2_windows_are_bound_by_posting_with_the_callers_tag() {
+fn type_2_bind_is_posted_and_uses_the_callers_tag() {
     for scene in scenes() {
         for kind in [WindowType::TwoA, WindowType::TwoB] {
             let there = &scene.pair.there;
@@ -173,7 +173,7 @@ fn type_2_windows_are_bound_by_posting_with_the_callers_tag() {
 
 /// MW-03
 #[test]
-fn type_2_windows_are_tied_to_their_endpoint() {
+fn type_2_window_is_used_through_its_endpoint_only() {
     for scene in scenes() {
         for (kind, holds) in [(WindowType::TwoA, true), (WindowType::TwoB, false)] {
             let other = End::open(&scene.pair.there.domain);
@@ -196,7 +196,7 @@ fn type_2_windows_are_tied_to_their_endpoint() {
 
 /// MW-04
 #[test]
-fn send_with_invalidate_kills_the_key_and_not_the_window() {
+fn send_with_invalidate_kills_the_key_and_keeps_the_window() {
     for scene in scenes() {
         let there = &scene.pair.there;
         let window = there.domain.windows().unwrap().alloc_window(WindowType::TwoB).unwrap();
@@ -227,7 +227,8 @@ fn send_with_invalidate_kills_the_key_and_not_the_window() {
 
 /// MW-04
 ///
-/// Both happens while a message that invalidates the old key is on its way.
+/// The window is invalidated and bound again while a message that invalidates the old key is in
+/// flight.
 #[test]
 fn window_bound_again_during_a_message_keeps_its_new_key() {
     let faults = Faults::new();
@@ -258,7 +259,7 @@ fn window_bound_again_during_a_message_keeps_its_new_key() {
 
 /// MW-05
 #[test]
-fn windows_follow_their_own_rights() {
+fn windows_have_rights_of_their_own() {
     for scene in scenes() {
         let there = &scene.pair.there;
         let base = scene.target.address().0;
@@ -354,10 +355,10 @@ fn windows_outside_their_region_or_of_another_domain_are_refused() {
 
 /// MW-04
 ///
-/// The end of an endpoint takes the binding of a type 2B window without a wait. Freeing the window
-/// then waits in its place.
+/// Closing the endpoint ends the binding of a type 2B window without a wait. Freeing the window
+/// then waits for the transfers.
 #[test]
-fn freeing_waits_for_transfers_through_a_binding_that_the_endpoint_ended() {
+fn freeing_a_window_waits_for_transfers_after_endpoint_close() {
     let faults = Faults::new();
     let provider = Loopback::builder().faults(&faults).build().unwrap();
     let scene = Scene::new(Pair::new(provider, MrMode::empty()));
@@ -389,9 +390,9 @@ fn freeing_waits_for_transfers_through_a_binding_that_the_endpoint_ended() {
 
 /// MW-04
 ///
-/// However a binding ends, a transfer through it has ended when the call returns.
+/// Each call that ends a binding returns after the transfers through it have ended.
 #[test]
-fn the_end_of_a_binding_waits_for_transfers_through_the_window() {
+fn end_of_a_binding_waits_for_transfers_through_the_window() {
     type Ending = fn(&Scene, ProviderWindow);
     let ends: [(WindowType, Ending); 5] = [
         (WindowType::One, |scene, window| scene.bind(window, 0, 8, READ).map(|_| ()).unwrap()),
@@ -474,7 +475,7 @@ fn binding_makes_no_system_call() {
     assert_eq!(bind.status.code(), Some(FINISHED), "{bind:?}");
 }
 
-/// Binds windows of each type in each width of keys, where any system call ends the process.
+/// Binds windows of each type with each key size. Any system call ends the process.
 fn bind_without_system_calls(status: i32) -> ! {
     // More than the 256 tags of a key.
     const ROUNDS: u64 = 700;
@@ -497,14 +498,14 @@ fn bind_without_system_calls(status: i32) -> ! {
             }
         }
     };
-    // The allocator gets from the system what it needs.
+    // The first round lets the allocator get its memory from the system.
     bind_all();
     forbid_system_calls();
     bind_all();
     exit(status)
 }
 
-/// Makes every system call of this thread but the end of the process end it by SIGSYS.
+/// Makes every system call of this thread except `exit_group` end the process by SIGSYS.
 fn forbid_system_calls() {
     let instruction =
         |code: u32, jt: u8, jf: u8, k: u32| libc::sock_filter { code: code as u16, jt, jf, k };
@@ -526,8 +527,8 @@ fn forbid_system_calls() {
     assert_eq!(filtered, 0, "{}", std::io::Error::last_os_error());
 }
 
-/// Ends the process by the one system call that is left.
+/// Ends the process by the only system call that is allowed.
 fn exit(status: i32) -> ! {
-    // SAFETY: the call ends the process, runs no handlers, and needs nothing of it.
+    // SAFETY: the call ends the process, runs no handlers and has no preconditions.
     unsafe { libc::_exit(status) }
 }

@@ -287,6 +287,18 @@ impl Endpoint {
         }
     }
 
+    /// Reads the receives that have completed into memory, on rdma_rxe.
+    ///
+    /// One of them may say that a peer has invalidated a window. That driver crashes on a second
+    /// invalidation, which is refused once the first is known.
+    fn note_peer_invalidations(&self) -> Result<()> {
+        if self.domain.pd.device.is_rxe() {
+            self.queues.rx.drain()?;
+            self.queues.ring();
+        }
+        Ok(())
+    }
+
     pub(super) fn is_of(&self, domain: &Arc<DomainState>) -> bool {
         Arc::ptr_eq(&self.domain, domain)
     }
@@ -375,6 +387,9 @@ impl ProviderEndpoint for Endpoint {
         self.recover()?;
         if self.lanes.takes(request) {
             return self.lanes.post(request);
+        }
+        if matches!(request.operation, Operation::InvalidateWindow { .. }) {
+            self.note_peer_invalidations()?;
         }
         // SAFETY: passed on to the caller.
         unsafe { self.poster.post(request, RequestOwner::Application) }

@@ -1,8 +1,8 @@
 //! Memory windows of type 1, bound by a call, and of type 2, bound by posted requests.
 //!
-//! A type 1 window is bound through a queue pair that is connected to itself, opened with the first
-//! bind: verbs wants one, and any of the protection domain will do. A type 2 window is bound by a
-//! request that the caller posts, under the lock of the table.
+//! `ibv_bind_mw` needs a queue pair of the protection domain, but not a particular one. Type 1
+//! windows are bound through a queue pair that is connected to itself and opened with the first
+//! bind. The caller posts the request that binds a type 2 window, under the lock of the table.
 
 use std::{
     collections::HashMap,
@@ -36,23 +36,23 @@ use super::{
     },
 };
 
-/// The default time limit of a type 1 window's bind. Binds are local, so that only a dead device
-/// takes this long.
+/// The default time limit of a bind that the caller waits for. Only a dead device takes this long,
+/// because binds are local.
 pub(super) const BIND_TIMEOUT: Duration = Duration::from_secs(30);
 
 #[derive(Debug)]
 struct Window {
-    /// Null if it could not be allocated anew after its queue pair went.
+    /// Null if it could not be allocated again after its queue pair was destroyed.
     mw: *mut Mw,
     kind: WindowType,
-    /// The state, as far as the completions that were read tell.
+    /// The state after the completions that were read.
     state: WindowState,
-    /// Binds and invalidations that were posted and have not ended.
+    /// The number of posted binds and invalidations that have not completed.
     posted: u32,
     /// The number of the queue pair through which the window is bound. `None` once an invalidation
     /// was posted.
     through: Option<u32>,
-    /// The binding or the free key that the NIC has, as far as the completions that were read tell.
+    /// The key and binding of the NIC after the completions that were read.
     known: Known,
     /// A key that a peer invalidated before the completion of its bind was read.
     dead: Option<u32>,
@@ -72,8 +72,7 @@ impl Window {
         if self.mw.is_null() { 0 } else { unsafe { (*self.mw).rkey } }
     }
 
-    /// Notes that one posted request has ended. Behind the last one, nothing is on its way that
-    /// would change what is known.
+    /// Records that a posted request has ended. After the last one, the known binding is current.
     fn ended(&mut self) {
         self.posted -= 1;
         if self.posted > 0 {
@@ -91,22 +90,24 @@ impl Window {
     }
 }
 
-// SAFETY: libibverbs objects may be used from any thread; this one is only used under the table's
-// lock.
+// SAFETY: libibverbs objects may be used from any thread, and the table's lock serializes the uses
+// of this one.
 unsafe impl Send for Window {}
 
 /// The windows of a domain.
 #[derive(Debug, Default)]
 pub(super) struct Windows {
     map: Mutex<HashMap<u64, Window>>,
-    /// Windows by their keys without tags. Locked after `map`.
+    /// The tokens of windows by their keys without tags. Locked after `map`.
     by_index: Mutex<HashMap<u32, u64>>,
     next: AtomicU64,
     binder: Mutex<Option<Binder>>,
 }
 
-/// The queue pair that binds type 1 windows. After a failed bind it is not used again: the failed
-/// bind's completion may still come, and would be taken for that of the next bind.
+/// The queue pair that binds type 1 windows.
+///
+/// After a failed bind it is not used again: the completion of that bind may arrive later and would
+/// be taken for that of the next bind.
 #[derive(Debug)]
 struct Binder {
     pair: QueuePair,
@@ -123,9 +124,9 @@ fn unknown() -> Error {
 }
 
 fn gone() -> Error {
-    Error::new(ErrorKind::BadState, "window").provider("verbs").remedy(
-        "it was bound through an endpoint that is closed, and was freed with it: allocate another",
-    )
+    Error::new(ErrorKind::BadState, "window")
+        .provider("verbs")
+        .remedy("allocate another window: this one was freed with the endpoint that bound it")
 }
 
 impl Windows {
@@ -168,7 +169,7 @@ impl Windows {
         self.map.lock().contains_key(&token)
     }
 
-    /// Checks an event of the queue pair that a window is bound through.
+    /// Checks whether a window that is bound through a queue pair allows an event of it.
     pub(super) fn check_bound(&self, token: u64, event: WindowEvent) -> Result<(), WindowRule> {
         let map = self.map.lock();
         let Some(window) = map.get(&token) else { return Ok(()) };
@@ -176,19 +177,20 @@ impl Windows {
         window.kind.after(WindowState::Valid, event).map(|_| ())
     }
 
-    /// Frees a window before the queue pair that it is bound through, and allocates it anew.
-    /// Soft-RoCE waits for a window that is bound through a queue pair until a timeout of its own.
+    /// Frees a window before its queue pair is destroyed, and allocates it again.
+    ///
+    /// On soft-RoCE the destruction of a queue pair waits 50 seconds for a bound window.
     pub(super) fn replace(&self, pd: &ProtectionDomain, token: u64) {
         let mut map = self.map.lock();
         let Some(window) = map.get_mut(&token) else { return };
         let mut by_index = self.by_index.lock();
         by_index.remove(&(window.key() >> 8));
         if let Err(error) = dealloc(pd, window.mw) {
-            tracing::error!(%error, "a bound window could not be freed before its endpoint");
+            tracing::error!(%error, "cannot free a bound window before its endpoint");
         }
         (window.state, window.through) = (WindowState::Free, None);
         window.mw = allocate(pd, window.kind).unwrap_or_else(|error| {
-            tracing::error!(%error, "a window could not be allocated anew");
+            tracing::error!(%error, "cannot allocate a window again after its endpoint closed");
             window.state = WindowState::Invalid;
             ptr::null_mut()
         });
@@ -199,8 +201,9 @@ impl Windows {
         }
     }
 
-    /// Notes that the NIC forgot a posted bind or invalidation. Nobody knows whether it was
-    /// executed, so the window is replaced.
+    /// Replaces a window with a posted bind or invalidation that the NIC has dropped.
+    ///
+    /// The NIC may or may not have executed the request.
     pub(super) fn forgotten(&self, pd: &ProtectionDomain, token: u64) {
         if let Some(window) = self.map.lock().get_mut(&token) {
             window.ended();
@@ -215,8 +218,9 @@ impl Windows {
         Ok(WindowStatus { key, state: window.state, pending })
     }
 
-    /// Notes the end of a bind or invalidation of `key`, posted to the queue pair `through`. One
-    /// that failed changed nothing. Returns true if the window is tied to the queue pair no more.
+    /// Records the end of a bind or invalidation of `key`, posted to the queue pair `through`.
+    ///
+    /// Returns true if the window is no longer bound through the queue pair.
     pub(super) fn completed(
         &self,
         (token, key): (u64, u32),
@@ -226,7 +230,7 @@ impl Windows {
     ) -> bool {
         let mut map = self.map.lock();
         let Some(window) = map.get_mut(&token) else { return true };
-        // A window that was allocated anew meanwhile has another key.
+        // A window that was allocated again since has another key.
         let current = !window.mw.is_null() && window.key() >> 8 == key >> 8;
         if worked && current {
             if kind == CompletionKind::InvalidateWindow {
@@ -243,8 +247,9 @@ impl Windows {
         ![window.through, window.known.through].contains(&Some(through))
     }
 
-    /// Notes that a peer's message invalidated a key, and returns the window if it is not on its
-    /// way to be bound again.
+    /// Records that a peer's message invalidated a key.
+    ///
+    /// Returns the window unless a later bind of it is posted.
     pub(super) fn invalidated_by_peer(&self, key: u32) -> Option<u64> {
         let mut map = self.map.lock();
         let token = *self.by_index.lock().get(&(key >> 8))?;
@@ -252,7 +257,7 @@ impl Windows {
         if window.state == WindowState::Valid && window.known.key == key {
             window.unbound();
         } else if window.posted > 0 {
-            // The completion of its bind is still to be read.
+            // The completion of the bind is not read yet.
             window.dead = Some(key);
             if window.key() == key {
                 window.through = None;
@@ -266,10 +271,10 @@ impl Windows {
         window.through.is_none().then_some(token)
     }
 
-    /// Runs `with` on an allocated type 2 window, with the table locked.
+    /// Calls `with` with an allocated type 2 window, under the lock of the table.
     ///
     /// # Errors
-    /// `rule` for a type 1 window.
+    /// The error of `rule` for a type 1 window.
     fn with_type_2<T>(
         &self,
         token: u64,
@@ -287,7 +292,7 @@ impl Windows {
         with(window)
     }
 
-    /// Binds a type 1 window, or unbinds it with length 0.
+    /// Binds a type 1 window, or unbinds it if the length is 0.
     pub(super) fn bind_type_1(
         &self,
         (pd, regions): (&ProtectionDomain, &Regions),
@@ -302,7 +307,7 @@ impl Windows {
         };
         let bound = regions.with(bind.region, "bind window", |region| {
             let (mr, address) = if bind.len == 0 {
-                // A null region crashes librxe: with length 0 it only names the domain.
+                // A null region crashes librxe. With length 0 the region only names the domain.
                 region.parts.first().map(|part| (part.mr, 0)).ok_or_else(unknown)?
             } else {
                 let (part, address) = target(pd, region, bind)?;
@@ -330,8 +335,10 @@ impl Windows {
         bound
     }
 
-    /// Binds a type 2 window by the work request that `post` posts to the queue pair `through`.
-    /// `post` gets the new key too.
+    /// Binds a type 2 window.
+    ///
+    /// `post` receives the work request and the new key, and posts the request to the queue pair
+    /// `through`.
     pub(super) fn bind_type_2(
         &self,
         pd: &ProtectionDomain,
@@ -350,7 +357,7 @@ impl Windows {
         }
         self.with_type_2(window.token, WindowRule::BoundByItsVerb, |held| {
             let mw = held.mw;
-            // What an invalidation that was posted before will make of it.
+            // The state after the requests that were posted before.
             let state = if held.through.is_some() { WindowState::Valid } else { WindowState::Free };
             let after = held.kind.after(state, WindowEvent::Bind);
             after.map_err(|rule| refuse(rule, "bind window"))?;
@@ -358,8 +365,8 @@ impl Windows {
             let mut wr = SendWr::new(WrOpcode::IBV_WR_BIND_MW, 0);
             wr.bind_mw = BindPart { mw, rkey, bind_info };
             post(wr, rkey)?;
-            // SAFETY: the table's lock keeps the window. The caller of the verb keeps the key up to
-            // date (ibv_post_send(3)).
+            // SAFETY: the table's lock keeps the window allocated. Its user updates the key
+            // (ibv_post_send(3)).
             unsafe { (*mw).rkey = rkey };
             held.through = Some(through);
             held.posted += 1;
@@ -367,8 +374,10 @@ impl Windows {
         })
     }
 
-    /// Invalidates a type 2 window by the work request that `post` posts to the queue pair
-    /// `through`. `post` gets the window's key too.
+    /// Invalidates a type 2 window.
+    ///
+    /// `post` receives the work request and the window's key, and posts the request to the queue
+    /// pair `through`.
     pub(super) fn invalidate(
         &self,
         pd: &ProtectionDomain,
@@ -395,19 +404,21 @@ impl Windows {
         })
     }
 
-    /// Frees what is left when the domain goes.
+    /// Frees the remaining windows of a closing domain.
     pub(super) fn clear(&self, pd: &ProtectionDomain) {
         for window in self.map.lock().drain() {
             if let Err(error) = dealloc(pd, window.1.mw) {
-                tracing::error!(%error, "a window is left to the process's end");
+                tracing::error!(%error, "cannot free a window of a closing domain");
             }
         }
         *self.binder.lock() = None;
     }
 }
 
-/// Finds the registration and address to bind to. Refuses binds that drivers answer with a dead
-/// connection or a crash.
+/// Returns the registration and address to bind to.
+///
+/// # Errors
+/// The rule that refuses the bind. Drivers would end the connection or crash.
 fn target<'a>(
     pd: &ProtectionDomain,
     region: &'a Region,
@@ -429,7 +440,8 @@ fn target<'a>(
     let whole = region.parts.iter().map(|part| part.key.range.len()).sum::<u64>();
     region.slice(offset, len).ok_or_else(|| {
         if offset <= whole && len <= whole - offset {
-            let why = "the range crosses a seam of the region, which is split";
+            let why =
+                "the region is registered in several parts, and the range is in more than one";
             pd.device.refuse(ErrorKind::Unsupported, operation, why)
         } else {
             broken(WindowRule::InsideRegion)
@@ -437,7 +449,7 @@ fn target<'a>(
     })
 }
 
-/// Returns a window's rights in verbs' words.
+/// Returns a window's rights as verbs flags.
 fn flags(pd: &ProtectionDomain, bind: &WindowBind) -> AccessFlags {
     let mut flags = AccessFlags::empty();
     flags.set(AccessFlags::REMOTE_READ, bind.access.contains(Access::REMOTE_READ));
@@ -454,8 +466,10 @@ impl Binder {
         Ok(Self { pair, cq, failed: false })
     }
 
+    /// Binds a type 1 window and returns its new key.
+    ///
     /// # Safety
-    /// `mw` and `info.mr` are alive.
+    /// `mw` and `info.mr` are live objects.
     unsafe fn bind(
         &mut self,
         pd: &ProtectionDomain,
@@ -469,20 +483,21 @@ impl Binder {
         })?;
         let mut request =
             MwBind { wr_id: 1, send_flags: SendFlags::SIGNALED.bits(), bind_info: info };
-        // SAFETY: the caller vouches for the window.
+        // SAFETY: the caller promises that the window is live.
         let old_key = unsafe { (*mw).rkey };
         self.failed = true;
-        // SAFETY: the queue pair is this value's own; window and region are alive; the region is
-        // not null, which is what the header's inline function and librxe go wrong about.
+        // SAFETY: this value owns the queue pair, and the caller promises that window and region
+        // are live. So the region is not null, which would crash the header's inline function and
+        // librxe.
         errors::status(unsafe { bind(self.pair.qp, mw, &mut request) })
             .map_err(|errno| errors::call(nic, "ibv_bind_mw", errno))?;
         let wc = self.wait(timeout)?;
         if wc.status == WcStatus::IBV_WC_SUCCESS {
             self.failed = false;
-            // SAFETY: the caller vouches for the window, where the driver has put the new key.
+            // SAFETY: the caller promises that the window is live. The driver has set its new key.
             return Ok(unsafe { (*mw).rkey });
         }
-        // SAFETY: the caller vouches for the window; the NIC still has the old key.
+        // SAFETY: the caller promises that the window is live. The NIC still has the old key.
         unsafe { (*mw).rkey = old_key };
         Err(status_error(wc.status, wc.vendor_err, CompletionKind::BindWindow))
     }
@@ -497,7 +512,7 @@ impl Binder {
             if Instant::now() >= until {
                 return Err(Error::new(ErrorKind::Driver, "ibv_bind_mw")
                     .provider("verbs")
-                    .remedy("the bind never completed: the device is gone or stuck"));
+                    .remedy("check the device: a bind did not complete within the time limit"));
             }
             std::thread::yield_now();
         }
@@ -526,8 +541,8 @@ fn dealloc(pd: &ProtectionDomain, mw: *mut Mw) -> Result<()> {
     let dealloc = pd.device.ops().dealloc_mw.ok_or_else(|| {
         Error::new(ErrorKind::Unsupported, "ibv_dealloc_mw").provider(nic.to_string())
     })?;
-    // SAFETY: the window was allocated here and was taken out of the table, or is nulled there
-    // next.
+    // SAFETY: `allocate` returned the window. The caller has removed it from the table, or sets it
+    // to null there under the same lock.
     errors::status(unsafe { dealloc(mw) })
         .map_err(|errno| errors::call(nic, "ibv_dealloc_mw", errno))
 }

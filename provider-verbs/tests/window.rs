@@ -4,11 +4,14 @@ mod support;
 #[path = "../../tests/trials/mod.rs"]
 mod trials;
 
-use std::collections::VecDeque;
+use std::{
+    collections::VecDeque,
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+};
 
 use hmem_core::{
-    Access, Addressing, ErrorKind, Iova, MemoryRegion, RemoteKey, Result, Type1Window, Type2Bind,
-    Type2Kind, Type2Window,
+    Access, Addressing, ErrorKind, GrantKind, Iova, MemoryRegion, RemoteKey, Result, Type1Window,
+    Type2Bind, Type2Kind, Type2Window,
     provider::{ProviderDomain, WindowBind, WindowEvent, WindowRule, WindowState, WindowType},
     transfer::{AtomicOp, CompletionKind, Operation},
 };
@@ -17,30 +20,34 @@ use support::{LOCAL, Pages, Pair, REMOTE, device, remote, segment};
 use trials::{Outcome, Skipped, trials};
 
 trials! {
-    a_type_1_window_turns_its_key_at_each_bind_and_unbinds,
-    a_type_2_window_is_bound_invalidated_and_bound_again_by_posted_requests,
+    type_1_bind_changes_the_key_and_unbind_ends_it,
+    type_2_window_is_bound_and_invalidated_by_requests,
     /// MW-10
-    a_peer_invalidates_a_type_2_window_with_a_send,
+    send_with_invalidate_frees_a_type_2_window,
     /// MW-10
-    a_peer_does_not_invalidate_a_type_1_window,
-    binds_that_drivers_answer_badly_are_refused_before,
-    an_endpoint_closes_at_once_with_a_type_2b_window_bound_through_it,
+    peer_cannot_invalidate_a_type_1_window,
+    bind_that_breaks_the_driver_is_refused_first,
+    endpoint_with_a_bound_type_2b_window_closes_at_once,
     /// MW-04
-    sequences_of_window_operations_follow_the_table,
+    window_operation_sequences_follow_the_table,
+    /// MW-10
+    window_invalidated_by_a_peer_is_not_invalidated_again_on_rxe,
+    /// MW-09
+    revoking_a_grant_ends_the_accesses_of_its_peer,
     /// MW-05
-    each_right_of_a_window_is_its_own,
+    window_denies_each_right_that_it_lacks,
     /// MW-06
-    windows_of_both_types_overlap_and_hold_their_region,
+    overlapping_windows_keep_their_region_open,
     /// MW-02
-    binds_that_break_a_rule_name_it,
+    refused_bind_names_the_rule,
     /// MW-01
-    requests_for_the_other_type_are_refused,
+    request_for_the_other_window_type_is_refused,
     /// MW-03
-    a_type_2b_window_serves_the_queue_pair_that_bound_it_only,
+    type_2b_window_works_through_its_own_queue_pair_only,
     /// KEY-07
-    stale_tags_of_a_window_reach_nothing,
+    stale_tags_of_a_window_are_refused,
     /// MW-07
-    bounds_of_a_window_are_enforced_where_the_driver_has_them,
+    window_bounds_are_enforced_if_the_driver_checks_them,
 }
 
 fn pair(name: &str, window: WindowType) -> Result<Pair, Skipped> {
@@ -58,8 +65,7 @@ fn whole(region: &MemoryRegion, tag: u8) -> Type2Bind<'_> {
     Type2Bind { region, offset: 0, len, access, addressing, tag }
 }
 
-/// A near buffer, and what a write of its first 64 bytes to `key` comes to; the connection is made
-/// anew after a failure.
+/// A near buffer that is written to far keys. Both sides connect again after a failed write.
 struct Prober<'a> {
     pair: &'a Pair,
     from: Pages,
@@ -89,7 +95,7 @@ impl<'a> Prober<'a> {
     }
 }
 
-fn a_type_1_window_turns_its_key_at_each_bind_and_unbinds() -> Outcome {
+fn type_1_bind_changes_the_key_and_unbind_ends_it() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::One)?;
     let prober = Prober::new(&pair);
@@ -117,7 +123,7 @@ fn a_type_1_window_turns_its_key_at_each_bind_and_unbinds() -> Outcome {
     Ok(())
 }
 
-fn a_type_2_window_is_bound_invalidated_and_bound_again_by_posted_requests() -> Outcome {
+fn type_2_window_is_bound_and_invalidated_by_requests() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
     let prober = Prober::new(&pair);
@@ -150,7 +156,7 @@ fn a_type_2_window_is_bound_invalidated_and_bound_again_by_posted_requests() -> 
     Ok(())
 }
 
-fn a_peer_invalidates_a_type_2_window_with_a_send() -> Outcome {
+fn send_with_invalidate_frees_a_type_2_window() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
     let prober = Prober::new(&pair);
@@ -175,7 +181,7 @@ fn a_peer_invalidates_a_type_2_window_with_a_send() -> Outcome {
 }
 
 /// MW-10
-fn a_peer_does_not_invalidate_a_type_1_window() -> Outcome {
+fn peer_cannot_invalidate_a_type_1_window() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::One)?;
     let prober = Prober::new(&pair);
@@ -196,7 +202,7 @@ fn a_peer_does_not_invalidate_a_type_1_window() -> Outcome {
     Ok(())
 }
 
-fn binds_that_drivers_answer_badly_are_refused_before() -> Outcome {
+fn bind_that_breaks_the_driver_is_refused_first() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::One)?;
     let to = Pages::new(4096);
@@ -223,7 +229,7 @@ fn binds_that_drivers_answer_badly_are_refused_before() -> Outcome {
     Ok(())
 }
 
-fn an_endpoint_closes_at_once_with_a_type_2b_window_bound_through_it() -> Outcome {
+fn endpoint_with_a_bound_type_2b_window_closes_at_once() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
     let to = Pages::new(4096);
@@ -242,7 +248,7 @@ fn an_endpoint_closes_at_once_with_a_type_2b_window_bound_through_it() -> Outcom
     Ok(())
 }
 
-/// A window of either type of a far region, and the key that a peer knows.
+/// A far window of either type. A type 2 window has the tag of its last bind.
 enum Window {
     One(Type1Window),
     Two(Type2Window, u8),
@@ -292,7 +298,7 @@ impl Window {
     }
 }
 
-/// Sends a message that invalidates a key. The connection is made anew after a failure.
+/// Sends a message that invalidates a key. Both sides connect again after a failure.
 fn invalidate_by_peer(prober: &Prober<'_>, inbox: &MemoryRegion, key: &RemoteKey) -> Result<()> {
     let pair = prober.pair;
     let into = segment(inbox.range().slice(0, 64).expect("inside"), inbox.desc().expect("desc"));
@@ -308,65 +314,109 @@ fn invalidate_by_peer(prober: &Prober<'_>, inbox: &MemoryRegion, key: &RemoteKey
     done
 }
 
-fn sequences_of_window_operations_follow_the_table() -> Outcome {
-    const STEPS: [WindowEvent; 6] = [
+/// A window under test, with the regions that its operations need.
+struct Subject<'a> {
+    pair: &'a mut Pair,
+    region: &'a MemoryRegion,
+    inbox: &'a MemoryRegion,
+    /// `None` once freed.
+    window: Option<Window>,
+    /// The key that the peer knows: that of the last bind.
+    key: Option<RemoteKey>,
+}
+
+impl Subject<'_> {
+    fn step(&mut self, event: WindowEvent) -> Result<()> {
+        let window = self.window.as_mut().expect("the window is allocated");
+        let known = || self.key.as_ref().expect("the window was bound");
+        let mut bind = |len| window.bind(self.pair, self.region, (64, len), REMOTE);
+        match event {
+            WindowEvent::Bind => self.key = Some(bind(64)?),
+            WindowEvent::BindNothing => drop(bind(0)?),
+            WindowEvent::Invalidate => {
+                if let Window::Two(window, _) = window {
+                    window.post_invalidate(&self.pair.far.endpoint, 2)?;
+                    self.pair.far.wait().result?;
+                }
+            }
+            WindowEvent::InvalidateByPeer => {
+                invalidate_by_peer(&Prober::new(self.pair), self.inbox, known())?;
+            }
+            WindowEvent::Access => drop(Prober::new(self.pair).write(known(), 0)?),
+            // The prober connects both sides again, which resets their queue pairs.
+            WindowEvent::ResetQueuePair => Prober::new(self.pair).refused(
+                &self.region.key().expect("key"),
+                0,
+                "the region grants peers nothing",
+            ),
+            WindowEvent::DestroyQueuePair => reopen(self.pair),
+            _ => self.window = None,
+        }
+        Ok(())
+    }
+}
+
+/// Opens new endpoints on both sides, connects them, and closes the old ones.
+fn reopen(pair: &mut Pair) {
+    let replace = |side: &mut support::Side| {
+        let cq = side.domain.open_cq(64).expect("open a completion queue");
+        let attr = hmem_core::provider::EndpointAttr::new(&cq);
+        let endpoint = side.domain.open_endpoint(&attr).expect("open an endpoint");
+        let old_cq = std::mem::replace(&mut side.cq, cq);
+        let old = std::mem::replace(&mut side.endpoint, endpoint);
+        old.close().map_err(|rejected| rejected.error).expect("close the old endpoint");
+        drop(old_cq);
+    };
+    replace(&mut pair.near);
+    replace(&mut pair.far);
+    pair.connect();
+}
+
+/// Every sequence of up to four operations in which all but the last succeed. A refused operation
+/// leaves the window as it was, which its state after the refusal shows.
+fn window_operation_sequences_follow_the_table() -> Outcome {
+    const STEPS: [WindowEvent; 8] = [
         WindowEvent::Bind,
         WindowEvent::BindNothing,
         WindowEvent::Invalidate,
         WindowEvent::InvalidateByPeer,
         WindowEvent::Access,
+        WindowEvent::ResetQueuePair,
+        WindowEvent::DestroyQueuePair,
         WindowEvent::Deallocate,
     ];
     let name = device()?;
     let mut shown = 0;
     for kind in [WindowType::One, WindowType::TwoB] {
-        let pair = pair(&name, kind)?;
-        let prober = Prober::new(&pair);
+        let mut pair = pair(&name, kind)?;
         let (to, inbox) = (Pages::new(4096), Pages::new(4096));
         let region = pair.far.register(to.range(), LOCAL).expect("register");
         let inbox = pair.far.register(inbox.range(), LOCAL).expect("register");
-        let step = |window: &mut Option<Window>, key: &mut Option<RemoteKey>, event| {
-            let held = window.as_mut().expect("it is allocated");
-            let bind = |held: &mut Window, len| held.bind(&pair, &region, (64, len), REMOTE);
-            match event {
-                WindowEvent::Bind => *key = Some(bind(held, 64)?),
-                WindowEvent::BindNothing => drop(bind(held, 0)?),
-                WindowEvent::Invalidate => {
-                    if let Window::Two(window, _) = held {
-                        window.post_invalidate(&pair.far.endpoint, 2)?;
-                        pair.far.wait().result?;
-                    }
-                }
-                WindowEvent::InvalidateByPeer => {
-                    invalidate_by_peer(&prober, &inbox, key.as_ref().expect("it was bound"))?;
-                }
-                WindowEvent::Access => {
-                    prober.write(key.as_ref().expect("it was bound"), 0)?;
-                }
-                _ => *window = None,
-            }
-            Ok::<_, hmem_core::Error>(())
-        };
         let mut open: VecDeque<Vec<WindowEvent>> = VecDeque::from([Vec::new()]);
         while let Some(done) = open.pop_front() {
             for next in STEPS {
-                let (mut window, mut key) = (Some(Window::alloc(&pair, kind)), None);
+                let window = Some(Window::alloc(&pair, kind));
+                let (pair, region, inbox) = (&mut pair, &region, &inbox);
+                let mut subject = Subject { pair, region, inbox, window, key: None };
                 let mut state = WindowState::Free;
                 for event in &done {
-                    step(&mut window, &mut key, *event).expect("it was allowed before");
-                    state = kind.after(state, *event).expect("it was allowed before");
+                    subject.step(*event).expect("the operation succeeded before");
+                    state = kind.after(state, *event).expect("the table allowed it before");
                 }
-                let unknown = key.is_none();
                 let by_peer = matches!(next, WindowEvent::InvalidateByPeer | WindowEvent::Access);
+                let without_key = by_peer && subject.key.is_none();
+                // A type 1 window has no such method.
                 let by_type = kind == WindowType::One && next == WindowEvent::Invalidate;
-                // rdma_rxe follows a null pointer where a peer invalidates a free window.
-                let crashes = next == WindowEvent::InvalidateByPeer && state == WindowState::Free;
-                if by_type || (by_peer && unknown) || (crashes && name.starts_with("rxe")) {
+                // rdma_rxe follows a null pointer when a peer invalidates a free window.
+                let crashes = next == WindowEvent::InvalidateByPeer
+                    && state == WindowState::Free
+                    && name.starts_with("rxe");
+                if by_type || without_key || crashes {
                     continue;
                 }
                 let what = format!("type {}: {next:?} after {done:?}", kind.name());
                 let expected = match kind.after(state, next) {
-                    // Refused before the driver crashes.
+                    // The provider refuses what crashes the driver.
                     Ok(_)
                         if next == WindowEvent::Invalidate
                             && state == WindowState::Free
@@ -376,7 +426,7 @@ fn sequences_of_window_operations_follow_the_table() -> Outcome {
                     }
                     after => after.map_err(WindowRule::name),
                 };
-                match (step(&mut window, &mut key, next), expected) {
+                match (subject.step(next), expected) {
                     (Ok(()), Ok(after)) => state = after,
                     (Err(error), Err(rule)) => {
                         let named = error.context_value("rule") == Some(rule);
@@ -385,7 +435,7 @@ fn sequences_of_window_operations_follow_the_table() -> Outcome {
                     (done, expected) => panic!("{what}: {done:?} and not {expected:?}"),
                 }
                 shown += 1;
-                if let Some(window) = &window {
+                if let Some(window) = &subject.window {
                     assert_eq!(window.state(), state, "{what}");
                     if done.len() + 1 < 4 && expected.is_ok() {
                         open.push_back(done.iter().copied().chain([next]).collect());
@@ -399,7 +449,106 @@ fn sequences_of_window_operations_follow_the_table() -> Outcome {
     Ok(())
 }
 
-fn each_right_of_a_window_is_its_own() -> Outcome {
+/// The receive of the message was not read when the owner posts its invalidation, which on
+/// rdma_rxe would crash the kernel.
+fn window_invalidated_by_a_peer_is_not_invalidated_again_on_rxe() -> Outcome {
+    let name = device()?;
+    let pair = pair(&name, WindowType::TwoB)?;
+    let prober = Prober::new(&pair);
+    let to = Pages::new(4096);
+    let region = pair.far.register(to.range(), LOCAL).expect("register");
+    let window = pair.far.domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
+    for tag in 1..=3 {
+        let bind = whole(&region, tag);
+        let key = window.post_bind(&pair.far.endpoint, &bind, 1).expect("post the bind");
+        pair.far.wait().result.expect("bind");
+        let into = segment(to.part(0, 64), region.desc().expect("desc"));
+        pair.far.post(Operation::Receive { tag: None, from: None }, &[into], 4).expect("receive");
+        let message = segment(prober.from.part(0, 8), prober.region.desc().expect("desc"));
+        let send = Operation::Send { tag: None, invalidate: Some(&key) };
+        pair.near.transfer(send, &[message]).expect("send with invalidate");
+        let invalidated = window.post_invalidate(&pair.far.endpoint, 5);
+        if name.starts_with("rxe") {
+            let rule = invalidated.map_err(|error| error.context_value("rule").map(str::to_owned));
+            assert_eq!(rule, Err(Some("driver-invalidates-once".to_owned())));
+        } else {
+            invalidated.expect("a free window may be invalidated");
+        }
+        let received = pair.far.wait();
+        assert_eq!((received.context, received.invalidated), (4, key.as_u64().ok()));
+        if !name.starts_with("rxe") {
+            pair.far.wait().result.expect("invalidate");
+        }
+        assert_eq!(window.state(), WindowState::Free);
+    }
+    Ok(())
+}
+
+/// A peer reads without a pause while the owner revokes its grant.
+fn revoking_a_grant_ends_the_accesses_of_its_peer() -> Outcome {
+    const LEN: u64 = 4096;
+    let name = device()?;
+    let pair = pair(&name, WindowType::TwoB)?;
+    let (to, sink) = (Pages::new(2 * LEN as usize), Pages::new(LEN as usize));
+    let bytes = to.fill(3);
+    let region = pair.far.register(to.range(), LOCAL).expect("register");
+    let near = pair.near.register(sink.range(), LOCAL).expect("register");
+    let local = segment(sink.range(), near.desc().expect("desc"));
+    for round in 0..20 {
+        let part = LEN / 2..LEN / 2 + LEN;
+        let grant = region.grant(&pair.far.endpoint, part, Access::REMOTE_READ).expect("grant");
+        assert_eq!(grant.kind(), GrantKind::Window(WindowType::TwoB));
+        assert!(grant.fallback_reasons().is_empty());
+        let key = grant.key().expect("key");
+        // Returns whether the access worked. A failed one has moved no wrong byte.
+        let access = || {
+            sink.put(0, &vec![0; LEN as usize]);
+            match pair.near.read(local, remote(&key, 0, LEN)) {
+                Ok(moved) => {
+                    assert_eq!(moved, LEN);
+                    assert!(
+                        sink.get(0, LEN as usize) == bytes[LEN as usize / 2..][..LEN as usize],
+                        "wrong bytes in round {round}"
+                    );
+                    true
+                }
+                Err(error) => {
+                    let code = error.driver().map(|code| code.code);
+                    assert_eq!(code, Some(10), "not a remote access error: {error}");
+                    pair.connect();
+                    false
+                }
+            }
+        };
+        let (worked, revoked) = (AtomicU64::new(0), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            let accessing = scope.spawn(|| {
+                loop {
+                    let late = revoked.load(Ordering::Acquire);
+                    if !access() {
+                        break;
+                    }
+                    assert!(!late, "a revoked key works in round {round}");
+                    worked.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+            while worked.load(Ordering::Relaxed) < 5 && !accessing.is_finished() {
+                std::thread::yield_now();
+            }
+            grant.revoke().map_err(|rejected| rejected.error).expect("revoke");
+            revoked.store(true, Ordering::Release);
+            accessing.join().expect("each access is right or refused");
+        });
+        assert!(worked.into_inner() >= 5, "an access failed before the revocation");
+        for _ in 0..3 {
+            assert!(!access(), "a revoked key works in round {round}");
+        }
+    }
+    region.close().map_err(|rejected| rejected.error).expect("nothing is granted");
+    Ok(())
+}
+
+fn window_denies_each_right_that_it_lacks() -> Outcome {
     let name = device()?;
     for kind in [WindowType::One, WindowType::TwoB] {
         let pair = pair(&name, kind)?;
@@ -435,7 +584,7 @@ fn each_right_of_a_window_is_its_own() -> Outcome {
     Ok(())
 }
 
-fn windows_of_both_types_overlap_and_hold_their_region() -> Outcome {
+fn overlapping_windows_keep_their_region_open() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
     let prober = Prober::new(&pair);
@@ -459,7 +608,7 @@ fn windows_of_both_types_overlap_and_hold_their_region() -> Outcome {
     Ok(())
 }
 
-fn binds_that_break_a_rule_name_it() -> Outcome {
+fn refused_bind_names_the_rule() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
     let to = Pages::new(4096);
@@ -488,7 +637,7 @@ fn binds_that_break_a_rule_name_it() -> Outcome {
     Ok(())
 }
 
-fn requests_for_the_other_type_are_refused() -> Outcome {
+fn request_for_the_other_window_type_is_refused() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
     let to = Pages::new(4096);
@@ -514,7 +663,7 @@ fn requests_for_the_other_type_are_refused() -> Outcome {
     Ok(())
 }
 
-fn a_type_2b_window_serves_the_queue_pair_that_bound_it_only() -> Outcome {
+fn type_2b_window_works_through_its_own_queue_pair_only() -> Outcome {
     let name = device()?;
     let mut pair = pair(&name, WindowType::TwoB)?;
     let to = Pages::new(4096);
@@ -557,7 +706,7 @@ fn a_type_2b_window_serves_the_queue_pair_that_bound_it_only() -> Outcome {
     Ok(())
 }
 
-fn stale_tags_of_a_window_reach_nothing() -> Outcome {
+fn stale_tags_of_a_window_are_refused() -> Outcome {
     let name = device()?;
     for kind in [WindowType::One, WindowType::TwoB] {
         let pair = pair(&name, kind)?;
@@ -579,7 +728,7 @@ fn stale_tags_of_a_window_reach_nothing() -> Outcome {
     Ok(())
 }
 
-fn bounds_of_a_window_are_enforced_where_the_driver_has_them() -> Outcome {
+fn window_bounds_are_enforced_if_the_driver_checks_them() -> Outcome {
     let name = device()?;
     // check_rkey in rxe_resp.c looks at the bounds of the region behind a window. The driver of
     // `tests/vm/run --dma-buf` looks at the window's too.

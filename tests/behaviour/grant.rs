@@ -3,7 +3,7 @@
 use std::{collections::HashSet, thread};
 
 use hmem::{
-    Access, ErrorKind, Grant, GrantKind, Iova, MemoryRegion, MrMode, RemoteKey, Result,
+    Access, Errno, ErrorKind, Grant, GrantKind, Iova, MemoryRegion, MrMode, RemoteKey, Result,
     loopback::Call,
     provider::{WindowState, WindowType},
     transfer::{Operation, PeerId, WorkRequest},
@@ -41,7 +41,9 @@ over_worlds! {
     /// MW-09
     grants_that_break_a_rule_are_refused: Pairs, needs::WINDOWS;
     /// MW-09
-    the_key_value_store_serves_its_client: Plain, needs::SYSTEM;
+    a_grant_keeps_the_reasons_of_its_fallback: Pairs, LOOPBACK;
+    /// MW-09
+    key_value_store_refuses_a_client_with_the_key_of_another: Plain, needs::SYSTEM;
 }
 
 #[path = "../../examples/key_value_store.rs"]
@@ -286,7 +288,50 @@ fn grants_that_break_a_rule_are_refused(world: &World) {
     f.region.close().expect("nothing is lent");
 }
 
-fn the_key_value_store_serves_its_client(world: &World) {
-    let grants = key_value_store::run(provider_name(world)).expect("no failure");
-    assert_eq!(grants, 5);
+fn key_value_store_refuses_a_client_with_the_key_of_another(world: &World) {
+    let served = key_value_store::run(provider_name(world)).expect("no failure");
+    assert_eq!(served.grants, [5, 5]);
+    // A verbs NIC answers a dead key like a missing right.
+    let expected =
+        if world.is_loopback() { ErrorKind::InvalidKey } else { ErrorKind::AccessDenied };
+    assert_eq!(served.refusal.kind(), expected, "{}", served.refusal);
+}
+
+fn a_grant_keeps_the_reasons_of_its_fallback(world: &World) {
+    let raw = world.has(MrMode::RAW);
+    let f = Fixture::new(Net::open(world));
+    let endpoint = &f.net.target.endpoint;
+    let try_grant = || f.region.grant(endpoint, 0..64, REMOTE);
+    let unsupported = Errno(95);
+    if raw {
+        let grant = try_grant().expect("a sub-region");
+        let [reason] = grant.fallback_reasons() else { panic!("one reason: {grant:?}") };
+        assert_eq!(reason.context_value("rule"), Some("no-raw-keys"), "{reason}");
+    } else {
+        assert!(try_grant().expect("grant").fallback_reasons().is_empty());
+        f.net.faults.fail(Call::AllocWindow, 1, unsupported);
+        let grant = try_grant().expect("another type");
+        assert_eq!(grant.kind(), GrantKind::Window(WindowType::TwoA));
+        let [reason] = grant.fallback_reasons() else { panic!("one reason: {grant:?}") };
+        assert_eq!(reason.context_value("window"), Some("2B"), "{reason}");
+        assert_eq!(reason.os_errno(), Some(unsupported), "{reason}");
+    }
+    for nth in 1..=3 {
+        f.net.faults.fail(Call::AllocWindow, nth, unsupported);
+    }
+    f.net.faults.fail(Call::RegisterSub, 1, Errno(12));
+    let error = try_grant().expect_err("no mechanism works");
+    assert_eq!(error.os_errno(), Some(Errno(12)), "{error}");
+    let reasons = error.context_value("windows").expect("the reasons against windows");
+    let named: &[&str] =
+        if raw { &["rule=no-raw-keys"] } else { &["window=2B", "window=2A", "window=1"] };
+    assert!(named.iter().all(|named| reasons.contains(named)), "{error}");
+    assert!(raw || reasons.contains("EOPNOTSUPP"), "{error}");
+    f.net.faults.clear();
+    let setup = Setup::of(world);
+    let provider = setup.provider.clone().windows(vec![]);
+    let f = Fixture::new(Setup { provider, ..setup }.open());
+    let grant = f.grant(0..64, REMOTE);
+    assert_eq!(grant.kind(), GrantKind::SubRegion);
+    assert_eq!(grant.fallback_reasons().len(), 1);
 }

@@ -1,7 +1,8 @@
-//! Grants: a part of a region lent to a peer, by the best means that the NIC has.
+//! Grants: temporary rights of a peer to a part of a region.
 //!
-//! Windows of revoked grants are kept for the next ones, so that a grant costs a bind and its
-//! revocation an invalidation.
+//! A grant uses the best mechanism that the NIC has: a memory window of type 2B, 2A or 1, or a
+//! sub-region. The windows of revoked grants are kept and reused, so that a grant costs one bind
+//! and its revocation one invalidation.
 
 use std::{collections::VecDeque, fmt, ops::Range, sync::Arc};
 
@@ -15,29 +16,31 @@ use super::{
 };
 use crate::{
     Access, Addressing, Error, ErrorKind, MrFlags, MrMode, RawKey, Rejected, RemoteKey, Result,
-    provider::{ProviderEndpoint, ProviderWindow, WindowBind, WindowRule, WindowState, WindowType},
+    provider::{
+        ProviderEndpoint, ProviderWindow, WindowBind, WindowRule, WindowState, WindowType, Windows,
+    },
 };
 
-/// The means by which a [`Grant`] lends memory.
+/// The mechanism behind a [`Grant`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GrantKind {
-    /// A memory window.
+    /// A memory window of this type.
     Window(WindowType),
-    /// A sub-region, where the NIC has no windows.
+    /// A sub-region, for a NIC, region or mode without windows.
     SubRegion,
 }
 
-/// A part of a region that is lent to a peer, until it is revoked or dropped.
+/// A peer's rights to a part of a region, until the grant is revoked or dropped.
 ///
-/// The region cannot be closed before the grant is gone. A peer may revoke a grant by a type 2
-/// window itself, by a message ([`Endpoint::send_invalidate`]).
+/// The region cannot be closed while the grant exists. The peer can end a grant by a type 2 window
+/// with a message ([`Endpoint::send_invalidate`]).
 ///
 /// ```
 /// # use hmem_core::{Access, Endpoint, ErrorKind, MemoryRegion, Result};
 /// # fn serve(region: &MemoryRegion, client: &Endpoint, send: impl Fn(Vec<u8>)) -> Result<()> {
 /// let grant = region.grant(client, 4096..8192, Access::REMOTE_READ)?;
 /// send(grant.key()?.to_bytes());
-/// // ... the client reads, and says that it is done
+/// // ... the client reads, and sends a message when it has finished
 /// grant.revoke().map_err(|rejected| rejected.error)?;
 /// # Ok(()) }
 /// ```
@@ -45,26 +48,28 @@ pub struct Grant {
     /// `None` once revoked.
     held: Option<Held>,
     domain: Arc<DomainInner>,
+    fallback_reasons: Vec<Error>,
 }
 
 enum Held {
-    Window(Box<LentWindow>),
+    Window(Box<BoundWindow>),
     SubRegion(MemoryRegion),
 }
 
-struct LentWindow {
+struct BoundWindow {
     kind: WindowType,
     window: ProviderWindow,
     bind: WindowBind,
-    /// The endpoint of a type 2 window.
+    /// The endpoint through which a type 2 window was bound.
     endpoint: Arc<dyn ProviderEndpoint>,
     key: RemoteKey,
+    /// The number of earlier grants that used the window.
     uses: u8,
-    /// Let go after the window.
+    /// Released after the window.
     region: Dependent,
 }
 
-/// Windows of revoked grants, bound to nothing. The provider's domain frees them when it goes.
+/// Unbound windows of revoked grants. The provider's domain frees them when it closes.
 #[derive(Debug, Default)]
 pub(super) struct SpareWindows {
     windows: Mutex<VecDeque<Spare>>,
@@ -74,12 +79,14 @@ pub(super) struct SpareWindows {
 struct Spare {
     kind: WindowType,
     window: ProviderWindow,
-    /// The number of grants that the window served.
+    /// The number of grants that used the window.
     uses: u8,
 }
 
-/// The order in which types are tried. A type 2 window is tied to the peer's connection; 2B, unlike
-/// 2A, lets the connection close.
+/// The order in which window types are tried.
+///
+/// A key of type 2 works through the peer's connection only. Type 2B, unlike 2A, does not keep the
+/// connection from closing.
 const BEST_FIRST: [WindowType; 3] = [WindowType::TwoB, WindowType::TwoA, WindowType::One];
 
 impl SpareWindows {
@@ -94,8 +101,8 @@ impl SpareWindows {
         Ok(Spare { kind, window: domain.windows()?.alloc_window(kind)?, uses: 0 })
     }
 
-    /// Keeps a free window, unless all tags of its key were used: keys do not come back soon
-    /// (KEY-02).
+    /// Keeps an unbound window for reuse. Frees it instead once all tags of its key were used, so
+    /// that a revoked key is not valid again soon (KEY-02).
     fn put(&self, domain: &DomainInner, mut spare: Spare) {
         spare.uses = spare.uses.saturating_add(1);
         if spare.uses < u8::MAX {
@@ -108,27 +115,33 @@ impl SpareWindows {
 
 fn free(domain: &DomainInner, window: ProviderWindow) {
     if let Err(error) = domain.windows().and_then(|windows| windows.free_window(window)) {
-        tracing::error!(%error, "the window of a grant could not be freed");
+        tracing::error!(%error, "cannot free the window of a grant");
     }
 }
 
 impl MemoryRegion {
-    /// Lends the bytes of `part`, counted from the start of the region, to the peer of `endpoint`,
-    /// with these rights and no others.
+    /// Grants the peer of `endpoint` these rights to `part`, a byte range from the region's start.
     ///
-    /// The best means that the NIC has are taken, and [`Grant::kind`] says which: a type 2 window,
-    /// which only this endpoint serves; a type 1 window, which every endpoint of the domain serves;
-    /// a sub-region. When this returns, the key works. Windows need a region with
-    /// [`Access::MW_BIND`].
+    /// The key is valid when this returns. [`Grant::kind`] returns the mechanism, the first of
+    /// these that works:
     ///
-    /// A type 2 window is bound behind the requests that were posted to the endpoint before. If one
-    /// of them cannot go on, a message whose receiver has posted no receive, say, this waits for
-    /// it.
+    /// 1. a type 2 window, whose key works through this endpoint only;
+    /// 2. a type 1 window, whose key works through every endpoint of the domain;
+    /// 3. a sub-region.
+    ///
+    /// [`Grant::fallback_reasons`] has the error of each mechanism that was tried before it.
+    /// Windows need a region with [`Access::MW_BIND`].
+    ///
+    /// The NIC binds a type 2 window after the requests that were posted to the endpoint earlier.
+    /// This call waits for them. A send to a peer that has posted no receive blocks it.
     ///
     /// # Errors
-    /// ZeroLength; OutOfBounds; BadAccess; AccessDenied for rights that the region rules out, and
-    /// for a region without MW_BIND; InvalidArgument for another domain's endpoint; Unsupported
-    /// where the NIC has neither windows nor sub-regions; the driver's own.
+    /// - ZeroLength, OutOfBounds and BadAccess for a wrong range or right.
+    /// - AccessDenied for rights that the region does not allow, and for a region without MW_BIND.
+    /// - InvalidArgument for an endpoint of another domain.
+    /// - Unsupported if the NIC has neither windows nor sub-regions.
+    /// - The driver's own errors. If a sub-region fails, its error has the reasons against windows
+    ///   in its context `windows`.
     pub fn grant(&self, endpoint: &Endpoint, part: Range<u64>, access: Access) -> Result<Grant> {
         let operation = "grant";
         let domain = self.inner().domain();
@@ -145,36 +158,52 @@ impl MemoryRegion {
         }
         let part = Part { region: self, offset: part.start, len, access };
         let bind = part.bind(domain, operation, Addressing::Virtual)?;
-        if let Ok(windows) = domain.windows() {
-            for kind in BEST_FIRST {
-                if !windows.window_types().contains(&kind) {
-                    continue;
-                }
-                match grant_window(domain, endpoint, &part, bind, kind) {
-                    Err(error) if error.is_unsupported() => {
-                        tracing::debug!(%error, kind = kind.name(), "no grant by this window type");
+        let grant = |held, fallback_reasons| Grant {
+            held: Some(held),
+            domain: Arc::clone(domain),
+            fallback_reasons,
+        };
+        let mut reasons = Vec::new();
+        match domain.windows() {
+            Ok(windows) => {
+                let has = |kind: &WindowType| windows.window_types().contains(kind);
+                for kind in BEST_FIRST.into_iter().filter(has) {
+                    match bind_window(domain, windows, endpoint, &part, bind, kind) {
+                        Ok(window) => return Ok(grant(Held::Window(Box::new(window)), reasons)),
+                        Err(error) if error.is_unsupported() => {
+                            tracing::debug!(%error, kind = kind.name(), "window type unsupported");
+                            reasons.push(error.context("window", kind.name()));
+                        }
+                        Err(error) => return Err(error),
                     }
-                    granted => return granted,
                 }
             }
+            Err(error) => reasons.push(error),
         }
-        grant_sub_region(domain, endpoint, &part)
+        match register_sub_region(domain, endpoint, &part) {
+            Ok(sub_region) => Ok(grant(Held::SubRegion(sub_region), reasons)),
+            Err(error) if reasons.is_empty() => Err(error),
+            Err(error) => {
+                let reasons: Vec<_> = reasons.iter().map(|e| e.reason().to_string()).collect();
+                Err(error.context("windows", reasons.join("; ")))
+            }
+        }
     }
 }
 
-fn grant_window(
-    domain: &Arc<DomainInner>,
+fn bind_window(
+    domain: &DomainInner,
+    windows: &dyn Windows,
     endpoint: &Endpoint,
     part: &Part<'_>,
     mut bind: WindowBind,
     kind: WindowType,
-) -> Result<Grant> {
-    let windows = domain.windows()?;
+) -> Result<BoundWindow> {
     if kind != WindowType::One {
-        // Peers need not learn where the memory lies.
+        // Peers need not learn the address of the memory.
         bind.addressing = Addressing::ZeroBased;
     }
-    // Before the bind, so that the region is not closed between.
+    // Before the bind, so that the region cannot close first.
     let region = Dependent::of(part.region.inner());
     let mut spare = domain.spare_windows.take(domain, kind)?;
     let bound = if kind == WindowType::One {
@@ -189,7 +218,7 @@ fn grant_window(
     spare.window = match bound {
         Ok(window) => window,
         Err(error) => {
-            // It may be bound all the same, if the end of the bind was not seen.
+            // The NIC may have bound the window even though its completion was not seen.
             free(domain, spare.window);
             return Err(error);
         }
@@ -197,57 +226,77 @@ fn grant_window(
     let Spare { window, uses, .. } = spare;
     let key = RemoteKey::new(bind.addressing, part.base(bind.addressing), part.len, window.key);
     let endpoint = endpoint.shared_provider();
-    let lent = Box::new(LentWindow { kind, window, bind, endpoint, key, uses, region });
-    Ok(Grant { held: Some(Held::Window(lent)), domain: Arc::clone(domain) })
+    Ok(BoundWindow { kind, window, bind, endpoint, key, uses, region })
 }
 
-fn grant_sub_region(
+fn register_sub_region(
     domain: &Arc<DomainInner>,
     endpoint: &Endpoint,
     part: &Part<'_>,
-) -> Result<Grant> {
+) -> Result<MemoryRegion> {
     let range = part.range().ok_or_else(|| {
         Error::new(ErrorKind::OutOfBounds, "grant")
             .context("offset", part.offset)
             .context("length", part.len)
-            .remedy("a sub-region lies inside one range of its region: grant each part by itself")
+            .remedy("a sub-region lies inside one range of its region: grant each part separately")
     })?;
     let ranges = [range];
     let attr = MrAttr { base: Some(part.region), ..MrAttr::new(&ranges, part.access) };
-    let sub = domain.register_now(&attr, MrFlags::empty(), KeepAlive::Caller, None)?;
+    let sub_region = domain.register_now(&attr, MrFlags::empty(), KeepAlive::Caller, None)?;
     if domain.effective().contains(MrMode::ENDPOINT) {
-        sub.bind_endpoint(endpoint)?;
-        sub.enable()?;
+        sub_region.bind_endpoint(endpoint)?;
+        sub_region.enable()?;
     }
-    Ok(Grant { held: Some(Held::SubRegion(sub)), domain: Arc::clone(domain) })
+    Ok(sub_region)
 }
 
 impl Grant {
-    /// Returns the means by which the memory is lent.
+    /// Returns the mechanism of the grant.
     #[must_use]
     pub fn kind(&self) -> GrantKind {
         match &self.held {
-            Some(Held::Window(lent)) => GrantKind::Window(lent.kind),
+            Some(Held::Window(bound)) => GrantKind::Window(bound.kind),
             _ => GrantKind::SubRegion,
         }
     }
 
-    /// Returns the key for the peer. Its address and length are those of the part.
+    /// Returns the errors of better mechanisms that were tried first, best mechanism first.
+    ///
+    /// Window types that the NIC does not list are not tried. An error names the rule that refused
+    /// (`context_value("rule")`) or has the driver's code, and the window type
+    /// (`context_value("window")`).
+    ///
+    /// ```
+    /// # use hmem_core::{Grant, GrantKind};
+    /// # fn log(grant: &Grant) {
+    /// if grant.kind() == GrantKind::SubRegion {
+    ///     for error in grant.fallback_reasons() {
+    ///         eprintln!("no memory window: {error}");
+    ///     }
+    /// }
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn fallback_reasons(&self) -> &[Error] {
+        &self.fallback_reasons
+    }
+
+    /// Returns the key for the peer, with the address and length of the granted part.
     ///
     /// # Errors
     /// [`ErrorKind::KeyNotAvailable`] in RAW mode (use [`Grant::raw_key`]).
     pub fn key(&self) -> Result<RemoteKey> {
         match &self.held {
-            Some(Held::Window(lent)) => Ok(lent.key.clone()),
+            Some(Held::Window(bound)) => Ok(bound.key.clone()),
             Some(Held::SubRegion(region)) => region.key(),
             None => Err(Error::new(ErrorKind::BadState, "key").remedy("the grant was revoked")),
         }
     }
 
-    /// Returns the raw key for the peer, which a sub-region has.
+    /// Returns the raw key for the peer, in RAW mode.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] for a grant by a window.
+    /// [`ErrorKind::Unsupported`] for a grant by a window, which has no raw key.
     pub fn raw_key(&self) -> Result<RawKey> {
         match &self.held {
             Some(Held::SubRegion(region)) => region.raw_key(),
@@ -255,15 +304,17 @@ impl Grant {
         }
     }
 
-    /// Returns the state of the key: [`WindowState::Valid`], or [`WindowState::Free`] once the peer
-    /// has revoked the grant and the completion of its message was read.
+    /// Returns the state of the key.
+    ///
+    /// The state is [`WindowState::Valid`] until the peer ends the grant by a message. Once the
+    /// completion of that message was read, it is [`WindowState::Free`].
     #[must_use]
     pub fn state(&self) -> WindowState {
         match &self.held {
-            Some(Held::Window(lent)) => self
+            Some(Held::Window(bound)) => self
                 .domain
                 .windows()
-                .and_then(|windows| windows.window_status(lent.window))
+                .and_then(|windows| windows.window_status(bound.window))
                 .map_or(WindowState::Invalid, |status| status.state),
             Some(Held::SubRegion(_)) => WindowState::Valid,
             None => WindowState::Invalid,
@@ -272,12 +323,12 @@ impl Grant {
 
     /// Revokes the grant. When this returns, the key is dead and no access with it is in flight.
     ///
-    /// A type 2 window is invalidated through its endpoint, and so waits for the requests that were
-    /// posted there before. Where that cannot be done, because the connection has failed, say, the
-    /// window is freed.
+    /// A type 2 window is invalidated through its endpoint, after the requests that were posted
+    /// there earlier. If that fails, because the connection has failed for example, the window is
+    /// freed instead.
     ///
     /// # Errors
-    /// The driver's own, with the grant back.
+    /// The driver's own error, with the grant.
     pub fn revoke(mut self) -> Result<(), Rejected<Self>> {
         let refused = match self.held.take() {
             None => None,
@@ -285,8 +336,8 @@ impl Grant {
                 .close()
                 .err()
                 .map(|rejected| (Held::SubRegion(rejected.value), rejected.error)),
-            Some(Held::Window(lent)) => {
-                self.revoke_window(&lent).err().map(|error| (Held::Window(lent), error))
+            Some(Held::Window(bound)) => {
+                self.revoke_window(&bound).err().map(|error| (Held::Window(bound), error))
             }
         };
         match refused {
@@ -298,11 +349,11 @@ impl Grant {
         }
     }
 
-    fn revoke_window(&self, lent: &LentWindow) -> Result<()> {
+    fn revoke_window(&self, bound: &BoundWindow) -> Result<()> {
         if !self.domain.process.is_current() {
             return Ok(());
         }
-        let LentWindow { kind, window, bind, endpoint, uses, .. } = lent;
+        let BoundWindow { kind, window, bind, endpoint, uses, .. } = bound;
         let windows = self.domain.windows()?;
         let unbound = if *kind == WindowType::One {
             let nothing = WindowBind { offset: 0, len: 0, access: Access::empty(), ..*bind };
@@ -317,7 +368,7 @@ impl Grant {
                 Ok(())
             }
             Err(reason) => {
-                tracing::debug!(%reason, "the window of a grant is freed");
+                tracing::debug!(%reason, "freeing the window of a grant instead");
                 windows.free_window(*window)
             }
         }
@@ -326,12 +377,12 @@ impl Grant {
 
 impl Drop for Grant {
     fn drop(&mut self) {
-        // Freed rather than invalidated: that waits for no other request. A sub-region closes when
-        // it is dropped.
-        if let Some(Held::Window(lent)) = &self.held
+        // An invalidation would wait for other requests; freeing the window does not. A sub-region
+        // closes when it is dropped.
+        if let Some(Held::Window(bound)) = &self.held
             && self.domain.process.is_current()
         {
-            free(&self.domain, lent.window);
+            free(&self.domain, bound.window);
         }
     }
 }
@@ -339,7 +390,7 @@ impl Drop for Grant {
 impl fmt::Debug for Grant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let region = match &self.held {
-            Some(Held::Window(lent)) => Some(lent.region.range),
+            Some(Held::Window(bound)) => Some(bound.region.range),
             Some(Held::SubRegion(region)) => Some(region.range()),
             None => None,
         };
@@ -347,6 +398,7 @@ impl fmt::Debug for Grant {
             .field("kind", &self.kind())
             .field("region", &region)
             .field("state", &self.state())
+            .field("fallback_reasons", &self.fallback_reasons)
             .finish_non_exhaustive()
     }
 }

@@ -2,6 +2,7 @@
 
 use std::{
     any::Any,
+    collections::HashMap,
     mem::ManuallyDrop,
     ops::Deref,
     sync::{
@@ -123,18 +124,41 @@ impl Ended {
     }
 }
 
-/// A window whose binding may have ended without a call of its owner.
+/// A window whose binding may end without a call of its owner.
 pub(super) trait Settle: Send + Sync {
-    /// Lets go of the region if the window is bound to it no more.
+    /// Releases the region if the provider reports that the window is no longer bound to it.
     fn settle(&self);
 }
 
 #[derive(Default)]
 pub(super) struct Bindings {
-    /// Type 2 windows that were bound to the region.
-    windows: Mutex<Vec<Weak<dyn Settle>>>,
+    windows: Mutex<WindowList>,
     pub(super) counters: Mutex<Vec<Arc<Counter>>>,
     pub(super) endpoint: Mutex<bool>,
+}
+
+/// The type 2 windows that were ever bound to a region, each listed once.
+#[derive(Default)]
+struct WindowList {
+    /// By address. A weak pointer keeps its allocation, so no later window has the same address.
+    by_address: HashMap<usize, Weak<dyn Settle>>,
+    /// The length at which dropped windows are next removed from the list.
+    purge_at: usize,
+}
+
+impl WindowList {
+    fn insert(&mut self, window: &Arc<dyn Settle>) {
+        let listed = &mut self.by_address;
+        if listed.len() >= self.purge_at {
+            listed.retain(|_, window| window.strong_count() > 0);
+            self.purge_at = (2 * listed.len()).max(8);
+        }
+        listed.insert(Arc::as_ptr(window).addr(), Arc::downgrade(window));
+    }
+
+    fn live(&self) -> Vec<Arc<dyn Settle>> {
+        self.by_address.values().filter_map(Weak::upgrade).collect()
+    }
 }
 
 /// A sub-region or a window, which keeps its region from being closed.
@@ -246,22 +270,20 @@ impl RegionInner {
         self.bindings.get_or_init(Box::default)
     }
 
-    /// Notes a window that is about to be bound to the region.
+    /// Lists a type 2 window that is about to be bound to the region.
     pub(super) fn list_window(&self, window: &Arc<dyn Settle>) {
-        let mut windows = self.bindings().windows.lock();
-        if windows.len() == windows.capacity() {
-            windows.retain(|window| window.strong_count() > 0);
-        }
-        windows.push(Arc::downgrade(window));
+        self.bindings().windows.lock().insert(window);
     }
 
-    /// Returns the number of sub-regions and windows, as far as providers know about the latter.
+    /// Returns the number of sub-regions and bound windows, after the provider was asked about the
+    /// type 2 windows.
     fn settled_dependents(&self) -> u32 {
         let dependents = self.dependents.load(Ordering::Acquire);
         let Some(bindings) = self.bindings.get().filter(|_| dependents > 0) else {
             return dependents;
         };
-        let windows: Vec<_> = bindings.windows.lock().iter().filter_map(Weak::upgrade).collect();
+        // Outside the list's lock: a window locks its own state to settle.
+        let windows = bindings.windows.lock().live();
         windows.iter().for_each(|window| window.settle());
         self.dependents.load(Ordering::Acquire)
     }
@@ -388,5 +410,32 @@ impl Drop for RegionInner {
                 tracing::error!(range = %self.range, %error, "a region could not be deregistered; its memory is leaked");
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Window;
+
+    impl Settle for Window {
+        fn settle(&self) {}
+    }
+
+    /// MW-06
+    #[test]
+    fn window_list_holds_each_live_window_once() {
+        let mut list = WindowList::default();
+        let kept: Vec<Arc<dyn Settle>> = (0..20).map(|_| Arc::new(Window) as _).collect();
+        for round in 0..1000 {
+            list.insert(&kept[round % kept.len()]);
+        }
+        assert_eq!((list.by_address.len(), list.live().len()), (20, 20));
+        for _ in 0..1000 {
+            list.insert(&(Arc::new(Window) as _));
+        }
+        assert!(list.by_address.len() <= 41, "{} windows listed", list.by_address.len());
+        assert_eq!(list.live().len(), 20);
     }
 }

@@ -1,8 +1,8 @@
-//! Memory windows: remote rights on part of a region, changed without registering again.
+//! Memory windows: rights of peers to a part of a region, changed without a registration.
 //!
-//! [`Type1Window`] is bound by a call and gets a new key each time. [`Type2Window`] is bound and
-//! invalidated by requests posted to an endpoint, with the caller's 8-bit tag (InfiniBand
-//! 10.6.7.2). The rules are those of [`WindowType::after`].
+//! A call binds a [`Type1Window`], which gets a new key each time. Requests posted to an endpoint
+//! bind and invalidate a [`Type2Window`], with the caller's 8-bit tag (InfiniBand 10.6.7.2). The
+//! rules are those of [`WindowType::after`].
 //!
 //! The provider knows the results of posted binds and invalidations, and of invalidations by peers.
 //! A type 2 window queries the provider's state before each operation, so it needs no notification.
@@ -75,7 +75,7 @@ struct Type2State {
     bound: Option<Bound>,
     /// The bindings with a posted invalidation that has not completed.
     ending: Vec<Bound>,
-    /// The region that lists this window.
+    /// The region that was last bound, which lists this window.
     listed: Weak<RegionInner>,
 }
 
@@ -191,7 +191,7 @@ impl Part<'_> {
         Ok(WindowBind { region, offset, len, access, addressing })
     }
 
-    /// Returns the addresses of the part, if it lies in one range of the region.
+    /// Returns the addresses of the part, or `None` if it covers several ranges of the region.
     pub(super) fn range(&self) -> Option<AddressRange> {
         let mut left = self.offset;
         for range in self.region.ranges() {
@@ -301,7 +301,7 @@ impl Type1Window {
         let bind = part.bind(domain, "bind window", Addressing::Virtual)?;
         if len == 0 {
             return Err(Error::new(ErrorKind::ZeroLength, "bind window")
-                .remedy("use unbind to bind to nothing"));
+                .remedy("bind at least one byte, or call unbind"));
         }
         let mut state = self.state.lock();
         self.window.check(state.state(), WindowEvent::Bind, "bind window")?;
@@ -458,7 +458,7 @@ impl Type2Inner {
             if status.state != WindowState::Valid {
                 state.bound = None;
             } else {
-                // Invalidations and binds behind them may have failed.
+                // Invalidations, and binds that were posted after them, may have failed.
                 let holds = |bound: &Bound| u64::from(bound.tag) == status.key & KEY_TAG;
                 if !state.bound.as_ref().is_some_and(holds) {
                     if let Some(at) = state.ending.iter().rposition(holds) {

@@ -1,9 +1,9 @@
-//! Memory behind a file descriptor: a dma-buf, or a memfd in its place.
+//! Memory of a file descriptor: a dma-buf, or a memfd in its place.
 //!
-//! A file that cannot shrink (a genuine dma-buf, or a memfd sealed against it) is mapped, and then
-//! reached like owned memory. Any other file could lose its end under a mapping, which would end
-//! the process with SIGBUS; it is read and written through the descriptor, where a missing end
-//! fails the transfer.
+//! The NIC maps a file that cannot shrink, a genuine dma-buf or a memfd sealed against shrinking,
+//! and copies it directly. Any other file could shrink under a mapping, and an access would end the
+//! process with SIGBUS. The NIC reads and writes such a file through the descriptor, so that an
+//! access past its end fails the transfer.
 
 #![allow(unsafe_code)]
 
@@ -32,11 +32,13 @@ const DMA_BUF_SYNC_READ: u64 = 1;
 const DMA_BUF_SYNC_WRITE: u64 = 2;
 const DMA_BUF_SYNC_END: u64 = 4;
 
-/// Imports `len` bytes at `offset` of a file; the result begins at the second value of the pair.
+/// Imports `len` bytes at `offset` of a file. Returns the memory and the position of the first
+/// byte.
 ///
 /// # Errors
-/// InvalidArgument for an fd that is no memory or that appends, OutOfBounds past the end of the
-/// file, AccessDenied for rights that the fd does not have.
+/// - InvalidArgument for an fd that is not memory or has `O_APPEND`.
+/// - OutOfBounds past the end of the file.
+/// - AccessDenied for rights that the fd does not have.
 pub(in super::super) fn import(
     fd: BorrowedFd<'_>,
     offset: u64,
@@ -50,7 +52,7 @@ pub(in super::super) fn import(
             .context("offset", offset)
             .context("length", len)
             .context("file", format_args!("{} bytes", file.len))
-            .remedy("the range must lie in the exported buffer"));
+            .remedy("register a range inside the exported buffer"));
     }
     if write && !file.writable {
         return Err(Error::new(ErrorKind::AccessDenied, "register")
@@ -78,13 +80,13 @@ fn own(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     })
 }
 
-/// Properties that decide how a file is reached.
+/// The properties of a file that decide how the NIC accesses it.
 struct Properties {
     len: u64,
     writable: bool,
     can_shrink: bool,
     dma_buf: bool,
-    /// Offsets of mappings are multiples of this.
+    /// The alignment of the offsets of mappings.
     page: u64,
 }
 
@@ -113,7 +115,7 @@ impl Properties {
         } else {
             stat.st_size.unsigned_abs()
         };
-        // A file that is no memfd has no seals, and fails with EINVAL.
+        // Fails with EINVAL for files other than memfds, which have no seals.
         let seals = rustix::fs::fcntl_get_seals(fd).unwrap_or(SealFlags::empty());
         let write_sealed = seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE);
         let base_page = rustix::param::page_size() as u64;
@@ -130,12 +132,12 @@ impl Properties {
     }
 }
 
-/// A mapping of the NIC's own of a file that cannot shrink.
+/// The NIC's mapping of a file that cannot shrink.
 #[derive(Debug)]
 pub(in super::super) struct Mapping {
     base: u64,
     len: u64,
-    /// To announce CPU accesses on, for a genuine dma-buf.
+    /// The fd on which CPU accesses are announced, for a genuine dma-buf.
     dma_buf: Option<OwnedFd>,
 }
 
@@ -169,7 +171,7 @@ impl Mapping {
         Ok(Self { base: base.expose_provenance() as u64, len, dma_buf })
     }
 
-    /// The address of a position.
+    /// Returns the address of a position.
     pub(super) const fn address(&self, at: u64) -> u64 {
         self.base + at
     }
@@ -222,15 +224,17 @@ impl Drop for Mapping {
     }
 }
 
-/// A file that could shrink; positions are offsets in it.
+/// A file that could shrink. Positions are offsets in the file.
 #[derive(Debug)]
 struct FileMemory {
     fd: OwnedFd,
 }
 
 impl FileMemory {
-    /// Refuses a file whose writes go to its end instead of their position. The flag is the
-    /// application's to change at any time, as the NIC's fd is a duplicate of its own.
+    /// Refuses a file with `O_APPEND`, whose writes ignore their position.
+    ///
+    /// The application may change the flag at any time: the NIC's fd is a duplicate, which shares
+    /// it.
     fn check_position(&self, operation: &'static str) -> Result<()> {
         let flags = rustix::fs::fcntl_getfl(&self.fd)
             .map_err(|errno| Error::os(errno, "fcntl(F_GETFL)").provider("loopback"))?;

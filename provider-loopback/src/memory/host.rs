@@ -1,5 +1,7 @@
-//! Host memory: direct copies of what is known to be mapped, the kernel's fault-safe copies of what
-//! is not, the pages that are present, and write-back of persistent memory.
+//! Host memory: copies, the pages that are present, and write-back of persistent memory.
+//!
+//! Memory that is known to be mapped is copied directly. Other memory is copied by system calls,
+//! which report unmapped pages.
 //!
 //! # Persistent memory
 //!
@@ -29,19 +31,22 @@ use std::{
 use hmem_core::{Address, AddressRange, Errno, Error, ErrorKind, Result};
 use rustix::mm::{MsyncFlags, msync};
 
-/// An address that a region or the caller of `post` vouches for, as a pointer.
+/// Returns a pointer for an address in a region, or in a request whose memory the caller of `post`
+/// keeps valid.
 ///
-/// It is for memory that others use too, through pointers of their own: never make a reference of
-/// it.
+/// The application uses the memory through pointers of its own. Never make a reference of this one.
 pub(in super::super) fn direct_pointer(at: u64) -> *mut u8 {
     std::ptr::with_exposed_provenance_mut(at as usize)
 }
 
-/// Copies as a NIC does: other threads may read and write the same bytes meanwhile and see them
-/// change in any order. Words of up to 8 bytes at their natural alignment move as a whole.
+/// Copies `len` bytes as a NIC does.
+///
+/// Other threads may read and write the bytes at the same time, and see them change in any order.
+/// Aligned words of up to 8 bytes move as a whole.
 ///
 /// # Safety
-/// Both runs of `len` bytes are mapped, readable and writable respectively.
+/// All `len` bytes of the source are mapped and readable, and those of the target mapped and
+/// writable.
 pub(super) unsafe fn copy_direct(from: *const u8, to: *mut u8, len: usize) {
     macro_rules! word {
         ($atomic:ty) => {
@@ -70,7 +75,7 @@ pub(super) unsafe fn copy_direct(from: *const u8, to: *mut u8, len: usize) {
     unsafe { libc::memmove(to.cast(), from.cast(), len) };
 }
 
-/// Copies from `from`, mapped or not, to `to`, mapped or not.
+/// Copies between addresses that may be unmapped.
 pub(super) fn kernel_read(from: u64, to: u64, len: u64) -> Result<()> {
     // SAFETY: the kernel checks both ranges and reports what it cannot reach; it writes to `to`
     // only, which is memory that a region or a posted request names as a target.
@@ -79,7 +84,7 @@ pub(super) fn kernel_read(from: u64, to: u64, len: u64) -> Result<()> {
     })
 }
 
-/// Copies from `from`, which is mapped, to `to`, mapped or not.
+/// Copies from mapped addresses to addresses that may be unmapped.
 pub(super) fn kernel_write(from: u64, to: u64, len: u64) -> Result<()> {
     // SAFETY: the kernel checks both ranges and reports what it cannot reach; it writes to `to`
     // only, which is memory that a region or a posted request names as a target.
@@ -88,7 +93,7 @@ pub(super) fn kernel_write(from: u64, to: u64, len: u64) -> Result<()> {
     })
 }
 
-/// Repeats a copy between `remote` and `local` until all of it is done or a page is missing.
+/// Repeats a copy between `remote` and `local` until all bytes are copied or a page is missing.
 fn kernel_copy(
     remote: u64,
     local: u64,
@@ -119,17 +124,17 @@ fn kernel_copy(
     Ok(())
 }
 
-/// Fills `into` from addresses that may not be mapped.
+/// Fills `into` from addresses that may be unmapped.
 pub(super) fn load_host(at: u64, into: &mut [u8]) -> Result<()> {
     kernel_read(at, into.as_mut_ptr().expose_provenance() as u64, into.len() as u64)
 }
 
-/// Writes `from` to addresses that may not be mapped.
+/// Writes `from` to addresses that may be unmapped.
 pub(super) fn store_host(at: u64, from: &[u8]) -> Result<()> {
     kernel_write(from.as_ptr().expose_provenance() as u64, at, from.len() as u64)
 }
 
-/// Makes sure that pages back a range, writable ones if the NIC may write.
+/// Populates the pages of a range, which must be writable if the NIC may write.
 pub(in super::super) fn populate(
     range: AddressRange,
     write: bool,
@@ -159,7 +164,7 @@ pub(in super::super) fn populate(
     }
 }
 
-/// An access to pages that are not there.
+/// Returns the error of an access to absent pages.
 pub(super) fn bad_address(at: u64, len: u64) -> Error {
     Error::new(ErrorKind::BadAddress, "transfer")
         .provider("loopback")
@@ -168,7 +173,7 @@ pub(super) fn bad_address(at: u64, len: u64) -> Error {
         .remedy("pages must be mapped with the needed protection while a transfer reaches them")
 }
 
-/// Host memory of the application that was just written.
+/// Host memory that a peer has just written.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Written {
     pub(super) at: u64,
@@ -261,14 +266,15 @@ fn failed(kind: ErrorKind, at: u64, len: u64) -> Error {
         .context("length", len)
 }
 
-/// Addresses that the NIC may touch, where the application says so (MMU_NOTIFY): disjoint runs, start to end, that do not touch.
+/// Addresses that the NIC may touch, where the application says so (MMU_NOTIFY): disjoint runs,
+/// start to end, that do not touch.
 #[derive(Debug, Default)]
 pub(in super::super) struct Promises {
     runs: BTreeMap<u64, u64>,
 }
 
 impl Promises {
-    /// Promises those parts of `ranges` that pages back now.
+    /// Returns the parts of `ranges` whose pages are present.
     pub(in super::super) fn present(ranges: impl Iterator<Item = AddressRange>) -> Self {
         let mut promises = Self::default();
         for range in ranges {
@@ -279,7 +285,7 @@ impl Promises {
         promises
     }
 
-    /// Returns the promised ranges in address order.
+    /// Returns the ranges in address order.
     pub(in super::super) fn ranges(&self) -> impl Iterator<Item = AddressRange> {
         self.runs
             .iter()
@@ -300,7 +306,7 @@ impl Promises {
         self.runs.insert(start, end);
     }
 
-    /// Checks that all of an access is promised.
+    /// Checks that an access lies in these addresses.
     pub(in super::super) fn check(&self, at: u64, len: u64) -> Result<()> {
         match self.runs.range(..=at).next_back() {
             Some((_, &end)) if len <= end - at.min(end) && at < end => Ok(()),
@@ -320,7 +326,11 @@ fn present_pages(range: AddressRange) -> Vec<(u64, u64)> {
     let pages = range.page_aligned(page);
     let mut present = Vec::new();
     let unknown = |error: std::io::Error| {
-        tracing::warn!(%error, %range, "/proc/self/pagemap cannot be read: pages count as absent until a refresh");
+        tracing::warn!(
+            %error,
+            %range,
+            "cannot read /proc/self/pagemap: pages count as absent until a refresh"
+        );
     };
     let pagemap = match File::open("/proc/self/pagemap") {
         Ok(pagemap) => pagemap,
@@ -340,7 +350,7 @@ fn present_pages(range: AddressRange) -> Vec<(u64, u64)> {
                 break;
             }
         };
-        // Past the addresses that a process can have.
+        // Beyond the addresses that a process can have.
         if got < 8 {
             break;
         }
@@ -380,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_page_of_all_addresses_is_never_present() {
+    fn last_page_of_the_address_space_is_never_present() {
         let last = AddressRange::new(Address(u64::MAX - 4095), 4096).unwrap();
         assert_eq!(Promises::present(std::iter::once(last)).ranges().count(), 0);
     }

@@ -1,5 +1,7 @@
-//! Memory behind calls: device memory that is reached through its iface (local buffers without a
-//! descriptor, and peer-memory imports), and memory that is reached through staged copies.
+//! Memory that the NIC reads and writes through calls.
+//!
+//! - Device memory through its iface: local buffers without a descriptor, and peer-memory imports.
+//! - Staged memory through the copy engine of its owner.
 
 #![allow(unsafe_code)]
 
@@ -7,19 +9,20 @@ use std::{fmt, sync::Arc};
 
 use hmem_core::{Address, Error, ErrorKind, Iface, Result, provider::StagedMemory};
 
-/// Memory behind calls.
+/// Memory that the NIC reads and writes through calls, on any thread.
 ///
-/// Positions count from the start of what the implementation stands for. Calls may come from any
-/// thread.
+/// The implementation defines what positions count from.
 pub(in super::super) trait IndirectMemory: fmt::Debug + Send + Sync {
     fn load(&self, at: u64, into: &mut [u8]) -> Result<()>;
     fn store(&self, at: u64, from: &[u8]) -> Result<()>;
-    /// The address whose low bits say how `at` is aligned and where in its page it lies; or why
-    /// there are no atomics.
+    /// Returns an address with the alignment and the page offset of position `at`.
+    ///
+    /// # Errors
+    /// Unsupported for memory without atomics.
     fn atomic_address(&self, at: u64) -> Result<u64>;
-    /// Makes bytes that were written persistent, as far as the memory can be.
+    /// Makes written bytes persistent, if the memory can be.
     fn persist(&self, at: u64, len: u64) -> Result<()>;
-    /// The memory, if it is reached through copies: the same positions.
+    /// Returns the memory for a copy engine, if it is staged, with the same positions.
     fn staged(&self) -> Option<&dyn StagedMemory>;
 }
 
@@ -37,14 +40,16 @@ impl DeviceMemory {
 
 impl IndirectMemory for DeviceMemory {
     fn load(&self, at: u64, into: &mut [u8]) -> Result<()> {
-        // SAFETY: `into` is an exclusive borrow of its bytes; the iface checks its own side.
+        // SAFETY: `into` is an exclusive borrow of its bytes, so that the iface may write them. The
+        // iface checks the device address.
         unsafe {
             self.iface.copy(Address::of_ptr(into.as_mut_ptr()), Address(at), into.len() as u64)
         }
     }
 
     fn store(&self, at: u64, from: &[u8]) -> Result<()> {
-        // SAFETY: `from` is a borrow of its bytes; the iface checks its own side.
+        // SAFETY: `from` is a borrow of its bytes, so that the iface may read them. The iface
+        // checks the device address.
         unsafe { self.iface.copy(Address(at), Address::of_ptr(from.as_ptr()), from.len() as u64) }
     }
 
@@ -52,8 +57,8 @@ impl IndirectMemory for DeviceMemory {
         Err(Error::new(ErrorKind::Unsupported, "atomic")
             .provider("loopback")
             .iface(self.iface.kind())
-            .context("why", "the memory is reached through copies")
-            .remedy("atomics on device memory need a dma-buf registration"))
+            .context("why", "the NIC copies this memory through its iface")
+            .remedy("register the device memory by dma-buf for atomics"))
     }
 
     /// Does nothing: the copy into the device's memory has ended, and the region then flushes the
@@ -91,8 +96,8 @@ impl IndirectMemory for Staged {
     fn atomic_address(&self, _at: u64) -> Result<u64> {
         Err(Error::new(ErrorKind::Unsupported, "atomic")
             .provider("loopback")
-            .context("why", "the region is reached through staged copies, which cannot be atomic")
-            .remedy("atomics on device memory need a path without copies: dma-buf or peer memory"))
+            .context("why", "the region is staged, and copies cannot be atomic")
+            .remedy("register the device memory by dma-buf or peer memory for atomics"))
     }
 
     /// Does nothing: the copy into the device's memory has ended, and the region then flushes the

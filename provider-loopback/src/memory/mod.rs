@@ -1,8 +1,9 @@
-//! Memory as the NIC reaches it, and copies of it.
+//! Memory of regions and requests, and copies between them.
 //!
-//! Memory that a region owns, and mappings of the NIC's own, are copied directly. Memory of the
-//! application that may go away is copied by the kernel, which fails where a plain load would
-//! fault. Everything else is *indirect*: read and written through calls, by way of a bounce buffer.
+//! - Memory that a region owns, and the NIC's mappings, are copied directly.
+//! - Memory that the application may unmap is copied by the kernel, which reports a fault as an
+//!   error.
+//! - All other memory is *indirect*: read and written through calls and a bounce buffer.
 
 #![allow(unsafe_code)]
 
@@ -25,26 +26,26 @@ pub(super) use pinned::{Pinned, Pinner, Run};
 
 use super::Few;
 
-/// Bytes that are copied at once by way of a bounce buffer.
+/// The size of a bounce buffer.
 const BOUNCE: usize = 256 << 10;
 
 /// The memory of a piece of a region.
 #[derive(Clone, Debug)]
 pub(super) enum PieceMemory {
-    /// The application's addresses, mapped for as long as the region lives.
+    /// Addresses that stay mapped as long as the region exists.
     Owned,
-    /// The application's addresses, whatever is mapped there.
+    /// Addresses that the application may map again or unmap.
     Borrowed,
-    /// A mapping of the NIC's own.
+    /// A mapping that the NIC has made.
     Mapped(Arc<Mapping>),
-    /// The pages that were at the application's addresses when they were pinned.
+    /// The pages that were mapped at the addresses when they were pinned.
     Pinned(Arc<Pinned>),
-    /// Memory behind calls.
+    /// Memory that is read and written through calls.
     Indirect(Arc<dyn IndirectMemory>),
 }
 
 impl PieceMemory {
-    /// The `len` bytes from `at` on; for host memory `at` is the address.
+    /// Returns the `len` bytes from position `at`, which is an address for host memory.
     #[inline]
     pub(super) fn span(&self, at: u64, len: u64) -> Span<'_> {
         match self {
@@ -59,15 +60,15 @@ impl PieceMemory {
     }
 }
 
-/// A run of bytes of one kind of memory.
+/// Contiguous bytes of one kind of memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Span<'a> {
-    /// Mapped while the span is in use: a guard of its region is held, and the region owns the
-    /// memory or the mapping. Buffers of the NIC's own count too.
+    /// Bytes that are mapped while the span is in use. The region owns the memory or the mapping,
+    /// and the user of the span holds a guard of the region. Buffers of the NIC are direct too.
     Direct { at: u64, len: u64, mapping: Option<&'a Mapping> },
-    /// The application's addresses, mapped or not.
+    /// Addresses that may be unmapped.
     Kernel { at: u64, len: u64 },
-    /// Behind calls.
+    /// Bytes that are read and written through calls.
     Indirect { at: u64, len: u64, memory: &'a dyn IndirectMemory },
 }
 
@@ -78,7 +79,7 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// The memory and the position in it, if it is reached through copies.
+    /// Returns the memory and the position in it, if the memory is staged.
     pub(super) fn staged(self) -> Option<(&'a dyn StagedMemory, u64)> {
         match self {
             Self::Indirect { at, memory, .. } => Some((memory.staged()?, at)),
@@ -93,7 +94,7 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// The part of `len` bytes that begins `skip` bytes in.
+    /// Returns the `len` bytes from offset `skip`.
     pub(super) const fn part(self, skip: u64, len: u64) -> Self {
         match self {
             Self::Direct { at, mapping, .. } => Self::Direct { at: at + skip, len, mapping },
@@ -102,7 +103,7 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Copies the span into `into`, which has its length.
+    /// Copies the span to `into`, which has the same length.
     pub(super) fn load(self, into: &mut [u8]) -> Result<()> {
         match self {
             Self::Indirect { at, memory, .. } => memory.load(at, into),
@@ -118,7 +119,7 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Copies `from`, which has the span's length, into it.
+    /// Copies `from`, which has the same length, to the span.
     pub(super) fn store(self, from: &[u8]) -> Result<()> {
         match self {
             Self::Indirect { at, memory, .. } => memory.store(at, from),
@@ -134,7 +135,7 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Makes bytes that were written persistent, as far as the memory can be ([`host`]).
+    /// Makes written bytes persistent, if the memory can be ([`host`]).
     pub(super) fn persist(self) -> Result<()> {
         match self {
             Self::Indirect { at, len, memory } => memory.persist(at, len),
@@ -145,7 +146,7 @@ impl<'a> Span<'a> {
     }
 }
 
-/// Copies one run of bytes to another of the same total length; their seams need not agree.
+/// Copies spans to spans of the same total length. Their boundaries may differ.
 #[inline]
 pub(super) fn copy(from: &[Span<'_>], to: &[Span<'_>]) -> Result<u64> {
     if let ([from], [to]) = (from, to) {
@@ -198,7 +199,7 @@ pub(super) fn copy_span(from: Span<'_>, to: Span<'_>) -> Result<()> {
     }
 }
 
-/// A CPU access under way.
+/// A guard of an announced CPU access. Dropping it announces the end.
 struct Announced<'a> {
     mapping: &'a Mapping,
     write: bool,
@@ -214,12 +215,12 @@ impl<'a> Announced<'a> {
 impl Drop for Announced<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.mapping.end(self.write) {
-            tracing::warn!(%error, "the end of a CPU access to a dma-buf was refused");
+            tracing::warn!(%error, "cannot announce the end of a CPU access to a dma-buf");
         }
     }
 }
 
-/// Runs `access` on memory that may need its CPU accesses announced.
+/// Runs `access`, announced to the dma-buf of the mapping if there is one.
 pub(super) fn announced<T>(mapping: Option<&Mapping>, access: impl FnOnce() -> T) -> Result<T> {
     let _announced = mapping.map(|mapping| Announced::begin(mapping, true)).transpose()?;
     Ok(access())
@@ -245,7 +246,7 @@ fn copy_near(from: Span<'_>, to: Span<'_>) -> Result<()> {
     }
 }
 
-/// Copies by way of a buffer of the NIC's own.
+/// Copies through a bounce buffer.
 fn bounce(from: Span<'_>, to: Span<'_>) -> Result<()> {
     let len = to.len();
     let mut buffer = vec![0; BOUNCE.min(usize::try_from(len).unwrap_or(BOUNCE))];
@@ -260,7 +261,7 @@ fn bounce(from: Span<'_>, to: Span<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The first `len` bytes of a run.
+/// Returns the first `len` bytes of the spans.
 pub(super) fn head<'a>(spans: &[Span<'a>], len: u64) -> Few<Span<'a>> {
     let (mut head, mut left) = (Few::new(), len);
     for span in spans {
@@ -274,7 +275,7 @@ pub(super) fn head<'a>(spans: &[Span<'a>], len: u64) -> Few<Span<'a>> {
     head
 }
 
-/// The first `len` bytes of a run, as bytes of the NIC's own.
+/// Returns a copy of the first `len` bytes of the spans.
 pub(super) fn gather(spans: &[Span<'_>], len: u64) -> Result<Vec<u8>> {
     let mut bytes = vec![0; usize::try_from(len).expect("local memory fits the address space")];
     let mut rest = bytes.as_mut_slice();
@@ -286,7 +287,7 @@ pub(super) fn gather(spans: &[Span<'_>], len: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Error of a copy, and the side that failed.
+/// The error of a copy, and the side that failed.
 #[derive(Debug)]
 pub(super) struct CopyError {
     pub(super) part: Part,
@@ -294,7 +295,7 @@ pub(super) struct CopyError {
 }
 
 impl CopyError {
-    /// Neither side's own failure.
+    /// Returns an error that is not of the memory of either side.
     pub(super) fn on_the_wire(error: Error) -> Self {
         Self { part: Part::Wire, error }
     }
@@ -306,11 +307,11 @@ impl From<CopyError> for Error {
     }
 }
 
-/// Copies one run of bytes to another of the same length, of which some is staged: chunk by chunk
-/// through staging buffers, so that the copy engine works while the NIC copies.
+/// Copies spans to spans of the same total length, some of which are staged.
 ///
-/// `canceled` and `enter` are asked before each chunk: the first whether to go on, the second
-/// whether it fails.
+/// The copy goes chunk by chunk through staging buffers, so that the copy engine and the NIC work
+/// at the same time. Before each chunk it calls `canceled`, whose error ends the copy, and `enter`,
+/// for fault injection.
 pub(super) fn pipe(
     from: &[Span<'_>],
     to: &[Span<'_>],
@@ -328,7 +329,7 @@ pub(super) fn pipe(
     let carry = |view: View<'_>| {
         enter()?;
         let (near, far) = (near(from, &view), near(to, &view));
-        // Bytes that pass from one staged memory to another are in the buffer already.
+        // Between two staged memories, the bytes are in the staging buffer already.
         if near.iter().zip(&far).any(|(near, far)| !same(near, far)) || near.len() != far.len() {
             copy(&near, &far)?;
         }
@@ -349,7 +350,7 @@ fn staged_runs<'a>(spans: &[Span<'a>]) -> Vec<StagedRun<&'a dyn StagedMemory>> {
     runs
 }
 
-/// The bytes of a chunk, those of staged memory where its buffer has them.
+/// Returns the bytes of a chunk. Bytes of staged memory are those in the staging buffer.
 fn near<'a>(spans: &[Span<'a>], view: &View<'_>) -> Vec<Span<'a>> {
     let end = view.at + view.len;
     let mut at = 0;

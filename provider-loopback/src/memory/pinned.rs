@@ -1,9 +1,8 @@
-//! Memory as hardware holds it: the pages that were there at registration, whatever is mapped at
-//! their addresses now.
+//! Pinned memory: the pages that were mapped at registration, like those of hardware.
 //!
-//! A buffer registered with io_uring keeps its pages until it is unregistered. Bytes move between a
-//! scratch file and those pages with READ_FIXED and WRITE_FIXED, which name the buffer and never
-//! look at the page table.
+//! A buffer registered with io_uring keeps its pages until it is unregistered, even if the
+//! application changes its mappings. READ_FIXED and WRITE_FIXED copy bytes between a scratch file
+//! and those pages. They name the buffer and do not use the page table.
 
 #![allow(unsafe_code)]
 
@@ -25,15 +24,14 @@ use super::{
     indirect::IndirectMemory,
 };
 
-/// Bytes that move at once.
+/// The number of bytes that one request copies.
 const SCRATCH: usize = 1 << 20;
-/// Buffers of one ring; when they are used up there is another ring.
+/// The number of buffers in one ring. Further buffers get another ring.
 const SLOTS: u16 = 4096;
-/// Bytes that io_uring takes as one buffer.
+/// The maximum size of an io_uring buffer.
 const BUFFER: u64 = 1 << 30;
 
-/// The number of times that the kernel may refuse a request for want of memory before the request
-/// fails.
+/// The number of retries of a request that the kernel refuses because memory is short.
 const REFUSALS: u32 = 1000;
 
 /// Pins pages for a domain.
@@ -53,8 +51,9 @@ impl Pinner {
     /// Pins the pages of a range.
     ///
     /// # Errors
-    /// BadAddress if pages are missing or cannot be written; OutOfResources at the locked-memory
-    /// limit; BadState in a forked child.
+    /// - BadAddress if pages are absent or not writable.
+    /// - OutOfResources at the locked-memory limit.
+    /// - BadState in a forked child.
     pub(in super::super) fn pin(
         &self,
         range: AddressRange,
@@ -82,9 +81,9 @@ impl Pinner {
                 return Ok(slot);
             }
             let mut rings = self.rings.lock();
-            // Regions keep a broken ring for as long as they need it.
+            // Regions that use a broken ring keep it alive.
             rings.retain(|ring| !ring.is_broken());
-            // A ring with slots given back comes to the end of the list, where it is tried first.
+            // A ring with free slots moves to the end of the list, which is tried first.
             match rings.iter().position(|ring| ring.has_room()) {
                 Some(at) => {
                     let last = rings.len() - 1;
@@ -118,9 +117,9 @@ struct RingState {
     uring: IoUring,
     scratch: OwnedFd,
     free: Vec<u16>,
-    /// A request was left in the queue: its completion would pass for that of the next one, and it
-    /// would move bytes of a time that is over. Nothing is submitted any longer; buffers can
-    /// still be given back.
+    /// Set once a request was left in the queue. Its completion would be taken for that of the next
+    /// request, and it could copy bytes after its transfer has ended. So nothing is submitted any
+    /// more. Buffers can still be unregistered.
     broken: bool,
 }
 
@@ -135,10 +134,12 @@ impl Ring {
                     .context("call", call)
                     .remedy(match errno.0 {
                         libc::EPERM => {
-                            "io_uring is switched off (sysctl kernel.io_uring_disabled, or a seccomp filter)"
+                            "allow io_uring: seccomp or kernel.io_uring_disabled forbids it"
                         }
-                        libc::ENOSYS => "this kernel has no io_uring, or a seccomp filter hides it",
-                        _ => "pinned memory needs io_uring with sparse buffer tables (Linux 5.19)",
+                        libc::ENOSYS => {
+                            "use a kernel with io_uring, and no seccomp filter that hides it"
+                        }
+                        _ => "use Linux 5.19 or later: io_uring needs sparse buffer tables",
                     })
             }
         };
@@ -169,7 +170,7 @@ impl Ring {
         self.state.lock().broken
     }
 
-    /// Pins a buffer; `None` if the table is full, or the ring broken.
+    /// Pins a buffer. Returns `None` if the table is full or the ring is broken.
     fn pin(
         self: &Arc<Self>,
         start: u64,
@@ -220,14 +221,14 @@ impl RingState {
             match self.uring.submit_and_wait(1) {
                 Ok(_) => {}
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                // Short of memory for the moment.
+                // Memory is short for the moment.
                 Err(error) if error.raw_os_error() == Some(libc::EAGAIN) && refusals < REFUSALS => {
                     refusals += 1;
                     std::thread::yield_now();
                 }
                 Err(error) => {
                     self.broken = true;
-                    tracing::error!(%error, "a ring of pinned memory is out of use");
+                    tracing::error!(%error, "io_uring failed: new regions use another ring");
                     return Err(Error::os(Errno::of(&error), "io_uring_enter").provider("loopback"));
                 }
             }
@@ -245,23 +246,27 @@ fn refused(error: &std::io::Error, start: u64, len: u64, operation: &'static str
     match errno.0 {
         libc::ENOMEM => {
             let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
-            let limit = limit.map_or_else(|| "unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
+            let limit =
+                limit.map_or_else(|| "unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
             Error::os(errno, operation)
                 .provider("loopback")
                 .context("limit", "RLIMIT_MEMLOCK")
                 .context("value", limit)
-                .context("asked for", len)
+                .context("requested", len)
                 .remedy("raise the locked-memory limit (ulimit -l), or close regions")
         }
         libc::EFAULT => Error::new(ErrorKind::BadAddress, operation)
             .provider("loopback")
             .errno(errno)
             .context("range", format_args!("{start:#x}+{len}"))
-            .remedy("a pinned registration needs mapped, writable pages"),
+            .remedy("register mapped, writable pages: this NIC pins them"),
         _ => Error::os(errno, operation)
             .provider("loopback")
             .context("range", format_args!("{start:#x}+{len}"))
-            .remedy("the kernel does not pin these pages for long (files other than memfd and hugetlbfs)"),
+            .remedy(
+                "register pages of anonymous memory, memfd or hugetlbfs: the kernel does not pin \
+                 those of other files for long",
+            ),
     }
 }
 
@@ -314,14 +319,14 @@ impl Slot {
 impl Drop for Slot {
     fn drop(&mut self) {
         if !self.ring.process.is_current() {
-            // This is a forked child's copy: the parent's buffer stays registered.
+            // In a forked child: the buffer is the parent's and stays registered.
             return;
         }
         let mut state = self.ring.state.lock();
         let none = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
         match state.update(self.index, none) {
             Ok(()) => state.free.push(self.index),
-            Err(error) => tracing::error!(%error, "a pinned buffer could not be released"),
+            Err(error) => tracing::error!(%error, "cannot unregister a pinned buffer"),
         }
     }
 }
@@ -332,7 +337,7 @@ impl fmt::Debug for Slot {
     }
 }
 
-/// Pages of a run of addresses, in one buffer.
+/// The pinned pages of contiguous addresses, in one buffer.
 #[derive(Clone, Debug)]
 pub(in super::super) struct Run {
     start: u64,
@@ -346,7 +351,7 @@ impl Run {
     }
 }
 
-/// Pinned pages of a piece; positions are the application's addresses.
+/// The pinned pages of a piece. Positions are the application's addresses.
 #[derive(Debug)]
 pub(in super::super) struct Pinned {
     /// In address order, disjoint.
@@ -358,7 +363,7 @@ impl Pinned {
         Self { runs: RwLock::new(runs) }
     }
 
-    /// Puts newly pinned runs in the place of what was there.
+    /// Replaces the runs at the addresses of newly pinned ones.
     pub(in super::super) fn replace(&self, new: Vec<Run>) {
         let mut runs = self.runs.write();
         for run in &new {
@@ -379,7 +384,7 @@ impl Pinned {
         runs.sort_by_key(|run| run.start);
     }
 
-    /// The pages of an address: how many bytes from there on lie in the same buffer.
+    /// Returns the run of an address, and the number of bytes from there on in the same buffer.
     fn find(&self, at: u64, len: u64) -> Result<(Arc<Slot>, u64)> {
         let runs = self.runs.read();
         let after = runs.partition_point(|run| run.start <= at);
@@ -458,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_was_left_in_the_queue_is_never_run_nor_taken_for_another() {
+    fn request_left_in_the_ring_never_runs() {
         let pinner = Pinner::new().unwrap();
         let memory = vec![7u8; 4096];
         let range = AddressRange::of(&memory);
@@ -492,7 +497,7 @@ mod tests {
 
     /// CACHE-13
     #[test]
-    fn a_forked_child_leaves_the_rings_of_its_parent_alone() {
+    fn forked_child_does_not_touch_the_parents_rings() {
         let pinner = Pinner::new().unwrap();
         let (memory, other) = (vec![7u8; 4096], vec![8u8; 4096]);
         let range = AddressRange::of(&memory);

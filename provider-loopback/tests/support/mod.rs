@@ -1,4 +1,4 @@
-//! What the loopback suites share: domains, connected endpoints, and requests that run to their
+//! Helpers of the loopback suites: domains, connected endpoints, and requests that run to their
 //! end.
 
 #![allow(dead_code, reason = "each suite uses a part of it")]
@@ -24,7 +24,7 @@ pub(crate) fn all_rights() -> Access {
     Access::all().difference(Access::COLLECTIVE)
 }
 
-/// A domain request with nothing special about it.
+/// Returns a domain request with default attributes.
 pub(crate) fn request(mode: MrMode) -> DomainRequest {
     DomainRequest {
         nic: None,
@@ -36,12 +36,12 @@ pub(crate) fn request(mode: MrMode) -> DomainRequest {
     }
 }
 
-/// A domain on the first NIC.
+/// Opens a domain on the first NIC.
 pub(crate) fn domain(provider: &Loopback, mode: MrMode) -> Arc<dyn ProviderDomain> {
     provider.open_domain(&request(mode)).unwrap()
 }
 
-/// How to register; the defaults are a plain enabled region with every right.
+/// The attributes of a registration. By default the region is enabled and has every right.
 #[derive(Clone)]
 pub(crate) struct How {
     pub(crate) access: Access,
@@ -104,27 +104,27 @@ impl How {
     }
 }
 
-/// A piece of host memory.
+/// Returns a piece of host memory.
 pub(crate) fn host(range: AddressRange, owned: bool) -> Piece<'static> {
     Piece { range, backing: Backing::Host { owned } }
 }
 
-/// The range of a buffer.
+/// Returns the range of a buffer.
 pub(crate) fn range_of(bytes: &Buffer) -> AddressRange {
     AddressRange::new(bytes.address(), bytes.len() as u64).unwrap()
 }
 
-/// Bytes at a fixed, page-aligned address, read and written through pointers only: a NIC changes
-/// them.
+/// Bytes at a fixed, page-aligned address. The NIC changes them too, so that they are accessed only
+/// through pointers.
 pub(crate) struct Buffer {
     start: *mut u8,
     len: usize,
 }
 
-// SAFETY: the memory is reached through volatile reads and writes of single bytes, and freed by the
-// one owner.
+// SAFETY: the memory is accessed by volatile reads and writes of single bytes, and its only owner
+// frees it.
 unsafe impl Send for Buffer {}
-// SAFETY: as above.
+// SAFETY: shared references access the memory by volatile reads and writes of single bytes only.
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
@@ -174,7 +174,7 @@ impl Buffer {
 
     pub(crate) fn set(&self, at: usize, byte: u8) {
         assert!(at < self.len);
-        // SAFETY: as in `get`.
+        // SAFETY: in bounds of the allocation, which lives as long as `self`.
         unsafe { self.start.add(at).write_volatile(byte) }
     }
 
@@ -210,7 +210,7 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // SAFETY: allocated in `layout` with this very layout.
+        // SAFETY: `layout` allocated the memory with the same layout.
         unsafe {
             std::alloc::dealloc(
                 self.start,
@@ -274,7 +274,7 @@ impl End {
         unsafe { self.endpoint.post(&WorkRequest { operation, local, peer, context }) }
     }
 
-    /// The next completion, however long it takes.
+    /// Waits for the next completion.
     pub(crate) fn next(&self) -> Completion {
         let mut out = Vec::new();
         loop {
@@ -286,14 +286,14 @@ impl End {
         }
     }
 
-    /// Whether a completion is there now.
+    /// Returns the next completion if there is one.
     pub(crate) fn try_next(&self) -> Option<Completion> {
         let mut out = Vec::new();
         self.cq.read(&mut out, 1).unwrap();
         out.pop()
     }
 
-    /// Posts and waits for the end.
+    /// Posts a request and waits for its completion.
     pub(crate) fn run(
         &self,
         operation: Operation<'_>,
@@ -330,7 +330,7 @@ impl End {
         self.run(Operation::Read { remote: &remote }, local, peer)
     }
 
-    /// A fetching atomic on one 64-bit element; returns what was there.
+    /// Executes a fetching atomic on one 64-bit element, and returns the old value.
     pub(crate) fn fetch(
         &self,
         peer: PeerId,
@@ -357,17 +357,17 @@ impl End {
     }
 }
 
-/// The remote key of a zero-based region.
+/// Returns the remote key of a zero-based region.
 pub(crate) fn remote(region: ProviderRegion, len: u64) -> RemoteKey {
     RemoteKey::new(Addressing::ZeroBased, Iova(0), len, region.key)
 }
 
-/// The remote key of a region addressed by virtual addresses.
+/// Returns the remote key of a region with virtual addresses.
 pub(crate) fn remote_virtual(region: ProviderRegion, range: AddressRange) -> RemoteKey {
     RemoteKey::new(Addressing::Virtual, Iova(range.start().0), range.len(), region.key)
 }
 
-/// Fails unless the error is of this kind.
+/// Checks that a result is an error of this kind.
 #[track_caller]
 pub(crate) fn refused<T: fmt::Debug>(result: Result<T>, kind: ErrorKind) {
     match result {
@@ -376,12 +376,12 @@ pub(crate) fn refused<T: fmt::Debug>(result: Result<T>, kind: ErrorKind) {
     }
 }
 
-/// Two endpoints of two domains of one NIC, each resolved by the other.
+/// Two endpoints of two domains of one NIC. `here` has resolved `there`.
 pub(crate) struct Pair {
     pub(crate) provider: Loopback,
     pub(crate) here: End,
     pub(crate) there: End,
-    /// `there` as `here` knows it.
+    /// The peer number of `there` at `here`.
     pub(crate) to: PeerId,
 }
 

@@ -1,25 +1,32 @@
 # The tier's own rdma_rxe, built out of the distribution's kernel source for exactly the release that is booted.
 
-# Sets dma_buf_built, the folder with what rxe-dmabuf/build makes.
+# Sets dma_buf_built, a folder of this run's own with what rxe-dmabuf/build makes. The caller holds the cache's lock.
 prepare_dma_buf() {
-    local program sum
+    local program sum built
     for program in make gcc strip xz; do
         command -v $program >/dev/null || no_environment "--dma-buf needs $program on this machine"
     done
     sum=$(cat "$here"/rxe-dmabuf/* | sha256sum)
-    dma_buf_built=$cache/dma-buf/$kernel_release-${sum:0:16}
-    [[ -f $dma_buf_built/rdma_rxe.ko ]] && return
+    built=$cache/dma-buf/$kernel_release-${sum:0:16}
+    [[ -f $built/rdma_rxe.ko ]] || build_dma_buf "$built"
+    # The copy is used without the lock, when another run may remove old drivers.
+    dma_buf_built=$work/dma-buf
+    cp -r "$built" "$dma_buf_built"
+    touch "$built"
+    find "$cache/dma-buf" -mindepth 1 -maxdepth 1 -name '*-????????????????' -mtime +30 -exec rm -rf {} +
+}
 
-    local sources=$cache/dma-buf/$kernel_release
+build_dma_buf() {
+    local built=$1 sources=$cache/dma-buf/$kernel_release
     [[ -d $sources ]] || unpack_kernel_sources "$sources"
     say "building rdma_rxe with dma-buf regions"
-    rm -rf "$sources"-*
-    "$here/rxe-dmabuf/build" "$sources/rxe" "$sources/usr/src/linux-headers-$kernel_release" "$dma_buf_built.new" \
+    rm -rf "$built" "$built.new"
+    "$here/rxe-dmabuf/build" "$sources/rxe" "$sources/usr/src/linux-headers-$kernel_release" "$built.new" \
         >"$work/rxe-build.log" 2>&1 || {
         cat "$work/rxe-build.log" >&2
         no_environment "rdma_rxe does not build: $(grep -m1 -E 'error|\*\*\*|changed|not found' "$work/rxe-build.log")"
     }
-    mv "$dma_buf_built.new" "$dma_buf_built"
+    mv "$built.new" "$built"
 }
 
 kernel_source_packages() {
