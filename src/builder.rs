@@ -34,11 +34,12 @@ pub struct Hmem {
     p2p_disabled: bool,
     system: Arc<System>,
     cache: CacheAttr,
-    /// What the builder said of it, which wins over the environment.
+    /// The cache settings of the builder, which override the environment.
     cache_of_builder: CacheAttr,
-    /// The process that built it, the only one in which it opens domains.
+    /// The process that built this value, the only one in which it opens domains.
     process: ProcessMark,
     topology: OnceLock<Topology>,
+    filter: Option<Filter>,
 }
 
 /// Builds a [`Hmem`].
@@ -55,7 +56,7 @@ pub struct Builder {
     topology: Option<Topology>,
 }
 
-/// What the application said about the monitor of host memory.
+/// The monitor of host memory that the application selected.
 #[derive(Debug)]
 enum CacheMonitor {
     Kind(HostMonitorKind),
@@ -78,6 +79,15 @@ impl Hmem {
         &self.registry
     }
 
+    /// Returns the ifaces that [`Builder::ifaces`] or `FI_HMEM` names and that did not start, with
+    /// the reasons.
+    pub fn missing_ifaces(&self) -> impl Iterator<Item = (IfaceKind, &Error)> {
+        let named = |kind: &IfaceKind| {
+            self.filter.as_ref().is_some_and(|filter| filter.admits(&kind.to_string()))
+        };
+        self.registry.absent().filter(move |(kind, _)| named(kind))
+    }
+
     /// The iface of a kind.
     ///
     /// # Errors
@@ -94,21 +104,21 @@ impl Hmem {
         self.p2p_disabled
     }
 
-    /// What notices that host memory went under a cached registration, and why that was picked.
-    /// Starts it, if nothing did so before.
+    /// Returns the monitor of cached host memory with the reason for its choice. The first call
+    /// starts the monitor.
     #[must_use]
     pub fn cache_monitor(&self) -> &SystemMonitor {
         self.system.cache_monitor()
     }
 
-    /// How domains cache registrations that ask for it and do not say it themselves, by the builder
-    /// or the environment.
+    /// Returns the cache settings, by the builder or the environment, of domains that do not set
+    /// their own.
     #[must_use]
     pub fn cache_attr(&self) -> &CacheAttr {
         &self.cache
     }
 
-    /// What the caches of domains that do not say it themselves may hold, and whether they merge.
+    /// Returns the limits of caches of domains that do not set their own.
     #[must_use]
     pub fn cache_limits(&self) -> Limits {
         let default = Limits::default();
@@ -178,8 +188,8 @@ impl Hmem {
         })
     }
 
-    /// The providers that were asked for and are not here, with the reason; and of those that are
-    /// here, the NICs that cannot be opened, as `verbs/mlx5_0`.
+    /// Returns what is unavailable, with the reasons: providers that were requested, and NICs of
+    /// available providers, as `verbs/mlx5_0`.
     pub fn absent_providers(&self) -> impl Iterator<Item = (&str, &Error)> {
         self.absent_providers.iter().map(|(name, why)| (name.as_str(), why))
     }
@@ -230,14 +240,14 @@ impl Hmem {
         }
     }
 
-    /// The path decisions of its domains: what is remembered, and how to have it forgotten.
+    /// Returns the path selector of the domains. It remembers decisions and can forget them.
     #[must_use]
     pub fn paths(&self) -> &DefaultPathSelector {
         &self.paths
     }
 
-    /// Says which way a registration of a provider's NIC would take and why, by doing it and
-    /// undoing it: what `hmem explain` prints. The value serialises; its `Display` is a line
+    /// Returns the path that a registration with a provider's NIC takes, and the reason. The memory
+    /// is registered and deregistered. `hmem explain` prints the result; its `Display` has a line
     /// for the decision and one for each attempt and remedy.
     ///
     /// # Errors
@@ -363,7 +373,7 @@ impl Builder {
 
     /// Starts the ifaces.
     ///
-    /// One that cannot start does not stop the others: [`Registry::absent`] says why.
+    /// An iface that cannot start does not stop the others: [`Registry::absent`] has the reason.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for an unknown name in the filter, an environment variable
@@ -376,10 +386,19 @@ impl Builder {
         let filter = match self.filter {
             Some(names) => Some(Filter::parse(&names, &self.plug_ins)?),
             None => env::text(env::HMEM)?
-                .map(|names| Filter::parse(&names, &self.plug_ins))
-                .transpose()
-                .map_err(|error| error.context("variable", env::HMEM))?,
+                .map(|names| {
+                    Filter::parse(&names, &self.plug_ins).map_err(|error| {
+                        let remedy = error.remedy_text().unwrap_or_default().to_owned();
+                        env::bad_value(env::HMEM, &names).remedy(remedy)
+                    })
+                })
+                .transpose()?,
         };
+        if let Some((_, error)) =
+            self.absent_providers.iter().find(|(_, why)| env::is_bad_value(why))
+        {
+            return Err(error.clone());
+        }
         let disable_p2p = match self.disable_p2p {
             Some(disable) => disable,
             None => env::boolean(env::DISABLE_P2P)?.unwrap_or(false),
@@ -397,12 +416,13 @@ impl Builder {
             } else {
                 match start() {
                     Ok(iface) => registry.add(iface)?,
+                    Err(error) if env::is_bad_value(&error) => return Err(error),
                     // Asked for by name, and in no build of these features.
                     Err(why) if filter.is_some() && why.context_value("feature").is_some() => {
                         return Err(if by_builder {
                             why
                         } else {
-                            why.context("variable", env::HMEM)
+                            why.context("variable", env::HMEM).context("value", kind)
                         });
                     }
                     Err(why) => {
@@ -414,10 +434,8 @@ impl Builder {
         }
         for iface in self.plug_ins {
             if filter.as_ref().is_some_and(|filter| !filter.admits(iface.name())) {
-                registry.add_absent(
-                    iface.kind(),
-                    left_out(iface.kind(), "the iface filter leaves it out"),
-                );
+                let why = left_out(iface.kind(), "the iface filter leaves it out");
+                registry.add_absent(iface.kind(), why.context("name", iface.name()));
             } else {
                 registry.add(iface)?;
             }
@@ -441,11 +459,12 @@ impl Builder {
             cache_of_builder: self.cache,
             process,
             topology: self.topology.map(OnceLock::from).unwrap_or_default(),
+            filter,
         })
     }
 }
 
-/// What `first` says, and where it says nothing what `second` says.
+/// Returns `first` with its unset fields taken from `second`.
 fn filled_in(mut first: CacheAttr, second: &CacheAttr) -> CacheAttr {
     first.max_count = first.max_count.or(second.max_count);
     first.max_bytes = first.max_bytes.or(second.max_bytes);
@@ -455,19 +474,15 @@ fn filled_in(mut first: CacheAttr, second: &CacheAttr) -> CacheAttr {
     first
 }
 
-/// Host memory with the monitor that was asked for. `Auto` waits until it is needed.
+/// Returns the iface of host memory with the selected monitor. `Auto` starts at its first use.
 fn system(asked: Option<CacheMonitor>) -> Result<System> {
     let (kind, variable) = match asked {
         Some(CacheMonitor::Imported(monitor)) => {
             return Ok(System::new().with_monitor(SystemMonitor::imported(monitor)));
         }
         Some(CacheMonitor::Kind(kind)) => (kind, None),
-        None => match env::text(env::CACHE_MONITOR)? {
-            Some(name) => (
-                name.parse()
-                    .map_err(|error: Error| error.context("variable", env::CACHE_MONITOR))?,
-                Some(env::CACHE_MONITOR),
-            ),
+        None => match env::named(env::CACHE_MONITOR)? {
+            Some(kind) => (kind, Some(env::CACHE_MONITOR)),
             None => (HostMonitorKind::Auto, None),
         },
     };
@@ -476,13 +491,14 @@ fn system(asked: Option<CacheMonitor>) -> Result<System> {
     }
     let monitor = SystemMonitor::start(kind).map_err(|error| {
         let error = match variable {
-            Some(variable) => error.context("variable", variable),
+            Some(variable) => error.context("variable", variable).context("value", kind.name()),
             None => error,
         };
         match kind {
             HostMonitorKind::Import => error.remedy(
-                "an imported monitor is the application's: make it with ImportMonitor::new and pass it to \
-                 Builder::imported_cache_monitor, or ask for another one",
+                "set FI_MR_CACHE_MONITOR to another monitor; an imported one is for applications, \
+                 which make it with ImportMonitor::new and pass it to \
+                 Builder::imported_cache_monitor",
             ),
             _ => error,
         }
@@ -491,6 +507,7 @@ fn system(asked: Option<CacheMonitor>) -> Result<System> {
 }
 
 /// Names of ifaces to start.
+#[derive(Debug)]
 struct Filter(BTreeSet<String>);
 
 impl Filter {
@@ -504,7 +521,10 @@ impl Filter {
                     Error::new(ErrorKind::InvalidArgument, "iface filter")
                         .context("name", &name)
                         .context("filter", names)
-                        .remedy("use system, cuda, rocr, ze, neuron, synapseai or the name of an added iface")
+                        .remedy(
+                            "use system, cuda, rocr, ze, neuron, synapseai or the name of an added \
+                             iface",
+                        )
                 })?;
             }
             admitted.insert(name);
@@ -552,23 +572,59 @@ macro_rules! vendor {
     };
 }
 
-vendor!(start_cuda, "cuda", IfaceKind::CUDA, hmem_iface_cuda::Cuda::open());
-vendor!(start_rocr, "rocr", IfaceKind::ROCR, hmem_iface_rocr::Rocr::open());
-vendor!(start_ze, "ze", IfaceKind::ZE, hmem_iface_ze::LevelZero::open());
-vendor!(start_neuron, "neuron", IfaceKind::NEURON, hmem_iface_neuron::Neuron::open());
-vendor!(
-    start_synapseai,
-    "synapseai",
-    IfaceKind::SYNAPSEAI,
-    hmem_iface_synapseai::SynapseAi::open()
-);
+vendor!(start_cuda, "cuda", IfaceKind::CUDA, open_cuda());
+vendor!(start_rocr, "rocr", IfaceKind::ROCR, {
+    use hmem_iface_rocr::Rocr;
+    Rocr::open().map_err(|error| env::of_library(Rocr::LIBRARY_VARIABLE, error))
+});
+vendor!(start_ze, "ze", IfaceKind::ZE, {
+    use hmem_iface_ze::LevelZero;
+    LevelZero::open().map_err(|error| env::of_library(LevelZero::LIBRARY_VARIABLE, error))
+});
+vendor!(start_neuron, "neuron", IfaceKind::NEURON, open_neuron());
+vendor!(start_synapseai, "synapseai", IfaceKind::SYNAPSEAI, open_synapseai());
+
+#[cfg(feature = "cuda")]
+fn open_cuda() -> Result<hmem_iface_cuda::Cuda> {
+    use hmem_iface_cuda::Cuda;
+
+    let mut builder = Cuda::builder();
+    if let Some(kind) = env::named(Cuda::MONITOR_VARIABLE)? {
+        builder = builder.monitor(kind);
+    }
+    builder.open().map_err(|error| env::of_library(Cuda::LIBRARY_VARIABLE, error))
+}
+
+#[cfg(feature = "neuron")]
+fn open_neuron() -> Result<hmem_iface_neuron::Neuron> {
+    use hmem_iface_neuron::{LIBRARY_VARIABLE, Neuron, START_VARIABLE};
+
+    let start = env::boolean(START_VARIABLE)?.unwrap_or(false);
+    let opened = Neuron::builder().start_runtime(start).open();
+    opened.map_err(|error| env::of_library(LIBRARY_VARIABLE, error))
+}
+
+#[cfg(feature = "synapseai")]
+fn open_synapseai() -> Result<hmem_iface_synapseai::SynapseAi> {
+    use hmem_iface_synapseai::{ACQUIRE_VARIABLE, LIBRARY_VARIABLE, SynapseAi};
+
+    let acquire = env::boolean(ACQUIRE_VARIABLE)?.unwrap_or(false);
+    let opened = SynapseAi::builder().acquire_device(acquire).open();
+    opened.map_err(|error| env::of_library(LIBRARY_VARIABLE, error))
+}
 
 /// A provider, and those of its NICs that cannot be opened.
 type Started = (Arc<dyn Provider>, Vec<(String, Error)>);
 
 #[cfg(feature = "verbs")]
 fn start_verbs() -> Result<Started> {
-    let verbs = hmem_provider_verbs::Verbs::open()?;
+    use hmem_provider_verbs::Verbs;
+
+    let mut builder = Verbs::builder();
+    if let Some(first) = env::boolean(Verbs::PCIE_MAPPING_VARIABLE)? {
+        builder = builder.pcie_mapping_first(first);
+    }
+    let verbs = builder.build()?;
     // A library without devices is no provider to open domains on.
     verbs.nics()?;
     let left_out =

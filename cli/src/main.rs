@@ -1,4 +1,4 @@
-//! The hmem command: reads the command line, runs, and turns the outcome into an exit status.
+//! The hmem command: parses the command line, runs, and exits with a status.
 
 #![deny(unsafe_code)]
 
@@ -11,6 +11,7 @@ use clap::{Parser, error::ErrorKind};
 use hmem_cli::{
     Failure, Outcome,
     args::{self, Cli},
+    problem::print_on_stderr,
 };
 use tracing_subscriber::filter::LevelFilter;
 
@@ -22,7 +23,7 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return refuse(&error),
     };
-    log(&cli);
+    start_log(&cli);
     let mut out = BufWriter::new(io::stdout().lock());
     let outcome = hmem_cli::run(&cli, &mut out).and_then(|outcome| {
         out.flush()?;
@@ -31,12 +32,12 @@ fn main() -> ExitCode {
     match outcome {
         Ok(Outcome::Passed) => ExitCode::SUCCESS,
         Ok(Outcome::Failed) => ExitCode::from(FAILED),
-        // Whoever read the output has seen enough.
+        // The reader of the output closed it early, as `head` does.
         Err(Failure::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => {
             ExitCode::SUCCESS
         }
         Err(failure) => {
-            eprintln!("error: {failure}");
+            print_on_stderr(&failure.problem());
             ExitCode::from(if matches!(failure, Failure::Measurement(_) | Failure::Topology(_)) {
                 FAILED
             } else {
@@ -58,8 +59,8 @@ fn refuse(error: &clap::Error) -> ExitCode {
     }
 }
 
-/// The library logs through `tracing`; nobody listens unless asked to.
-fn log(cli: &Cli) {
+/// Prints the library's log on stderr, if the command line asks for it.
+fn start_log(cli: &Cli) {
     let level = match cli.verbose {
         0 => return,
         1 => LevelFilter::DEBUG,
