@@ -24,7 +24,7 @@ use hmem_p2p::{
 
 use crate::env;
 
-/// Ifaces, providers and the path decision of an application. Cheap to share: put it into an `Arc`.
+/// The ifaces, providers and path selector of an application, usually shared in an `Arc`.
 #[derive(Debug)]
 pub struct Hmem {
     registry: Arc<Registry>,
@@ -215,8 +215,8 @@ impl Hmem {
     /// fabrics, for example, which share a name.
     ///
     /// # Errors
-    /// As [`Domain::open`]. [`ErrorKind::BadState`] in a forked child, which builds an `Hmem` of its
-    /// own.
+    /// As [`Domain::open`]. [`ErrorKind::BadState`] in a forked child, which builds an `Hmem` of
+    /// its own.
     pub fn domain_on(&self, provider: &dyn Provider, mut attr: DomainAttr) -> Result<Domain> {
         self.process.check("open domain")?;
         attr.cache = attr.cache.map(|cache| filled_in(cache, &self.cache));
@@ -225,8 +225,8 @@ impl Hmem {
     }
 
     /// Returns the wiring of the machine, by which the NICs nearest to memory are chosen: that of
-    /// [`Builder::topology`], or else that of this machine, read at the first call. A device that is
-    /// plugged in later is not in it.
+    /// [`Builder::topology`], or else that of this machine, read at the first call. A device that
+    /// is plugged in later is not in it.
     ///
     /// # Errors
     /// As [`Topology::read`]. The next call tries again.
@@ -251,7 +251,8 @@ impl Hmem {
     /// for the decision and one for each attempt and remedy.
     ///
     /// # Errors
-    /// As [`Hmem::provider`] and [`DefaultPathSelector::explain`]. A path that was refused is no error.
+    /// As [`Hmem::provider`] and [`DefaultPathSelector::explain`]. A path that was refused is no
+    /// error.
     pub fn explain(&self, provider: &str, request: &ExplainRequest) -> Result<Explanation> {
         self.explain_on(&**self.provider(provider)?, request)
     }
@@ -331,9 +332,9 @@ impl Builder {
         self
     }
 
-    /// How domains cache registrations that ask for it and do not say it themselves
-    /// ([`DomainAttr::cache`]); overrides `FI_MR_CACHE_MAX_SIZE`, `FI_MR_CACHE_MAX_COUNT`,
-    /// `FI_MR_CACHE_MERGE_REGIONS` and `FI_MR_{CUDA,ROCR,ZE}_CACHE_MONITOR_ENABLED`.
+    /// Sets the cache settings of domains that do not set their own ([`DomainAttr::cache`]);
+    /// overrides `FI_MR_CACHE_MAX_SIZE`, `FI_MR_CACHE_MAX_COUNT`, `FI_MR_CACHE_MERGE_REGIONS` and
+    /// `FI_MR_{CUDA,ROCR,ZE}_CACHE_MONITOR_ENABLED`.
     #[must_use]
     pub fn cache(mut self, cache: CacheAttr) -> Self {
         self.cache = cache;
@@ -377,9 +378,10 @@ impl Builder {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for an unknown name in the filter, an environment variable
-    /// that cannot be read where the builder does not override it, or a kind or provider name
-    /// that was added twice. [`ErrorKind::Unsupported`] for an iface that the filter names and whose
-    /// cargo feature was left out. Why a cache monitor that was asked for by name does not work here.
+    /// that cannot be read where the builder does not override it, or a kind or provider name that
+    /// was added twice. [`ErrorKind::Unsupported`] for an iface that the filter names and whose
+    /// cargo feature was left out. Why a cache monitor that was asked for by name does not work
+    /// here.
     pub fn build(self) -> Result<Hmem> {
         let process = ProcessMark::current()?;
         let by_builder = self.filter.is_some();
@@ -412,7 +414,10 @@ impl Builder {
                 registry
                     .add_absent(kind, left_out(kind, "the builder left vendor ifaces unstarted"));
             } else if filter.as_ref().is_some_and(|filter| !filter.admits(&kind.to_string())) {
-                registry.add_absent(kind, left_out(kind, "the iface filter leaves it out"));
+                registry.add_absent(
+                    kind,
+                    left_out(kind, "FI_HMEM or Builder::ifaces names only other ifaces"),
+                );
             } else {
                 match start() {
                     Ok(iface) => registry.add(iface)?,
@@ -434,7 +439,8 @@ impl Builder {
         }
         for iface in self.plug_ins {
             if filter.as_ref().is_some_and(|filter| !filter.admits(iface.name())) {
-                let why = left_out(iface.kind(), "the iface filter leaves it out");
+                let why =
+                    left_out(iface.kind(), "FI_HMEM or Builder::ifaces names only other ifaces");
                 registry.add_absent(iface.kind(), why.context("name", iface.name()));
             } else {
                 registry.add(iface)?;

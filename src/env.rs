@@ -66,9 +66,8 @@ fn without_monitors() -> Result<Option<Vec<IfaceKind>>> {
 
 fn number(name: &'static str) -> Result<Option<u64>> {
     let Some(text) = text(name)? else { return Ok(None) };
-    text.parse().map(Some).map_err(|error| {
-        bad_value(name, text).caused_by(error).remedy("use a decimal number, 0 or more")
-    })
+    let accepted = "use a decimal number, 0 or more";
+    text.parse().map(Some).map_err(|_| bad_value(name, text).remedy(accepted))
 }
 
 /// An error about the value of a variable. The caller adds the accepted values as the remedy.
@@ -91,10 +90,9 @@ pub(crate) fn of_library(name: &'static str, error: Error) -> Error {
     if error.operation() != "load library" || error.context_value("library") != Some(&path) {
         return error;
     }
-    error.context("variable", name).remedy(format!(
-        "{name} names a file that cannot be loaded: correct {name}, or unset it to load the \
-         library that is installed"
-    ))
+    error
+        .context("variable", name)
+        .remedy(format!("correct {name}, or unset it to load the installed library"))
 }
 
 /// Returns a variable's text, or `None` if it is unset or empty.

@@ -87,9 +87,12 @@ pub enum Command {
         environment."
     )]
     Perf(PerfArgs),
-    /// Print a completion script: hmem completions bash > ~/.local/share/bash-completion/completions/hmem
+    /// Print a completion script for a shell
+    #[command(after_help = "Example: hmem completions bash > \
+        ~/.local/share/bash-completion/completions/hmem")]
     Completions(CompletionsArgs),
-    /// Print the man page: hmem man | man -l -
+    /// Print the man page of the command or of a subcommand
+    #[command(after_help = "Example: hmem man perf | man -l -")]
     Man(ManArgs),
 }
 

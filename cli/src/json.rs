@@ -85,7 +85,7 @@ pub struct Skipped {
     pub why: String,
     /// The reason for text output.
     #[serde(skip)]
-    pub problem: Problem,
+    pub problem: Box<Problem>,
 }
 
 impl Skipped {
@@ -93,14 +93,14 @@ impl Skipped {
     #[must_use]
     pub fn new(what: impl Into<String>, why: impl Into<Problem>) -> Self {
         let problem = why.into();
-        Self { what: what.into(), why: problem.to_string(), problem }
+        Self { what: what.into(), why: problem.to_string(), problem: Box::new(problem) }
     }
 
     /// Replaces names in all texts.
     #[must_use]
     pub fn renamed(self, rename: impl Fn(String) -> String) -> Self {
         let problem = self.problem.renamed(&rename);
-        Self { what: rename(self.what), why: problem.to_string(), problem }
+        Self::new(rename(self.what), problem)
     }
 }
 

@@ -60,11 +60,11 @@ pub enum Outcome {
 #[derive(Debug)]
 pub enum Failure {
     /// A wrong argument or environment variable: exit status 2.
-    Usage(Problem),
+    Usage(Box<Problem>),
     /// A measurement that failed, on this side or the other: exit status 1.
-    Measurement(Problem),
+    Measurement(Box<Problem>),
     /// A topology that could not be read, drawn or recorded: exit status 1.
-    Topology(Problem),
+    Topology(Box<Problem>),
     /// The output could not be written: exit status 2.
     Output(io::Error),
 }
@@ -75,7 +75,7 @@ impl Failure {
     pub fn problem(&self) -> Problem {
         match self {
             Self::Usage(problem) | Self::Measurement(problem) | Self::Topology(problem) => {
-                problem.clone()
+                (**problem).clone()
             }
             Self::Output(error) => Problem::new(format!("cannot write the output: {error}")),
         }
@@ -83,17 +83,17 @@ impl Failure {
 
     /// Returns a failed measurement.
     pub(crate) fn measurement(error: hmem::Error) -> Self {
-        Self::Measurement(error.into())
+        Self::Measurement(Box::new(error.into()))
     }
 
     /// Returns a failure to read or write a topology.
     pub(crate) fn topology(error: hmem::Error) -> Self {
-        Self::Topology(error.into())
+        Self::Topology(Box::new(error.into()))
     }
 
     /// Names plug-ins by their registered names.
     fn named_on(self, machine: &Machine) -> Self {
-        let named = |problem: Problem| problem.renamed(|text| machine.named(text));
+        let named = |problem: Box<Problem>| Box::new(problem.renamed(|text| machine.named(text)));
         match self {
             Self::Usage(problem) => Self::Usage(named(problem)),
             Self::Measurement(problem) => Self::Measurement(named(problem)),
@@ -113,13 +113,13 @@ impl std::error::Error for Failure {}
 
 impl From<hmem::Error> for Failure {
     fn from(error: hmem::Error) -> Self {
-        Self::Usage(error.into())
+        Self::Usage(Box::new(error.into()))
     }
 }
 
 impl From<Problem> for Failure {
     fn from(problem: Problem) -> Self {
-        Self::Usage(problem)
+        Self::Usage(Box::new(problem))
     }
 }
 

@@ -207,8 +207,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Removes the last NIC if no domain opens on it. A listed NIC may lack a feature of the kernel,
-    /// such as io_uring.
+    /// Removes the last NIC if no domain opens on it. A listed NIC may lack a feature of the
+    /// kernel, such as io_uring.
     fn drop_last_nic_if_unavailable(&mut self) -> Result<()> {
         let Some(nic) = self.nics.last() else { return Ok(()) };
         match self.open(nic, P2pPolicy::Enabled) {

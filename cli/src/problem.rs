@@ -53,13 +53,14 @@ impl Problem {
         self
     }
 
-    /// Prints the problem on stderr, or its headline, causes and remedy on lines of their own.
+    /// Prints the problem: on one line, or if it has causes, with these beneath the headline.
     ///
     /// # Errors
     /// The error of the writer.
     pub fn print(&self, out: &mut dyn Write) -> io::Result<()> {
         if self.causes.is_empty() {
-            return writeln!(out, "error: {self}");
+            let remedy = self.remedy.iter().map(|remedy| format!("; {remedy}"));
+            return writeln!(out, "error: {}{}", self.headline, remedy.collect::<String>());
         }
         writeln!(out, "error: {}", self.headline)?;
         for (depth, cause) in self.causes.iter().enumerate() {
@@ -93,16 +94,6 @@ impl Problem {
             Some(remedy) => style.detail(out, "remedy:", remedy),
             None => Ok(()),
         }
-    }
-
-    /// Returns the headline, causes and remedy on lines of their own, for the cell of a table.
-    #[must_use]
-    pub fn lines(&self) -> String {
-        let causes = self.causes.iter().map(|cause| format!("cause: {cause}"));
-        let remedy = self.remedy.iter().map(|remedy| format!("remedy: {remedy}"));
-        let all: Vec<_> =
-            std::iter::once(self.headline.clone()).chain(causes).chain(remedy).collect();
-        all.join("\n")
     }
 
     /// Returns the headline and the causes on one line.
@@ -186,7 +177,7 @@ impl From<&Error> for Problem {
 fn headline(error: &Error) -> String {
     let value = |name| error.context_value(name);
     match (value("variable"), value("value"), value("library")) {
-        (Some(variable), Some(text), _) if error.operation() == "environment" => {
+        (Some(variable), Some(text), _) if error.kind() == ErrorKind::InvalidArgument => {
             format!("invalid value {text:?} in {variable}")
         }
         (Some(variable), _, Some(library)) if error.operation() == "load library" => {
@@ -196,6 +187,9 @@ fn headline(error: &Error) -> String {
             format!("the library {library} cannot be loaded")
         }
         (Some(variable), Some(text), _) => format!("{variable}={text}: {}", own(error)),
+        _ if error.operation() == "start iface" => {
+            value("why").map_or_else(|| own(error), |why| format!("not started: {why}"))
+        }
         _ => own(error),
     }
 }
@@ -246,7 +240,7 @@ pub fn unknown(sort: &str, name: &str, option: &str, known: &[String]) -> Proble
     }
 }
 
-/// Prints the problem on stderr, at the width of the terminal.
+/// Prints the problem on stderr.
 pub fn print_on_stderr(problem: &Problem) {
     // A closed stderr leaves nobody to report to.
     let _ = problem.print(&mut io::stderr().lock());

@@ -7,11 +7,13 @@ use terminal_size::{Width, terminal_size_of};
 use crate::args::Color;
 
 /// Columns of output that does not go to a terminal.
-const WIDTH: usize = 100;
+const WIDTH: usize = 108;
 /// The narrowest and the widest output, in columns.
 const LIMITS: (usize, usize) = (20, 140);
-/// Columns between two columns of a table.
-const GAP: usize = 2;
+/// Columns between two columns of a table, and in a narrow terminal.
+const GAPS: [usize; 2] = [2, 1];
+/// The most fields of a list that are printed on lines of their own.
+const FEW_FIELDS: usize = 4;
 /// Joins a number and its unit while lines are wrapped.
 const NO_BREAK: char = '\u{a0}';
 /// Units that stay on the line of their number.
@@ -82,7 +84,7 @@ impl Style {
 
     /// Returns the style of stdout.
     ///
-    /// The width is that of `COLUMNS`, else that of the terminal, else 100 columns. With
+    /// The width is that of `COLUMNS`, else that of the terminal, else 108 columns. With
     /// [`Color::Auto`], a terminal has colours unless `NO_COLOR` is set.
     #[must_use]
     pub fn for_stdout(color: Color) -> Self {
@@ -109,11 +111,13 @@ impl Style {
     /// # Errors
     /// The error of the writer.
     pub fn heading(self, out: &mut dyn Write, text: &str) -> io::Result<()> {
-        for line in wrap(text, self.width) {
-            let line = if self.color { format!("\x1b[1m{line}\x1b[0m") } else { line };
-            writeln!(out, "{line}")?;
-        }
-        Ok(())
+        wrap(text, self.width).iter().try_for_each(|line| writeln!(out, "{}", self.bold(line)))
+    }
+
+    /// Returns a text in bold.
+    #[must_use]
+    pub fn bold(self, text: &str) -> String {
+        if self.color { format!("\x1b[1m{text}\x1b[0m") } else { text.to_owned() }
     }
 
     /// Returns a text in the colour of a tone.
@@ -159,7 +163,7 @@ impl Style {
     /// The error of the writer.
     pub fn print(self, out: &mut dyn Write, table: &Table) -> io::Result<()> {
         match table.widths(self.width) {
-            Some(widths) => table.print(out, &widths, self)?,
+            Some((widths, gap)) => table.print(out, &widths, gap, self)?,
             None => table.print_as_lists(out, self)?,
         }
         writeln!(out)
@@ -232,7 +236,8 @@ impl Table {
         self.rows.push(cells.into_iter().collect());
     }
 
-    /// Prints the table, or each of its columns as a list if they do not fit. An empty line follows.
+    /// Prints the table, or each of its columns as a list if they do not fit. An empty line
+    /// follows.
     ///
     /// # Errors
     /// The error of the writer.
@@ -250,8 +255,13 @@ impl Table {
         writeln!(out)
     }
 
-    /// Returns the width of each column if all of them fit into `line` without splitting a word.
-    fn widths(&self, line: usize) -> Option<Vec<usize>> {
+    /// Returns the width of each column, and the gap between them, if all of them fit into `line`
+    /// without splitting a word.
+    fn widths(&self, line: usize) -> Option<(Vec<usize>, usize)> {
+        GAPS.into_iter().find_map(|gap| Some((self.widths_with(line, gap)?, gap)))
+    }
+
+    fn widths_with(&self, line: usize, gap: usize) -> Option<Vec<usize>> {
         let columns = self.header.len();
         let texts = |column: usize| {
             let cells = self.rows.iter().filter_map(move |row| row.get(column));
@@ -260,7 +270,7 @@ impl Table {
         let longest = |column, part: fn(&str) -> usize| texts(column).map(part).max().unwrap_or(0);
         let least: Vec<_> = (0..columns).map(|column| longest(column, longest_word)).collect();
         let most: Vec<_> = (0..columns).map(|column| longest(column, longest_line)).collect();
-        let room = line.checked_sub(2 + GAP * columns.saturating_sub(1))?;
+        let room = line.checked_sub(2 + gap * columns.saturating_sub(1))?;
         let mut left = room.checked_sub(least.iter().sum())?;
         let mut widths = least;
         // Every column gets the same share of the rest, and no more than it needs.
@@ -280,53 +290,51 @@ impl Table {
         Some(widths)
     }
 
-    fn print(&self, out: &mut dyn Write, widths: &[usize], style: Style) -> io::Result<()> {
+    fn print(
+        &self,
+        out: &mut dyn Write,
+        widths: &[usize],
+        gap: usize,
+        style: Style,
+    ) -> io::Result<()> {
         let header: Vec<_> = self.header.iter().map(Cell::new).collect();
-        self.print_row(out, &header, widths, |line| {
-            if style.color { format!("\x1b[1m{line}\x1b[0m") } else { line.to_owned() }
-        })?;
-        let ruled = 2 + widths.iter().sum::<usize>() + GAP * widths.len().saturating_sub(1);
+        self.print_row(out, &header, widths, gap, |text, _| style.bold(text))?;
+        let ruled = 2 + widths.iter().sum::<usize>() + gap * widths.len().saturating_sub(1);
         writeln!(out, "{}", "\u{2500}".repeat(ruled))?;
-        for row in &self.rows {
-            let mut tones = row.iter().map(|cell| cell.tone).cycle();
-            self.print_row(out, row, widths, |text| {
-                let tone = tones.next().unwrap_or(Tone::Plain);
-                if text.is_empty() { String::new() } else { style.word(text, tone) }
-            })?;
-        }
-        Ok(())
+        self.rows.iter().try_for_each(|row| {
+            self.print_row(out, row, widths, gap, |text, tone| style.word(text, tone))
+        })
     }
 
-    /// Prints one row, whose cells may take several lines. `paint` colours each part in turn.
+    /// Prints one row. Its cells may take several lines, each of which `paint` colours.
     fn print_row(
         &self,
         out: &mut dyn Write,
         cells: &[Cell],
         widths: &[usize],
-        mut paint: impl FnMut(&str) -> String,
+        gap: usize,
+        paint: impl Fn(&str, Tone) -> String,
     ) -> io::Result<()> {
         let wrapped: Vec<_> =
             cells.iter().zip(widths).map(|(cell, width)| wrap(&cell.text, *width)).collect();
         let lines = wrapped.iter().map(Vec::len).max().unwrap_or(0);
         for line in 0..lines {
-            let mut text = "  ".to_owned();
-            let mut blanks = 0;
+            let mut text = String::new();
+            // Blanks are printed only before a part, and not at the end of the line.
+            let mut blanks = 2;
             for (column, parts) in wrapped.iter().enumerate() {
                 let part = parts.get(line).map_or("", String::as_str);
                 let free = widths[column].saturating_sub(length(part));
-                let (before, after) =
-                    if self.numbers.contains(&column) { (free, 0) } else { (0, free) };
-                let painted = paint(part);
-                if !painted.is_empty() {
-                    text.push_str(&" ".repeat(blanks + before));
-                    text.push_str(&painted);
+                let number = self.numbers.contains(&column);
+                blanks += if number { free } else { 0 };
+                if !part.is_empty() {
+                    text.push_str(&" ".repeat(blanks));
+                    text.push_str(&paint(part, cells[column].tone));
                     blanks = 0;
-                } else {
-                    blanks += before;
                 }
-                blanks += after + GAP;
+                blanks += gap + if number { 0 } else { free };
             }
-            writeln!(out, "{}", text.trim_end())?;
+            writeln!(out, "{text}")?;
         }
         Ok(())
     }
@@ -338,15 +346,16 @@ impl Table {
             let mut cells = self.header.iter().zip(row).filter(|(_, cell)| cell.text != "-");
             let Some((_, first)) = cells.next() else { continue };
             style.indented(out, ["  ", "    "], &style.word(&first.text, first.tone))?;
-            let fields: Vec<_> = cells
-                .map(|(name, cell)| {
-                    let text = cell.text.split_whitespace().collect::<Vec<_>>().join(" ");
-                    format!("{name}: {}", style.word(&text, cell.tone))
-                })
-                .collect();
-            let joined = fields.join("; ");
-            if length(&joined) <= 3 * style.width {
-                style.indented(out, ["    ", "    "], &joined)?;
+            let room = style.width.saturating_sub(4);
+            let fields = cells.map(|(name, cell)| {
+                // A short field stays on one line.
+                let short = length(name) + length(&cell.text) + 2 <= room;
+                let blank = if short { NO_BREAK } else { ' ' };
+                format!("{name}:{blank}{}", style.word(&cell.text, cell.tone))
+            });
+            let fields: Vec<_> = fields.collect();
+            if fields.len() > FEW_FIELDS {
+                style.indented(out, ["    ", "    "], &fields.join("; "))?;
             } else {
                 for field in fields {
                     style.indented(out, ["    ", "      "], &field)?;
@@ -526,7 +535,7 @@ mod tests {
         table.row([Cell::new("loopback/peer-memory"), Cell::new("stream-ordered"), Cell::new(7)]);
         assert_eq!(
             printed(&table, 40),
-            "  loopback/peer-memory\n    Kind: stream-ordered; Count: 7\n\n"
+            "  loopback/peer-memory\n    Kind: stream-ordered\n    Count: 7\n\n"
         );
     }
 }

@@ -64,8 +64,8 @@ impl Memory {
         }
     }
 
-    /// Returns the sort of memory: `heap`, `mmap`, `borrowed`, `memfd`, `huge-pages`, or the name of
-    /// the allocation kind.
+    /// Returns the sort of memory: `heap`, `mmap`, `borrowed`, `memfd`, `huge-pages`, or the name
+    /// of the allocation kind.
     #[must_use]
     pub fn sort(&self) -> &'static str {
         match self {

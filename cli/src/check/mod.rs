@@ -121,7 +121,8 @@ impl Selection {
 /// Copies of the bytes that one combination keeps at a time.
 const COPIES: u64 = 6;
 
-/// Refuses transfers that the available memory cannot hold. Without `/proc/meminfo` all are allowed.
+/// Refuses transfers that the available memory cannot hold. Without `/proc/meminfo` all are
+/// allowed.
 fn enough_memory_for(bytes: u64) -> Result<()> {
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));

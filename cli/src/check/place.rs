@@ -62,15 +62,15 @@ impl Pages {
             })?,
             _ => {
                 let elsewhere = map(ptr::null_mut(), OWN)?;
-                // SAFETY: this value mapped both pages and makes no reference into them. The page at
-                // `elsewhere` is replaced here and unmapped below.
+                // SAFETY: this value mapped both pages and makes no reference into them. The page
+                // at `elsewhere` is replaced here and unmapped below.
                 let moved = unsafe {
                     let how = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
                     libc::mremap(self.at, LEN as usize, LEN as usize, how, elsewhere)
                 };
                 let last = io::Error::last_os_error();
-                // SAFETY: this value mapped the page at `elsewhere`, whether or not it was replaced,
-                // and makes no reference into it.
+                // SAFETY: this value mapped the page at `elsewhere`, whether or not it was
+                // replaced, and makes no reference into it.
                 done("munmap", unsafe { libc::munmap(elsewhere, LEN as usize) })?;
                 if moved == libc::MAP_FAILED {
                     return Err(refused("mremap", &last));

@@ -117,7 +117,7 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
         |nic: &Fabric| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
     for nic in machine.nics.iter().filter(|nic| wanted(nic)) {
         for memory in &memories {
-            let simulated = matches!(memory, Memory::Allocated { iface, .. } if machine.is_software(iface.kind()));
+            let simulated = machine.is_software(memory.iface_kind());
             for variant in
                 variants(memory, simulated, nic, machine.hmem.p2p_disabled(), &mut plan.skipped)
             {

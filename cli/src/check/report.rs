@@ -222,12 +222,11 @@ fn rows<'a>(
     rows: impl Iterator<Item = &'a Row>,
     style: Style,
 ) -> io::Result<()> {
-    let header = ["Memory", "Kind", "Path", "Up to", "Verified", "Atomics", "GiB/s"];
-    let mut table = Table::new(&header).numbers([3, 6]);
+    let header = ["Memory", "Path", "Up to", "Verified", "Atomics", "GiB/s"];
+    let mut table = Table::new(&header).numbers([2, 5]);
     for row in rows {
         table.row([
-            Cell::new(row.place()),
-            Cell::new(row.memory),
+            Cell::new(format!("{} {}", row.place(), row.memory)),
             Cell::new(row.path),
             Cell::new(bytes(row.bytes)),
             verdict(row.verified),

@@ -380,8 +380,8 @@ impl Round<'_> {
         let cache = self.domain.cache()?;
         {
             // SAFETY: no reference into the memory exists, and this function does not access it
-            // while a transfer runs. A cached region may outlive the memory: the NIC keeps pages, so
-            // that a stale hit reaches only the freed pages.
+            // while a transfer runs. A cached region may outlive the memory: the NIC keeps pages,
+            // so that a stale hit reaches only the freed pages.
             #[allow(unsafe_code, reason = "the memory is registered by address")]
             let region = unsafe {
                 cache.get_or_register(range, Access::REMOTE_READ | Access::REMOTE_WRITE)?
@@ -408,8 +408,8 @@ impl Round<'_> {
             };
             tally.stale += u64::from(pattern::difference(expected, &found).is_some());
         }
-        // SAFETY: no reference into the memory exists, and no transfer runs. The lease ends at once,
-        // and the NIC keeps the pages of a region that stays cached.
+        // SAFETY: no reference into the memory exists, and no transfer runs. The lease ends at
+        // once, and the NIC keeps the pages of a region that stays cached.
         #[allow(unsafe_code, reason = "the memory is registered by address")]
         drop(unsafe { cache.get_or_register(range, Access::REMOTE_READ | Access::REMOTE_WRITE)? });
         self.memory.renew(number)?;

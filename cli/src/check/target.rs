@@ -39,7 +39,8 @@ impl<B: OwnedBuffer> Registration for OwnedRegion<B> {
     }
 }
 
-/// Memory registered by its address, as `fi_mr_reg` and `ibv_reg_mr` do. The region does not own it.
+/// Memory registered by its address, as `fi_mr_reg` and `ibv_reg_mr` do. The region does not own
+/// it.
 #[derive(Debug)]
 pub(super) struct Borrowed {
     /// Declared before the buffer, and therefore dropped first.

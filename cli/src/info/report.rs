@@ -27,8 +27,14 @@ pub fn text(out: &mut dyn Write, inventory: &Inventory, style: Style) -> io::Res
     cache_monitor(out, &inventory.cache_monitor, style)?;
     device_monitors(out, &inventory.device_monitors, style)?;
     gdrcopy(out, &inventory.gdrcopy, style)?;
-    if !inventory.absent.is_empty() {
+    let ifaces = inventory.ifaces.iter();
+    let unavailable: Vec<_> =
+        ifaces.filter_map(|iface| Some((&iface.name, iface.problem.as_ref()?))).collect();
+    if !inventory.absent.is_empty() || !unavailable.is_empty() {
         style.heading(out, "Unavailable")?;
+        for (name, problem) in unavailable {
+            problem.item(out, &format!("iface {name}:"), style)?;
+        }
         for absent in &inventory.absent {
             absent.problem.item(out, &format!("{}:", absent.what), style)?;
         }
@@ -38,7 +44,7 @@ pub fn text(out: &mut dyn Write, inventory: &Inventory, style: Style) -> io::Res
 
 fn ifaces(out: &mut dyn Write, ifaces: &[IfaceEntry], style: Style) -> io::Result<()> {
     style.heading(out, "Ifaces")?;
-    let mut table = Table::new(&["Name", "Kind", "State", "Features, or the reason"]).numbers([1]);
+    let mut table = Table::new(&["Name", "Kind", "State", "Features"]).numbers([1]);
     for iface in ifaces {
         let state = match (iface.available, iface.software) {
             (true, false) => Cell::in_tone("available", Tone::Good),
@@ -47,11 +53,11 @@ fn ifaces(out: &mut dyn Write, ifaces: &[IfaceEntry], style: Style) -> io::Resul
         };
         let kind =
             if iface.kind < 0x100 { iface.kind.to_string() } else { format!("{:#x}", iface.kind) };
-        let last = match &iface.problem {
-            Some(problem) => Cell::in_tone(problem.lines(), Tone::Dim),
+        let features = match &iface.problem {
+            Some(_) => Cell::none(),
             None => Cell::new(iface.capability.join(", ")),
         };
-        table.row([Cell::new(&iface.name), Cell::new(kind), state, last]);
+        table.row([Cell::new(&iface.name), Cell::new(kind), state, features]);
     }
     style.print(out, &table)
 }
@@ -199,8 +205,9 @@ fn nics(out: &mut dyn Write, nics: &[NicEntry], style: Style) -> io::Result<()> 
     }
     table.print_columns(out, style)?;
     if !shared.is_empty() {
+        style.item(out, "all", "NICs")?;
         for (name, value) in shared {
-            style.item(out, &format!("all, {name}:"), &value)?;
+            style.detail(out, &format!("{name}:"), &value)?;
         }
         writeln!(out)?;
     }

@@ -184,8 +184,8 @@ impl Client<'_> {
         Ok(row)
     }
 
-    /// Prepares the memory, runs transfers, and verifies the memory. Returns the number of transfers
-    /// and their duration.
+    /// Prepares the memory, runs transfers, and verifies the memory. Returns the number of
+    /// transfers and their duration.
     fn run(
         &mut self,
         size: u64,

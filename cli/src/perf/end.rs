@@ -169,7 +169,8 @@ impl Idle {
         self.turns = 0;
     }
 
-    /// Waits for a moment. Returns true if the other side has sent a message or closed the connection.
+    /// Waits for a moment. Returns true if the other side has sent a message or closed the
+    /// connection.
     pub(super) fn wait(&mut self, domain: &Domain, peer: &Peer) -> Result<bool> {
         if domain.progress()? > 0 {
             return Ok(false);

@@ -58,8 +58,8 @@ impl Layout {
         }
     }
 
-    /// Fills the slots with the old values that `transfers` fetch-adds returned, and the rest with a
-    /// background.
+    /// Fills the slots with the old values that `transfers` fetch-adds returned, and the rest with
+    /// a background.
     pub(super) fn fill_fetched(self, into: &mut [u8], seed: u64, transfers: u64) {
         pattern::fill(into, !seed);
         for slot in 0..transfers.min(self.slots) {

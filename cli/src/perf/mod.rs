@@ -251,7 +251,10 @@ fn connect(host: &str, port: u16) -> Result<(TcpStream, SocketAddr)> {
         Error::new(ErrorKind::Unreachable, "connect")
             .context("host", host)
             .context("port", port)
-            .remedy("start `hmem perf --server` on that host, and open its port (--port) in the firewall")
+            .remedy(
+                "start `hmem perf --server` on that host, and open its port (--port) in the \
+                 firewall",
+            )
     };
     let addresses =
         (host, port).to_socket_addrs().map_err(|error| unreachable().caused_by(error))?;

@@ -137,8 +137,7 @@ pub(super) fn heading(
     let header = line(&COLUMNS.map(|(name, _)| name.to_owned()));
     if header.chars().count() <= style.width() {
         let rule = "\u{2500}".repeat(header.chars().count());
-        style.heading(out, &header)?;
-        writeln!(out, "{rule}")?;
+        writeln!(out, "{}\n{rule}", style.bold(&header))?;
     }
     Ok(())
 }
