@@ -309,7 +309,10 @@ fn not_loaded(library: &str, reason: libloading::Error) -> Error {
     let error = Error::new(ErrorKind::Unavailable, "load library")
         .iface(IfaceKind::CUDA)
         .context("library", library)
-        .remedy("install NVIDIA's driver, or name its library with Cuda::builder().library(path) or HMEM_CUDA_LIBRARY");
+        .remedy(
+            "install NVIDIA's driver, or name its library in HMEM_CUDA_LIBRARY (in Rust: \
+             Cuda::builder().library(path))",
+        );
     match reason {
         libloading::Error::DlOpen { source } => error.caused_by(source),
         other => error.caused_by(other),

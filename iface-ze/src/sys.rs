@@ -618,7 +618,10 @@ fn not_loaded(library: &str, reason: libloading::Error) -> Error {
     let error = Error::new(ErrorKind::Unavailable, "load library")
         .iface(IfaceKind::ZE)
         .context("library", library)
-        .remedy("install the Level Zero loader, or name its library with LevelZero::builder().library(path)");
+        .remedy(
+            "install the Level Zero loader, or name its library in HMEM_ZE_LIBRARY (in Rust: \
+             LevelZero::builder().library(path))",
+        );
     match reason {
         libloading::Error::DlOpen { source } => error.caused_by(source),
         other => error.caused_by(other),

@@ -217,7 +217,10 @@ fn not_loaded(library: &str, reason: libloading::Error) -> Error {
     let error = Error::new(ErrorKind::Unavailable, "load library")
         .provider("verbs")
         .context("library", library)
-        .remedy("install rdma-core's libibverbs, or name its library with Verbs::builder().library(path)");
+        .remedy(
+            "install libibverbs of rdma-core (in Rust: name its library with \
+             Verbs::builder().library(path))",
+        );
     match reason {
         libloading::Error::DlOpen { source } => error.caused_by(source),
         other => error.caused_by(other),
