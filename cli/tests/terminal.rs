@@ -64,6 +64,9 @@ fn output_fits_terminals_of_60_and_40_columns() {
     }
 }
 
+/// Names and values of variables.
+type Variables<'a> = [(&'a str, &'a str)];
+
 /// A terminal, as the two ends of a pseudoterminal.
 fn terminal(columns: u16) -> (File, OwnedFd) {
     let size = libc::winsize { ws_row: 40, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
@@ -169,7 +172,7 @@ fn plug_ins_are_named_by_their_registered_names() {
     let filtered = [("FI_HMEM", "system")];
     let forbidden = [("FI_HMEM_DISABLE_P2P", "1")];
     let perf = ["perf", "--loopback", "--iface", "simulated", "--iterations", "20"];
-    let cases: [(&[&str], &[(&str, &str)]); 10] = [
+    let cases: [(&[&str], &Variables); 10] = [
         (&["info"], &[]),
         (&["info", "--json"], &filtered),
         (&["info"], &filtered),
