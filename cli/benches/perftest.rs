@@ -67,7 +67,7 @@ fn perftest(device: &str, size: u64, transfers: u64, port: u16) -> f64 {
         command.spawn().expect("ib_write_bw starts")
     };
     let mut server = start(None);
-    // It says so before it listens: the client is tried until it does.
+    // The server prints its line before it listens: the client is retried.
     let client = loop {
         let output = start(Some("127.0.0.1")).wait_with_output().expect("it ends");
         if output.status.success() {

@@ -242,7 +242,7 @@ pub fn unknown(sort: &str, name: &str, option: &str, known: &[String]) -> Proble
 
 /// Prints the problem on stderr.
 pub fn print_on_stderr(problem: &Problem) {
-    // A closed stderr leaves nobody to report to.
+    // An error of stderr cannot be reported anywhere.
     let _ = problem.print(&mut io::stderr().lock());
 }
 

@@ -132,7 +132,7 @@ fn info_shows_the_monitor_of_cuda_memory_with_its_reason() {
 #[test]
 fn disabled_monitor_is_listed_with_its_variable_and_not_started() {
     const VARIABLE: &str = "FI_MR_CUDA_CACHE_MONITOR_ENABLED";
-    // With --verbose, a monitor that starts says so.
+    // With --verbose, a monitor logs its start.
     for (enabled, left_out) in [("1", false), ("0", true)] {
         let output =
             hmem_with("580-open", &[(VARIABLE, enabled)], &["--verbose", "info", "--json"]);

@@ -93,7 +93,7 @@ fn on_terminal(mut command: Command, columns: u16, stdout: bool) -> String {
         command.stderr(terminal)
     };
     let mut child = command.spawn().expect("the command starts");
-    // The command holds the last descriptor of the terminal, whose end is then an error (EIO).
+    // Closes this process's descriptor of the terminal. The last close ends the output with EIO.
     drop(command);
     let mut printed = Vec::new();
     let _ = controller.read_to_end(&mut printed);

@@ -321,7 +321,7 @@ fn picture_has_a_coloured_line_for_each_pair() {
     let svg = fs::read_to_string(&file.0).expect("a picture");
     assert_eq!(svg.matches("stroke-dasharray").count(), 4);
     assert_eq!(svg.matches(">PIX*</text>").count(), 4);
-    // A machine without pairs has a picture that says so.
+    // The picture of a machine without pairs has a message.
     stdout(&hmem(&["topo", "--from", &recording("laptop"), "--svg", file.name()]));
     let svg = fs::read_to_string(&file.0).expect("a picture");
     assert!(svg.contains("no RDMA NIC with a PCI address") && !svg.contains("<path "));

@@ -10,10 +10,10 @@ pub(super) trait Registration {
     /// Returns the region.
     fn region(&self) -> &MemoryRegion;
 
-    /// Copies bytes out through the iface.
+    /// Copies bytes of the memory to `into`, through the iface.
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<()>;
 
-    /// Copies bytes in through the iface.
+    /// Copies `from` to the memory, through the iface.
     fn write(&self, offset: u64, from: &[u8]) -> Result<()>;
 
     /// Closes the region, then frees the memory.

@@ -31,7 +31,7 @@ pub(super) struct EndConfig<'a> {
     pub(super) ordering: WriteOrdering,
 }
 
-/// The two ends.
+/// The side of an end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Role {
     Client,

@@ -32,7 +32,7 @@ pub enum Role {
 pub struct Report {
     /// The schema number.
     pub schema: u32,
-    /// The command's version.
+    /// The version of the command.
     pub version: &'static str,
     /// The side that printed the report.
     pub role: Role,
