@@ -1,9 +1,6 @@
 //! A progress bar on stderr, if stderr is a terminal.
 
-use std::{
-    io::{self, IsTerminal},
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
@@ -41,7 +38,8 @@ impl Progress {
     /// Shows how many steps are done, and the name of the next one.
     pub(crate) fn show(&self, done: usize, all: usize, next: &str) {
         let due = self.started.elapsed() >= self.delay;
-        if due && self.bar.is_hidden() && io::stderr().is_terminal() {
+        if due && self.bar.is_hidden() {
+            // indicatif draws only on terminals.
             self.bar.set_draw_target(ProgressDrawTarget::stderr());
         }
         self.bar.set_length(all as u64);

@@ -2,7 +2,7 @@
 
 use std::io::{self, IsTerminal, Write};
 
-use terminal_size::{Width, terminal_size_of};
+use rustix::termios::tcgetwinsize;
 
 use crate::args::Color;
 
@@ -174,8 +174,7 @@ impl Style {
 #[must_use]
 pub fn columns() -> Option<usize> {
     let variable = || std::env::var("COLUMNS").ok()?.trim().parse().ok();
-    let terminal =
-        || terminal_size_of(io::stdout()).map(|(Width(columns), _)| usize::from(columns));
+    let terminal = || tcgetwinsize(io::stdout()).ok().map(|size| usize::from(size.ws_col));
     let columns = variable().or_else(terminal).filter(|columns| *columns > 0)?;
     Some(columns.clamp(LIMITS.0, LIMITS.1))
 }

@@ -68,8 +68,10 @@ fn output_fits_terminals_of_60_and_40_columns() {
 type Variables<'a> = [(&'a str, &'a str)];
 
 /// A terminal, as the two ends of a pseudoterminal.
+///
+/// It has no rows, as one on which only `stty cols` was run.
 fn terminal(columns: u16) -> (File, OwnedFd) {
-    let size = libc::winsize { ws_row: 40, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+    let size = libc::winsize { ws_row: 0, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
     let (mut controller, mut terminal) = (-1, -1);
     // SAFETY: all pointers are valid for the call, or null where null is allowed.
     #[allow(unsafe_code, reason = "std has no call for it")]
