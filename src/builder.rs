@@ -52,6 +52,7 @@ pub struct Hmem {
     /// The process that built this value. A forked child opens no domains.
     process: ProcessMark,
     topology: OnceLock<Topology>,
+    filter: Option<Filter>,
 }
 
 /// Builds an [`Hmem`].
@@ -106,6 +107,15 @@ impl Hmem {
     #[must_use]
     pub fn registry(&self) -> &Arc<Registry> {
         &self.registry
+    }
+
+    /// Returns the ifaces that [`Builder::ifaces`] or `FI_HMEM` names and that did not start, with
+    /// the reasons.
+    pub fn missing_ifaces(&self) -> impl Iterator<Item = (IfaceKind, &Error)> {
+        let named = |kind: &IfaceKind| {
+            self.filter.as_ref().is_some_and(|filter| filter.admits(&kind.to_string()))
+        };
+        self.registry.absent().filter(move |(kind, _)| named(kind))
     }
 
     /// Returns the iface of a kind.
@@ -414,10 +424,19 @@ impl Builder {
         let filter = match self.filter {
             Some(names) => Some(Filter::parse(&names, &self.plug_ins)?),
             None => env::text(env::HMEM)?
-                .map(|names| Filter::parse(&names, &self.plug_ins))
-                .transpose()
-                .map_err(|error| error.context("variable", env::HMEM))?,
+                .map(|names| {
+                    Filter::parse(&names, &self.plug_ins).map_err(|error| {
+                        let remedy = error.remedy_text().unwrap_or_default().to_owned();
+                        env::bad_value(env::HMEM, &names).remedy(remedy)
+                    })
+                })
+                .transpose()?,
         };
+        if let Some((_, error)) =
+            self.absent_providers.iter().find(|(_, why)| env::is_bad_value(why))
+        {
+            return Err(error.clone());
+        }
         let disable_p2p = match self.disable_p2p {
             Some(disable) => disable,
             None => env::boolean(env::DISABLE_P2P)?.unwrap_or(false),
@@ -430,16 +449,20 @@ impl Builder {
             if self.skip_vendors {
                 registry.add_absent(kind, left_out(kind, "the builder starts no vendor ifaces"));
             } else if filter.as_ref().is_some_and(|filter| !filter.admits(&kind.to_string())) {
-                registry.add_absent(kind, left_out(kind, "the iface filter leaves it out"));
+                registry.add_absent(
+                    kind,
+                    left_out(kind, "FI_HMEM or Builder::ifaces names only other ifaces"),
+                );
             } else {
                 match start() {
                     Ok(iface) => registry.add(iface)?,
+                    Err(error) if env::is_bad_value(&error) => return Err(error),
                     // Requested by name, and not compiled in.
                     Err(why) if filter.is_some() && why.context_value("feature").is_some() => {
                         return Err(if by_builder {
                             why
                         } else {
-                            why.context("variable", env::HMEM)
+                            why.context("variable", env::HMEM).context("value", kind)
                         });
                     }
                     Err(why) => {
@@ -451,10 +474,9 @@ impl Builder {
         }
         for iface in self.plug_ins {
             if filter.as_ref().is_some_and(|filter| !filter.admits(iface.name())) {
-                registry.add_absent(
-                    iface.kind(),
-                    left_out(iface.kind(), "the iface filter leaves it out"),
-                );
+                let why =
+                    left_out(iface.kind(), "FI_HMEM or Builder::ifaces names only other ifaces");
+                registry.add_absent(iface.kind(), why.context("name", iface.name()));
             } else {
                 registry.add(iface)?;
             }
@@ -478,6 +500,7 @@ impl Builder {
             cache_of_builder: self.cache,
             process,
             topology: self.topology.map(OnceLock::from).unwrap_or_default(),
+            filter,
         })
     }
 }
@@ -499,12 +522,8 @@ fn system(requested: Option<CacheMonitor>) -> Result<System> {
             return Ok(System::new().with_monitor(SystemMonitor::imported(monitor)));
         }
         Some(CacheMonitor::Kind(kind)) => (kind, None),
-        None => match env::text(env::CACHE_MONITOR)? {
-            Some(name) => (
-                name.parse()
-                    .map_err(|error: Error| error.context("variable", env::CACHE_MONITOR))?,
-                Some(env::CACHE_MONITOR),
-            ),
+        None => match env::named(env::CACHE_MONITOR)? {
+            Some(kind) => (kind, Some(env::CACHE_MONITOR)),
             None => (HostMonitorKind::Auto, None),
         },
     };
@@ -513,12 +532,13 @@ fn system(requested: Option<CacheMonitor>) -> Result<System> {
     }
     let monitor = SystemMonitor::start(kind).map_err(|error| {
         let error = match variable {
-            Some(variable) => error.context("variable", variable),
+            Some(variable) => error.context("variable", variable).context("value", kind.name()),
             None => error,
         };
         match kind {
             HostMonitorKind::Import => error.remedy(
-                "use another monitor, or create one with ImportMonitor::new and pass it to \
+                "set FI_MR_CACHE_MONITOR to another monitor; an imported one is for applications, \
+                 which make it with ImportMonitor::new and pass it to \
                  Builder::imported_cache_monitor",
             ),
             _ => error,
@@ -528,6 +548,7 @@ fn system(requested: Option<CacheMonitor>) -> Result<System> {
 }
 
 /// Names of ifaces to start.
+#[derive(Debug)]
 struct Filter(BTreeSet<String>);
 
 impl Filter {
@@ -592,24 +613,60 @@ macro_rules! vendor {
     };
 }
 
-vendor!(start_cuda, "cuda", IfaceKind::CUDA, hmem_iface_cuda::Cuda::open());
-vendor!(start_rocr, "rocr", IfaceKind::ROCR, hmem_iface_rocr::Rocr::open());
-vendor!(start_ze, "ze", IfaceKind::ZE, hmem_iface_ze::LevelZero::open());
-vendor!(start_neuron, "neuron", IfaceKind::NEURON, hmem_iface_neuron::Neuron::open());
-vendor!(
-    start_synapseai,
-    "synapseai",
-    IfaceKind::SYNAPSEAI,
-    hmem_iface_synapseai::SynapseAi::open()
-);
+vendor!(start_cuda, "cuda", IfaceKind::CUDA, open_cuda());
+vendor!(start_rocr, "rocr", IfaceKind::ROCR, {
+    use hmem_iface_rocr::Rocr;
+    Rocr::open().map_err(|error| env::of_library(Rocr::LIBRARY_VARIABLE, error))
+});
+vendor!(start_ze, "ze", IfaceKind::ZE, {
+    use hmem_iface_ze::LevelZero;
+    LevelZero::open().map_err(|error| env::of_library(LevelZero::LIBRARY_VARIABLE, error))
+});
+vendor!(start_neuron, "neuron", IfaceKind::NEURON, open_neuron());
+vendor!(start_synapseai, "synapseai", IfaceKind::SYNAPSEAI, open_synapseai());
+
+#[cfg(feature = "cuda")]
+fn open_cuda() -> Result<hmem_iface_cuda::Cuda> {
+    use hmem_iface_cuda::Cuda;
+
+    let mut builder = Cuda::builder();
+    if let Some(kind) = env::named(Cuda::MONITOR_VARIABLE)? {
+        builder = builder.monitor(kind);
+    }
+    builder.open().map_err(|error| env::of_library(Cuda::LIBRARY_VARIABLE, error))
+}
+
+#[cfg(feature = "neuron")]
+fn open_neuron() -> Result<hmem_iface_neuron::Neuron> {
+    use hmem_iface_neuron::{LIBRARY_VARIABLE, Neuron, START_VARIABLE};
+
+    let start = env::boolean(START_VARIABLE)?.unwrap_or(false);
+    let opened = Neuron::builder().start_runtime(start).open();
+    opened.map_err(|error| env::of_library(LIBRARY_VARIABLE, error))
+}
+
+#[cfg(feature = "synapseai")]
+fn open_synapseai() -> Result<hmem_iface_synapseai::SynapseAi> {
+    use hmem_iface_synapseai::{ACQUIRE_VARIABLE, LIBRARY_VARIABLE, SynapseAi};
+
+    let acquire = env::boolean(ACQUIRE_VARIABLE)?.unwrap_or(false);
+    let opened = SynapseAi::builder().acquire_device(acquire).open();
+    opened.map_err(|error| env::of_library(LIBRARY_VARIABLE, error))
+}
 
 /// A provider, and its NICs that cannot be opened.
 type Started = (Arc<dyn Provider>, Vec<(String, Error)>);
 
 #[cfg(feature = "verbs")]
 fn start_verbs() -> Result<Started> {
-    let verbs = hmem_provider_verbs::Verbs::open()?;
-    // Without devices there is nothing to open domains on.
+    use hmem_provider_verbs::Verbs;
+
+    let mut builder = Verbs::builder();
+    if let Some(first) = env::boolean(Verbs::PCIE_MAPPING_VARIABLE)? {
+        builder = builder.pcie_mapping_first(first);
+    }
+    let verbs = builder.build()?;
+    // A library without devices is no provider to open domains on.
     verbs.nics()?;
     let left_out =
         verbs.left_out()?.into_iter().map(|(device, why)| (format!("verbs/{device}"), why));

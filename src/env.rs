@@ -1,11 +1,13 @@
-//! The environment variables of libfabric that this library honours. A setting of the builder takes
-//! precedence; its variable is then not read.
+//! The environment variables that the facade reads: libfabric's, and those of the back ends. A
+//! setting of the builder overrides its variable, which is then not read.
+
+use std::env::VarError;
 
 use hmem_core::{CacheAttr, Error, ErrorKind, IfaceKind, Result};
 
 /// Ifaces to start: names separated by `;` or `,`.
 pub(crate) const HMEM: &str = "FI_HMEM";
-/// Disables direct access to device memory for every NIC.
+/// Forbids direct access of NICs to device memory.
 pub(crate) const DISABLE_P2P: &str = "FI_HMEM_DISABLE_P2P";
 /// The monitor of cached host memory.
 pub(crate) const CACHE_MONITOR: &str = "FI_MR_CACHE_MONITOR";
@@ -14,42 +16,44 @@ pub(crate) const CACHE_MONITOR: &str = "FI_MR_CACHE_MONITOR";
 pub(crate) const CACHE_MAX_SIZE: &str = "FI_MR_CACHE_MAX_SIZE";
 /// Largest number of entries in a registration cache.
 pub(crate) const CACHE_MAX_COUNT: &str = "FI_MR_CACHE_MAX_COUNT";
-/// Merges cached registrations that overlap or touch.
+/// Lets a registration cache merge regions that overlap or touch.
 pub(crate) const CACHE_MERGE: &str = "FI_MR_CACHE_MERGE_REGIONS";
-/// Enables the cache monitor of an iface.
+/// Lets a registration cache use the monitor of an iface.
 pub(crate) const CACHE_MONITORS: [(&str, IfaceKind); 3] = [
     ("FI_MR_CUDA_CACHE_MONITOR_ENABLED", IfaceKind::CUDA),
     ("FI_MR_ROCR_CACHE_MONITOR_ENABLED", IfaceKind::ROCR),
     ("FI_MR_ZE_CACHE_MONITOR_ENABLED", IfaceKind::ZE),
 ];
 
-/// Returns the settings of registration caches: those of the builder, and those of the environment
-/// where the builder has none.
-pub(crate) fn cache(builder: &CacheAttr) -> Result<CacheAttr> {
-    let max_count = match builder.max_count {
+/// The operation of errors about a variable's value.
+const OPERATION: &str = "environment";
+
+/// Returns the cache settings of the builder, completed by those of the environment.
+pub(crate) fn cache(by_builder: &CacheAttr) -> Result<CacheAttr> {
+    let max_count = match by_builder.max_count {
         Some(count) => Some(count),
         None => number(CACHE_MAX_COUNT)?.map(|count| usize::try_from(count).unwrap_or(usize::MAX)),
     };
-    let max_bytes = match builder.max_bytes {
+    let max_bytes = match by_builder.max_bytes {
         Some(bytes) => Some(bytes),
         None => number(CACHE_MAX_SIZE)?,
     };
-    let merge = match builder.merge {
+    let merge = match by_builder.merge {
         Some(merge) => Some(merge),
         None => boolean(CACHE_MERGE)?,
     };
-    let without_monitors = match &builder.without_monitors {
+    let without_monitors = match &by_builder.without_monitors {
         Some(without) => Some(without.clone()),
         None => without_monitors()?,
     };
     let mut cache = CacheAttr::default();
     (cache.max_count, cache.max_bytes) = (max_count, max_bytes);
     (cache.merge, cache.without_monitors) = (merge, without_monitors);
-    cache.growth = builder.growth;
+    cache.growth = by_builder.growth;
     Ok(cache)
 }
 
-/// Returns the ifaces whose monitors the environment disables.
+/// Returns the ifaces with a monitor that the environment disables.
 fn without_monitors() -> Result<Option<Vec<IfaceKind>>> {
     let mut without = Vec::new();
     for (name, iface) in CACHE_MONITORS {
@@ -62,42 +66,67 @@ fn without_monitors() -> Result<Option<Vec<IfaceKind>>> {
 
 fn number(name: &'static str) -> Result<Option<u64>> {
     let Some(text) = text(name)? else { return Ok(None) };
-    text.parse().map(Some).map_err(|error| {
-        Error::new(ErrorKind::InvalidArgument, "environment")
-            .context("variable", name)
-            .context("value", text)
-            .caused_by(error)
-            .remedy("use a decimal number, 0 or more")
-    })
+    let accepted = "use a decimal number, 0 or more";
+    text.parse().map(Some).map_err(|_| bad_value(name, text).remedy(accepted))
 }
 
-/// Returns the text of a variable, or `None` if it is unset or empty.
+/// An error about the value of a variable. The caller adds the accepted values as the remedy.
+pub(crate) fn bad_value(name: &'static str, value: impl std::fmt::Display) -> Error {
+    Error::new(ErrorKind::InvalidArgument, OPERATION)
+        .context("variable", name)
+        .context("value", value)
+}
+
+/// Returns true if the error is about the value of a variable.
+pub(crate) fn is_bad_value(error: &Error) -> bool {
+    error.operation() == OPERATION && error.kind() == ErrorKind::InvalidArgument
+}
+
+/// Returns the error of a library that the variable `name` selects, with the variable named. Leaves
+/// other errors as they are.
+pub(crate) fn of_library(name: &'static str, error: Error) -> Error {
+    let selected = std::env::var_os(name).filter(|path| !path.is_empty());
+    let Some(path) = selected.map(|path| path.to_string_lossy().into_owned()) else { return error };
+    if error.operation() != "load library" || error.context_value("library") != Some(&path) {
+        return error;
+    }
+    error
+        .context("variable", name)
+        .remedy(format!("correct {name}, or unset it to load the installed library"))
+}
+
+/// Returns a variable's text, or `None` if it is unset or empty.
 pub(crate) fn text(name: &'static str) -> Result<Option<String>> {
     match std::env::var(name) {
         Ok(text) if text.is_empty() => Ok(None),
         Ok(text) => Ok(Some(text)),
-        Err(std::env::VarError::NotPresent) => Ok(None),
-        Err(error) => Err(Error::new(ErrorKind::InvalidArgument, "environment")
-            .context("variable", name)
-            .caused_by(error)),
+        Err(VarError::NotPresent) => Ok(None),
+        Err(VarError::NotUnicode(text)) => {
+            Err(bad_value(name, text.to_string_lossy()).remedy("use text in UTF-8"))
+        }
     }
 }
 
-/// Returns a boolean variable in libfabric's notation: 0/1, no/yes, false/true, off/on, in any
-/// case.
+/// Parses a variable as libfabric parses booleans: 0/1, no/yes, false/true, off/on, in any case.
 pub(crate) fn boolean(name: &'static str) -> Result<Option<bool>> {
     let Some(text) = text(name)? else { return Ok(None) };
     parse_boolean(name, &text).map(Some)
+}
+
+/// Parses a variable by the type's own names.
+pub(crate) fn named<T: std::str::FromStr<Err = Error>>(name: &'static str) -> Result<Option<T>> {
+    let Some(text) = text(name)? else { return Ok(None) };
+    text.parse().map(Some).map_err(|error: Error| {
+        let remedy = error.remedy_text().unwrap_or("use a name that the documentation lists");
+        bad_value(name, text).remedy(remedy.to_owned())
+    })
 }
 
 fn parse_boolean(name: &'static str, text: &str) -> Result<bool> {
     match text.to_ascii_lowercase().as_str() {
         "0" | "no" | "false" | "off" => Ok(false),
         "1" | "yes" | "true" | "on" => Ok(true),
-        _ => Err(Error::new(ErrorKind::InvalidArgument, "environment")
-            .context("variable", name)
-            .context("value", text)
-            .remedy("use 0, no, false, off, 1, yes, true or on")),
+        _ => Err(bad_value(name, text).remedy("use 0, no, false, off, 1, yes, true or on")),
     }
 }
 
@@ -106,7 +135,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn booleans_have_libfabrics_notation_and_others_are_refused() {
+    fn booleans_parse_as_in_libfabric_and_other_values_are_refused() {
         for (text, value) in [("0", false), ("No", false), ("TRUE", true), ("on", true)] {
             assert_eq!(parse_boolean(DISABLE_P2P, text).unwrap(), value);
         }

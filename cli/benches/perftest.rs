@@ -1,5 +1,5 @@
 //! `hmem perf` against perftest's `ib_write_bw`: RMA writes between two processes on the device
-//! that `HMEM_VERBS_DEVICE` names, in turns, the same sizes and as many outstanding. `tests/vm/run
+//! that `HMEM_VERBS_DEVICE` names, in turns, with the same sizes and the same depth. `tests/vm/run
 //! --bench` runs it over rdma_rxe. Its driver shares the guest's one processor with both, and
 //! `ib_write_bw` only polls (`-e` is not for writes): that is part of the ratio.
 //!
@@ -16,7 +16,7 @@ use std::{
 
 const ROUNDS: usize = 5;
 const DEPTH: u32 = 64;
-/// What `hmem perf` should reach of perftest's figure.
+/// The share of the figure of perftest that `hmem perf` should reach.
 const GOAL: f64 = 0.95;
 
 fn program(variable: &str, otherwise: &str) -> Command {
@@ -32,7 +32,7 @@ fn output_of(child: Child, what: &str) -> String {
     text(&output.stdout)
 }
 
-/// GiB/s of `hmem perf`.
+/// Returns the GiB/s of `hmem perf`.
 fn hmem(device: &str, size: u64, transfers: u64) -> f64 {
     let perf = |arguments: &[&str]| {
         let mut command = program("HMEM_PROGRAM", env!("CARGO_BIN_EXE_hmem"));
@@ -41,7 +41,7 @@ fn hmem(device: &str, size: u64, transfers: u64) -> f64 {
     };
     let mut server = perf(&["--server", "--bind", "127.0.0.1", "--port", "0"]);
     let mut line = String::new();
-    // Kept open for as long as the server writes to it.
+    // Stays open while the server writes to it.
     let mut stderr = BufReader::new(server.stderr.take().expect("a pipe"));
     stderr.read_line(&mut line).expect("it says where it listens");
     let port = line.trim().rsplit(':').next().expect("a port");
@@ -55,7 +55,7 @@ fn hmem(device: &str, size: u64, transfers: u64) -> f64 {
     document["results"][0]["bandwidth"]["gib_per_s"].as_f64().expect("a number")
 }
 
-/// GiB/s of `ib_write_bw`: the average of its transfers.
+/// Returns the GiB/s of `ib_write_bw`, the average of its transfers.
 fn perftest(device: &str, size: u64, transfers: u64, port: u16) -> f64 {
     let (size, transfers, depth, port) =
         (size.to_string(), transfers.to_string(), DEPTH.to_string(), port.to_string());
@@ -67,7 +67,7 @@ fn perftest(device: &str, size: u64, transfers: u64, port: u16) -> f64 {
         command.spawn().expect("ib_write_bw starts")
     };
     let mut server = start(None);
-    // It says so before it listens: the client is tried until it does.
+    // The server prints its line before it listens: the client is retried.
     let client = loop {
         let output = start(Some("127.0.0.1")).wait_with_output().expect("it ends");
         if output.status.success() {

@@ -3,22 +3,45 @@
 use std::{net::IpAddr, path::PathBuf, time::Duration};
 
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use clap_complete::Shell;
 use hmem::{Path, path::P2pPolicy};
 use serde::{Deserialize, Serialize};
 
-/// What memory and NICs this machine has, and whether they work together.
+/// The variables that the command reads, and its exit statuses.
+const AFTER_HELP: &str = "\
+Environment:
+  FI_HMEM                           ifaces to start: names separated by ; or ,
+  FI_HMEM_DISABLE_P2P               boolean: no NIC accesses device memory directly
+  FI_MR_CACHE_MAX_COUNT             number: entries of a registration cache
+  FI_MR_CACHE_MAX_SIZE              number: bytes of a registration cache
+  FI_MR_CACHE_MERGE_REGIONS         boolean: merge cached regions
+  FI_MR_CACHE_MONITOR               auto, memhooks, userfaultfd, import or disabled
+  FI_MR_CUDA_CACHE_MONITOR_ENABLED  boolean; also for ROCR and ZE
+  HMEM_CUDA_LIBRARY                 file to load instead of libcuda.so.1; also for ROCR,
+                                    ZE, NEURON, SYNAPSEAI and HLTHUNK
+  HMEM_CUDA_MONITOR                 auto, hooks or identity
+  HMEM_NEURON_START_RUNTIME         boolean: start the Neuron runtime
+  HMEM_SYNAPSEAI_ACQUIRE            boolean: acquire a Gaudi device
+  HMEM_VERBS_PCIE_MAPPING           boolean: NICs need the PCIe mapping of device memory
+  COLUMNS                           width of the output
+  NO_COLOR                          no colours, unless --color asks for them
+
+A boolean is 0, no, false, off, 1, yes, true or on.
+
+Exit status:
+  0  success
+  1  a check, measurement or path failed, or nothing could be checked
+  2  wrong arguments, or an invalid value in the environment";
+
+/// Inspect and test memory registration for RDMA on this machine
 ///
-/// The simulated device and the loopback NIC are software and are always there: they show
-/// what the library does on a machine without GPU or RDMA hardware. FI_HMEM and
-/// FI_HMEM_DISABLE_P2P are read as libfabric reads them.
+/// The simulated device and the loopback NIC are software and exist on every machine. They
+/// show the library at work without a GPU and without RDMA hardware.
 #[derive(Debug, Parser)]
-#[command(name = "hmem", version, verbatim_doc_comment)]
-#[command(arg_required_else_help = true, disable_help_subcommand = true)]
-#[command(
-    after_help = "Exit status: 0 all is well, 1 a check failed, 2 wrong usage or environment."
-)]
+#[command(name = "hmem", version, arg_required_else_help = true, disable_help_subcommand = true)]
+#[command(after_help = AFTER_HELP)]
 pub struct Cli {
-    /// What to do.
+    /// The subcommand.
     #[command(subcommand)]
     pub command: Command,
 
@@ -27,7 +50,7 @@ pub struct Cli {
     #[arg(hide_possible_values = true, hide_default_value = true, display_order = 90)]
     pub color: Color,
 
-    /// Log what the library does to stderr; twice for more
+    /// Log the library's work to stderr; twice for more
     #[arg(short, long, global = true, action = clap::ArgAction::Count, display_order = 91)]
     pub verbose: u8,
 }
@@ -36,41 +59,68 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// List ifaces, devices, NICs, and the path from each device to each NIC
+    #[command(after_help = "Exit status: 0 listed, 2 wrong arguments or environment.")]
     Info(InfoArgs),
-    /// Register memory of every kind with every NIC and move verified bytes, also through the
+    /// Move verified bytes between every kind of memory and every NIC, also through the
     /// registration cache
     #[command(
-        after_help = "Exit status: 0 all verified, 1 a combination failed or none could be checked, \
-        2 wrong usage or environment."
+        after_help = "Exit status: 0 all verified; 1 a combination failed, nothing could be \
+        checked, or an iface that FI_HMEM names is unavailable; 2 wrong arguments or environment."
     )]
     Check(CheckArgs),
-    /// Say which path a registration takes and why, what was tried, and what would make it better
+    /// Show the path of each registration, the refused paths, and remedies
     #[command(
-        after_help = "Exit status: 0 each pair has a path, 1 one has none or none was found out, \
-        2 wrong usage or environment."
+        after_help = "Exit status: 0 each pair has a path; 1 a pair has none, nothing could be \
+        explained, or an iface that FI_HMEM names is unavailable; 2 wrong arguments or environment."
     )]
     Explain(ExplainArgs),
-    /// Draw how devices and NICs are wired: PCIe tree, distances, ACS, IOMMU
-    #[command(after_help = "Exit status: 0 done, 1 it cannot be read or written, 2 wrong usage.")]
-    Topo(TopoArgs),
-    /// Measure transfers between two hosts and verify what arrives: --server on one, HOST on the
-    /// other
+    /// Draw the wiring of devices and NICs: PCIe tree, distances, ACS, IOMMU
     #[command(
-        after_help = "Both sides print the same report. The client chooses what is measured. \
-        Exit status: 0 measured and verified, 1 it failed, 2 wrong usage or environment."
+        after_help = "Exit status: 0 done; 1 the topology cannot be read or written; 2 wrong \
+        arguments."
+    )]
+    Topo(TopoArgs),
+    /// Measure and verify transfers between two hosts: --server on one, HOST on the other
+    #[command(
+        after_help = "Both sides print the same report. The client selects the measurements. \
+        Exit status: 0 measured and verified; 1 a measurement failed; 2 wrong arguments or \
+        environment."
     )]
     Perf(PerfArgs),
+    /// Print a completion script for a shell
+    #[command(after_help = "Example: hmem completions bash > \
+        ~/.local/share/bash-completion/completions/hmem")]
+    Completions(CompletionsArgs),
+    /// Print the man page of the command or of a subcommand
+    #[command(after_help = "Example: hmem man perf | man -l -")]
+    Man(ManArgs),
 }
 
-/// When to use colours.
+/// Arguments of `hmem completions`.
+#[derive(Clone, Debug, Args)]
+pub struct CompletionsArgs {
+    /// Shell that runs the script
+    #[arg(value_name = "SHELL", value_enum)]
+    pub shell: Shell,
+}
+
+/// Arguments of `hmem man`.
+#[derive(Clone, Debug, Args)]
+pub struct ManArgs {
+    /// Print the page of this subcommand
+    #[arg(value_name = "COMMAND")]
+    pub command: Option<String>,
+}
+
+/// Colours of the output.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Color {
-    /// On a terminal.
+    /// Colours on a terminal.
     #[default]
     Auto,
-    /// Always.
+    /// Colours everywhere.
     Always,
-    /// Never.
+    /// No colours.
     Never,
 }
 
@@ -89,24 +139,24 @@ pub struct CheckArgs {
     #[arg(long)]
     pub json: bool,
 
-    /// Only memory of this iface, as `hmem info` names it
+    /// Only memory of this iface (see `hmem info`)
     #[arg(long, value_name = "NAME")]
     pub iface: Option<String>,
 
     /// Only this provider (loopback) or NIC (loopback/pinned)
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", visible_alias = "nic")]
     pub provider: Option<String>,
 
-    /// Only this way from memory to NIC: plain-host, dma-buf, peer-memory or staged
+    /// Only this path from memory to NIC: plain-host, dma-buf, peer-memory or staged
     #[arg(long, value_name = "NAME", value_parser = path)]
     pub path: Option<Path>,
 
-    /// Move this many bytes (4096, 64KiB, 8MiB) instead of the usual sizes
+    /// Transfer this many bytes (4096, 64KiB, 8MiB) instead of the default sizes
     #[arg(long, value_name = "N", value_parser = bytes)]
     pub bytes: Option<u64>,
 
-    /// Leave out the large transfers and most rounds of cache monitors: quicker, and throughput
-    /// says little
+    /// Skip the large transfers and most rounds of cache monitors; the throughput is then a rough
+    /// figure
     #[arg(long, conflicts_with = "bytes")]
     pub quick: bool,
 }
@@ -118,7 +168,7 @@ pub struct ExplainArgs {
     #[arg(long)]
     pub json: bool,
 
-    /// Only memory of this iface, as `hmem info` names it
+    /// Only memory of this iface (see `hmem info`)
     #[arg(long, value_name = "NAME")]
     pub iface: Option<String>,
 
@@ -127,14 +177,14 @@ pub struct ExplainArgs {
     pub device: Option<u32>,
 
     /// Only this provider (verbs) or NIC (verbs/mlx5_0)
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", visible_alias = "provider")]
     pub nic: Option<String>,
 
-    /// Bytes to register (4096, 64KiB, 8MiB); a page unless said
+    /// Bytes to register (4096, 64KiB, 8MiB) instead of one page
     #[arg(long, value_name = "N", value_parser = bytes)]
     pub size: Option<u64>,
 
-    /// Whether direct access is allowed: enabled, preferred, required or disabled
+    /// Policy of direct access: enabled, preferred, required or disabled
     #[arg(long, value_name = "NAME", value_parser = policy, default_value = "enabled")]
     pub policy: P2pPolicy,
 }
@@ -146,7 +196,7 @@ pub struct TopoArgs {
     #[arg(long)]
     pub json: bool,
 
-    /// Every PCI function, and not only accelerators, network controllers and what is above them
+    /// Show every PCI function, not only accelerators, network controllers and their bridges
     #[arg(long, conflicts_with = "json")]
     pub all: bool,
 
@@ -158,7 +208,7 @@ pub struct TopoArgs {
     #[arg(long, value_name = "FILE")]
     pub record: Option<PathBuf>,
 
-    /// Write a picture of devices and NICs with the distance of each pair
+    /// Write a picture (SVG) of devices and NICs with the distance of each pair
     #[arg(long, value_name = "FILE")]
     pub svg: Option<PathBuf>,
 }
@@ -175,59 +225,60 @@ pub struct PerfArgs {
     #[arg(long)]
     pub server: bool,
 
-    /// Both sides in this process, over the software NIC unless --nic names another
+    /// Run both sides in this process, over the software NIC unless --nic names another
     #[arg(long)]
     pub loopback: bool,
 
-    /// TCP port of the server; 0 for any free one
+    /// TCP port of the server; 0 for any free port
     #[arg(long, value_name = "N", default_value_t = 18600)]
     #[arg(conflicts_with = "loopback")]
     pub port: u16,
 
-    /// Address that the server listens at
+    /// Address on which the server listens
     #[arg(long, value_name = "ADDR", default_value = "0.0.0.0")]
     #[arg(conflicts_with_all = ["host", "loopback"])]
     pub bind: IpAddr,
 
-    /// Serve clients one after another, without end
+    /// Serve clients one after another until the server is stopped
     #[arg(long, conflicts_with_all = ["host", "loopback"])]
     pub persistent: bool,
 
-    /// Memory of this iface on this side
+    /// Use memory of this iface on this side
     #[arg(long, value_name = "NAME", default_value = "system")]
     pub iface: String,
 
-    /// Memory of this device of the iface
+    /// Use memory of this device of the iface
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub device: u32,
 
-    /// This provider (verbs) or NIC (verbs/mlx5_0) of this side; the first RDMA NIC otherwise
-    #[arg(long, value_name = "NAME")]
+    /// Use this provider (verbs) or NIC (verbs/mlx5_0) on this side instead of the first RDMA NIC
+    #[arg(long, value_name = "NAME", visible_alias = "provider")]
     pub nic: Option<String>,
 
-    /// What to measure: write, read, send or atomic (a 64-bit fetch-add)
+    /// Operation to measure: write, read, send or atomic (a 64-bit fetch-add)
     #[arg(long, value_name = "OP", default_value_t, value_enum, hide_possible_values = true)]
     #[arg(conflicts_with = "server")]
     pub op: PerfOp,
 
-    /// Bytes of a transfer: sizes (64, 4KiB) and ranges in powers of two (8..1M), with commas
-    /// between
+    /// Bytes of a transfer: sizes (64, 4KiB) and ranges in powers of two (8..1M), separated by
+    /// commas
     #[arg(long, value_name = "SIZES", value_parser = sizes, conflicts_with = "server")]
     #[arg(default_value = "8,4KiB,64KiB,1MiB")]
     pub size: Sizes,
 
-    /// Transfers outstanding while bandwidth is measured; latency is measured one by one
+    /// Transfers in flight while bandwidth is measured; latency is measured one by one
     #[arg(long, value_name = "N", default_value_t = 64, conflicts_with = "server")]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub depth: u32,
 
-    /// What to find out: bandwidth, latency or both
+    /// Figures to measure: bandwidth, latency or both
     #[arg(long, value_name = "WHAT", default_value_t, value_enum, hide_possible_values = true)]
     #[arg(conflicts_with = "server")]
     pub measure: Measure,
 
     /// Transfers of each measurement
-    #[arg(long, value_name = "N", default_value_t = 1000, conflicts_with_all = ["server", "duration"])]
+    #[arg(long, value_name = "N", default_value_t = 1000)]
+    #[arg(conflicts_with_all = ["server", "duration"])]
     #[arg(value_parser = clap::value_parser!(u64).range(1..))]
     pub iterations: u64,
 
@@ -235,12 +286,12 @@ pub struct PerfArgs {
     #[arg(long, value_name = "SECONDS", value_parser = seconds, conflicts_with = "server")]
     pub duration: Option<Duration>,
 
-    /// Register the memory of this side so that bytes become visible in the order in which the NIC
-    /// writes them (no relaxed ordering of PCI Express)
+    /// Register memory without relaxed ordering of PCI Express: bytes become visible in the order
+    /// in which the NIC writes them
     #[arg(long)]
     pub strict_ordering: bool,
 
-    /// Seed of the pattern that is moved and verified; random otherwise
+    /// Seed of the pattern that is transferred and verified, instead of a random one
     #[arg(long, value_name = "N", conflicts_with = "server")]
     pub seed: Option<u64>,
 
@@ -249,7 +300,7 @@ pub struct PerfArgs {
     pub json: bool,
 }
 
-/// What `hmem perf` measures.
+/// Operation that `hmem perf` measures.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PerfOp {
@@ -264,19 +315,19 @@ pub enum PerfOp {
     Atomic,
 }
 
-/// Which figures `hmem perf` finds out.
+/// Figures that `hmem perf` measures.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Measure {
-    /// Both, one after the other.
+    /// Bandwidth, then latency.
     #[default]
     Both,
-    /// With many transfers outstanding.
+    /// Bandwidth, with many transfers in flight.
     Bandwidth,
-    /// With one.
+    /// Latency, with one transfer in flight.
     Latency,
 }
 
-/// Sizes of transfers, in bytes, in the order asked for.
+/// Sizes of transfers, in bytes, in the given order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sizes(pub Vec<u64>);
 
@@ -293,10 +344,10 @@ fn sizes(text: &str) -> Result<Sizes, String> {
             None => (bytes(part.trim())?, bytes(part.trim())?),
         };
         if size > last {
-            return Err("a range goes upwards, as in 8..1M".to_owned());
+            return Err("a range goes upwards, for example 8..1M".to_owned());
         }
         if last > LARGEST {
-            return Err("at most 1 GiB at once".to_owned());
+            return Err("a transfer has at most 1 GiB".to_owned());
         }
         while size < last {
             all.push(size);
@@ -313,7 +364,7 @@ fn sizes(text: &str) -> Result<Sizes, String> {
 fn seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|error| format!("{error}"))?;
     if !(0.001..=86_400.0).contains(&seconds) {
-        return Err("between 0.001 and 86400 seconds".to_owned());
+        return Err("use 0.001 to 86400 seconds".to_owned());
     }
     Duration::try_from_secs_f64(seconds).map_err(|error| format!("{error}"))
 }
@@ -342,13 +393,13 @@ fn bytes(text: &str) -> Result<u64, String> {
     };
     let number: u64 = number.parse().map_err(|error| format!("{error}"))?;
     match number.checked_mul(1 << shift) {
-        Some(0) => Err("at least one byte".to_owned()),
+        Some(0) => Err("use at least one byte".to_owned()),
         Some(bytes) => Ok(bytes),
-        None => Err("more than 64 bits can count".to_owned()),
+        None => Err("must be below 2^64 bytes".to_owned()),
     }
 }
 
-/// What clap said, as one line: the complaint and what would be right, without usage and hints.
+/// Returns an error of clap on one line, with the accepted values and without the usage.
 #[must_use]
 pub fn one_line(error: &clap::Error) -> String {
     let text = error.to_string();
@@ -363,12 +414,12 @@ mod tests {
     use clap::CommandFactory;
 
     #[test]
-    fn the_command_line_is_consistent() {
+    fn command_line_definition_is_consistent() {
         Cli::command().debug_assert();
     }
 
     #[test]
-    fn sizes_are_read_with_and_without_units() {
+    fn byte_counts_parse_with_and_without_units() {
         assert_eq!(bytes("4096"), Ok(4096));
         assert_eq!(bytes("64KiB"), Ok(65536));
         assert_eq!(bytes("8 MiB"), Ok(8 << 20));
@@ -381,7 +432,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_lists_and_ranges() {
+    fn sizes_parse_as_lists_and_ranges() {
         assert_eq!(sizes("64"), Ok(Sizes(vec![64])));
         assert_eq!(sizes("8..64"), Ok(Sizes(vec![8, 16, 32, 64])));
         assert_eq!(sizes("3..10, 1M"), Ok(Sizes(vec![3, 6, 10, 1 << 20])));
@@ -392,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn durations_are_seconds() {
+    fn durations_parse_as_seconds() {
         assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
         for wrong in ["", "0", "-1", "NaN", "inf", "1e300", "5s"] {
             assert!(seconds(wrong).is_err(), "{wrong}");
@@ -400,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn usage_errors_are_one_line() {
+    fn usage_errors_are_printed_on_one_line() {
         for wrong in [
             &["hmem", "check", "--path", "teleport"][..],
             &["hmem", "frobnicate"],

@@ -1,8 +1,8 @@
-//! The JSON of the commands: what `docs/check-schema.md` and `docs/perf-schema.md` describe, and
-//! nothing else.
+//! The parts that the JSON documents of several commands share.
 //!
-//! A field is added without a new schema number; one that goes or changes its meaning takes a new
-//! number.
+//! `docs/check-schema.md`, `docs/explain-schema.md`, `docs/perf-schema.md` and
+//! `docs/topo-schema.md` describe every field. New fields keep the schema number. A removed or
+//! changed field gets a new number.
 
 use std::{
     borrow::Cow,
@@ -12,22 +12,27 @@ use std::{
 use hmem::{Error, Path, path};
 use serde::{Deserialize, Serialize};
 
+use crate::problem::Problem;
+
 /// The schema number of the documents.
 pub const SCHEMA: u32 = 2;
 
-/// One way that was tried.
+/// One path that was tried.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Attempt {
     /// The path.
     pub path: Cow<'static, str>,
-    /// The exact call that decided it.
+    /// The call that succeeded or was refused.
     pub call: String,
-    /// The refusal, in one line; null for the attempt that succeeded.
+    /// The refusal, on one line; null for the attempt that succeeded.
     pub error: Option<String>,
     /// The probable cause of the refusal.
     pub cause: Option<String>,
-    /// What would make it work.
+    /// The change that would make the path work.
     pub remedy: Option<String>,
+    /// The refusal without its remedy, for text output.
+    #[serde(skip)]
+    pub reason: Option<String>,
 }
 
 impl From<&path::Attempt> for Attempt {
@@ -38,12 +43,13 @@ impl From<&path::Attempt> for Attempt {
             error: attempt.error.as_ref().map(Error::to_string),
             cause: attempt.cause.clone(),
             remedy: attempt.remedy.clone(),
+            reason: attempt.error.as_ref().map(|error| error.reason().to_string()),
         }
     }
 }
 
 impl Attempt {
-    /// A registration that was refused as a whole.
+    /// Returns the attempt of a registration that was refused as a whole.
     #[must_use]
     pub fn refused(path: Path, error: &Error) -> Self {
         Self {
@@ -52,23 +58,56 @@ impl Attempt {
             error: Some(error.to_string()),
             cause: Some(error.kind().text().to_owned()),
             remedy: error.remedy_text().map(str::to_owned),
+            reason: Some(error.reason().to_string()),
+        }
+    }
+
+    /// Replaces names in all texts.
+    #[must_use]
+    pub fn renamed(self, rename: impl Fn(String) -> String) -> Self {
+        Self {
+            path: self.path,
+            call: rename(self.call),
+            error: self.error.map(&rename),
+            cause: self.cause.map(&rename),
+            remedy: self.remedy.map(&rename),
+            reason: self.reason.map(&rename),
         }
     }
 }
 
-/// Something that is not here or was not checked.
+/// Something unavailable or not checked, with the reason.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Skipped {
-    /// What.
+    /// The subject.
     pub what: String,
-    /// Why, in one line.
+    /// The reason, on one line.
     pub why: String,
+    /// The reason for text output.
+    #[serde(skip)]
+    pub problem: Box<Problem>,
+}
+
+impl Skipped {
+    /// Returns a subject with its reason.
+    #[must_use]
+    pub fn new(what: impl Into<String>, why: impl Into<Problem>) -> Self {
+        let problem = why.into();
+        Self { what: what.into(), why: problem.to_string(), problem: Box::new(problem) }
+    }
+
+    /// Replaces names in all texts.
+    #[must_use]
+    pub fn renamed(self, rename: impl Fn(String) -> String) -> Self {
+        let problem = self.problem.renamed(&rename);
+        Self::new(rename(self.what), problem)
+    }
 }
 
 /// Writes a document and a line feed.
 ///
 /// # Errors
-/// What the writer reported.
+/// The error of the writer.
 pub fn write(out: &mut dyn Write, document: &impl Serialize) -> io::Result<()> {
     serde_json::to_writer_pretty(&mut *out, document)?;
     writeln!(out)

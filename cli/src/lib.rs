@@ -1,15 +1,22 @@
-//! The `hmem` command as a library, so that tests can run it on machines of their own making.
+//! The `hmem` command as a library, so that tests can run it on machines that they construct.
 //!
-//! [`Machine`] is what the command looks at, [`mod@info`] lists it, [`mod@check`] tries it,
-//! [`mod@explain`] says why, [`mod@topo`] draws how it is wired, [`mod@perf`] measures it with
-//! another host, [`run`] is the command itself.
+//! [`run`] is the whole command. A [`Machine`] holds ifaces and NICs. Each subcommand is a module:
+//!
+//! - [`mod@info`] lists the machine;
+//! - [`mod@check`] moves and verifies bytes;
+//! - [`mod@explain`] shows paths and refusals;
+//! - [`mod@topo`] draws the wiring;
+//! - [`mod@perf`] measures transfers with another host.
 //!
 //! # Layers
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `args`, `json`
-//! - `machine`, `table`
+//! - `args`
+//! - `table`
+//! - `problem`
+//! - `json`
+//! - `machine`, `progress`
 //! - `check`, `probe`, `topo`
 //! - `explain`, `info`, `perf`
 
@@ -23,51 +30,82 @@ pub mod json;
 pub mod machine;
 pub mod perf;
 mod probe;
+pub mod problem;
+mod progress;
 pub mod table;
 pub mod topo;
 
-use std::{
-    fmt,
-    io::{self, IsTerminal, Write},
-    time::{Duration, Instant},
-};
+use std::io::{self, Write};
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use clap::CommandFactory;
 
 use crate::{
-    args::{CheckArgs, Cli, Command, ExplainArgs, InfoArgs, PerfArgs, TopoArgs},
+    args::{CheckArgs, Cli, Command, CompletionsArgs, ExplainArgs, InfoArgs, ManArgs, TopoArgs},
     machine::Machine,
+    problem::{Problem, unknown},
+    progress::Progress,
     table::Style,
 };
 
-/// How the command ended, where it could do its work.
+/// The result of a command that ran.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// All is well: exit status 0.
+    /// Success: exit status 0.
     Passed,
-    /// A check failed: exit status 1.
+    /// A failed check: exit status 1.
     Failed,
 }
 
-/// Why the command could not do its work.
+/// The reason why a command could not run.
 #[derive(Debug)]
 pub enum Failure {
     /// A wrong argument or environment variable: exit status 2.
-    Usage(hmem::Error),
+    Usage(Box<Problem>),
     /// A measurement that failed, on this side or the other: exit status 1.
-    Measurement(hmem::Error),
+    Measurement(Box<Problem>),
     /// A topology that could not be read, drawn or recorded: exit status 1.
-    Topology(hmem::Error),
+    Topology(Box<Problem>),
     /// The output could not be written: exit status 2.
     Output(io::Error),
 }
 
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl Failure {
+    /// Returns the failure in the words of the command.
+    #[must_use]
+    pub fn problem(&self) -> Problem {
         match self {
-            Self::Usage(error) | Self::Measurement(error) | Self::Topology(error) => error.fmt(f),
-            Self::Output(error) => write!(f, "cannot write the output: {error}"),
+            Self::Usage(problem) | Self::Measurement(problem) | Self::Topology(problem) => {
+                (**problem).clone()
+            }
+            Self::Output(error) => Problem::new(format!("cannot write the output: {error}")),
         }
+    }
+
+    /// Returns a failed measurement.
+    pub(crate) fn measurement(error: hmem::Error) -> Self {
+        Self::Measurement(Box::new(error.into()))
+    }
+
+    /// Returns a failure to read or write a topology.
+    pub(crate) fn topology(error: hmem::Error) -> Self {
+        Self::Topology(Box::new(error.into()))
+    }
+
+    /// Names plug-ins by their registered names.
+    fn named_on(self, machine: &Machine) -> Self {
+        let named = |problem: Box<Problem>| Box::new(problem.renamed(|text| machine.named(text)));
+        match self {
+            Self::Usage(problem) => Self::Usage(named(problem)),
+            Self::Measurement(problem) => Self::Measurement(named(problem)),
+            Self::Topology(problem) => Self::Topology(named(problem)),
+            Self::Output(error) => Self::Output(error),
+        }
+    }
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.problem().fmt(f)
     }
 }
 
@@ -75,7 +113,13 @@ impl std::error::Error for Failure {}
 
 impl From<hmem::Error> for Failure {
     fn from(error: hmem::Error) -> Self {
-        Self::Usage(error)
+        Self::Usage(Box::new(error.into()))
+    }
+}
+
+impl From<Problem> for Failure {
+    fn from(problem: Problem) -> Self {
+        Self::Usage(Box::new(problem))
     }
 }
 
@@ -88,17 +132,20 @@ impl From<io::Error> for Failure {
 /// Runs the command on this machine and prints to `out`.
 ///
 /// # Errors
-/// [`Failure`]: a wrong name or environment variable, or output that cannot be written.
+/// [`Failure`]: a wrong name or environment variable, a failed measurement, a topology that cannot
+/// be read, or output that cannot be written.
 pub fn run(cli: &Cli, out: &mut dyn Write) -> Result<Outcome, Failure> {
     let style = Style::for_stdout(cli.color);
-    if let Command::Topo(args) = &cli.command {
-        // It looks at files alone, and starts no driver.
-        return topo(args, style, out);
+    match &cli.command {
+        // These commands start no driver.
+        Command::Topo(args) => topo(args, style, out),
+        Command::Completions(args) => completions(args, out),
+        Command::Man(args) => man(args, out),
+        command => run_on(&Machine::find()?, command, style, out),
     }
-    run_on(&Machine::find()?, &cli.command, style, out)
 }
 
-/// Runs a command on a machine that the caller put together.
+/// Runs a command on a machine that the caller constructed.
 ///
 /// # Errors
 /// As [`run`].
@@ -108,13 +155,16 @@ pub fn run_on(
     style: Style,
     out: &mut dyn Write,
 ) -> Result<Outcome, Failure> {
-    match command {
+    let outcome = match command {
         Command::Info(args) => info(machine, args, style, out),
         Command::Check(args) => check(machine, args, style, out),
-        Command::Perf(args) => perf(machine, args, style, out),
+        Command::Perf(args) => perf::run(machine, args, style, out).map(|()| Outcome::Passed),
         Command::Explain(args) => explain(machine, args, style, out),
         Command::Topo(args) => topo(args, style, out),
-    }
+        Command::Completions(args) => completions(args, out),
+        Command::Man(args) => man(args, out),
+    };
+    outcome.map_err(|failure| failure.named_on(machine))
 }
 
 fn info(
@@ -139,9 +189,10 @@ fn check(
     out: &mut dyn Write,
 ) -> Result<Outcome, Failure> {
     let selection = check::Selection::new(args, machine)?;
-    let bar = Bar::new();
-    let report = check::check(machine, &selection, |done, all, next| bar.show(done, all, next));
-    bar.end();
+    let progress = Progress::for_long_work();
+    let report =
+        check::check(machine, &selection, |done, all, next| progress.show(done, all, next));
+    progress.end();
     if args.json {
         json::write(out, &report)?;
     } else {
@@ -170,47 +221,28 @@ fn topo(args: &TopoArgs, style: Style, out: &mut dyn Write) -> Result<Outcome, F
     Ok(Outcome::Passed)
 }
 
-fn perf(
-    machine: &Machine,
-    args: &PerfArgs,
-    style: Style,
-    out: &mut dyn Write,
-) -> Result<Outcome, Failure> {
-    perf::run(machine, args, |report| {
-        if args.json { json::write(out, report) } else { perf::text(out, report, style) }
-    })?;
+fn completions(args: &CompletionsArgs, out: &mut dyn Write) -> Result<Outcome, Failure> {
+    let mut script = Vec::new();
+    clap_complete::generate(args.shell, &mut Cli::command(), "hmem", &mut script);
+    out.write_all(&script)?;
     Ok(Outcome::Passed)
 }
 
-/// A bar on stderr for work that takes its time, where somebody can see it.
-struct Bar {
-    bar: ProgressBar,
-    started: Instant,
-}
-
-/// Work shorter than this needs no bar.
-const LONG: Duration = Duration::from_millis(500);
-
-impl Bar {
-    fn new() -> Self {
-        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
-        let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {wide_msg}");
-        Self {
-            bar: bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar())),
-            started: Instant::now(),
-        }
-    }
-
-    fn show(&self, done: usize, all: usize, next: &str) {
-        if self.bar.is_hidden() && self.started.elapsed() > LONG && io::stderr().is_terminal() {
-            self.bar.set_draw_target(ProgressDrawTarget::stderr());
-        }
-        self.bar.set_length(all as u64);
-        self.bar.set_message(next.to_owned());
-        self.bar.set_position(done as u64);
-    }
-
-    fn end(&self) {
-        self.bar.finish_and_clear();
-    }
+fn man(args: &ManArgs, out: &mut dyn Write) -> Result<Outcome, Failure> {
+    let mut command = Cli::command();
+    command.build();
+    let page = match &args.command {
+        None => command,
+        Some(name) => match command.find_subcommand(name) {
+            Some(found) => found.clone(),
+            None => {
+                let known = command.get_subcommands().map(|known| known.get_name().to_owned());
+                return Err(
+                    unknown("subcommand", name, "hmem man", &known.collect::<Vec<_>>()).into()
+                );
+            }
+        },
+    };
+    clap_mangen::Man::new(page).render(out)?;
+    Ok(Outcome::Passed)
 }

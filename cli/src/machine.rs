@@ -1,5 +1,4 @@
-//! Subjects of the command: the ifaces and NICs of this machine, and the software ones that are
-//! always there.
+//! The ifaces and NICs of this machine, and the software ones that every machine has.
 
 use std::{error::Error as _, fmt, sync::Arc};
 
@@ -16,35 +15,35 @@ use hmem::{
     system::{AddressReuse, SIMULATED, Simulated, SimulatedBuilder},
 };
 
-use crate::json::Skipped;
+use crate::{json::Skipped, problem::Problem};
 
-/// What hardware usually needs of an application.
+/// The mr_mode bits that hardware usually requires of an application.
 pub const HARDWARE_LIKE: MrMode = MrMode::LOCAL
     .union(MrMode::VIRT_ADDR)
     .union(MrMode::ALLOCATED)
     .union(MrMode::PROV_KEY)
     .union(MrMode::HMEM);
 
-/// The loopback NIC that reaches device memory by peer memory instead of by dma-buf.
+/// The loopback NIC that accesses device memory over peer memory instead of dma-buf.
 const PEER_MEMORY: &str = "peer-memory";
 
-/// The loopback NIC that keeps the pages of registration.
+/// The loopback NIC that keeps the pages that were mapped at registration.
 const PINNED: &str = "pinned";
 
-/// Ifaces and NICs to look at.
+/// The ifaces and NICs that a command works on.
 #[derive(Debug)]
 pub struct Machine {
-    /// The ifaces, and the path decision.
+    /// The ifaces and the path selector.
     pub hmem: Hmem,
     /// The NICs.
     pub nics: Vec<Fabric>,
-    /// Providers and NICs that are not here.
+    /// Unavailable providers and NICs.
     pub absent: Vec<Absent>,
-    /// Kinds that are software, with their names.
+    /// The kinds of ifaces that are software, with their names.
     pub software: Vec<(IfaceKind, String)>,
-    /// How it is wired, where that can be read.
+    /// The wiring, if it can be read.
     pub topology: Option<Topology>,
-    /// Counts that a check must leave as it found them, beside those of the process.
+    /// Resources that a check must not leak, besides those of the process.
     pub watches: Vec<Watch>,
 }
 
@@ -52,36 +51,36 @@ pub struct Machine {
 #[derive(Debug)]
 pub struct Fabric {
     provider: Arc<dyn Provider>,
-    /// What it offers and needs.
+    /// The attributes that the provider reports.
     pub attr: ProviderAttr,
-    /// Whether it is software.
+    /// Set for a software NIC.
     pub software: bool,
-    /// What it stands for, in a few words.
+    /// A short description.
     pub note: &'static str,
 }
 
-/// Something that is not here.
+/// Something unavailable.
 #[derive(Debug)]
 pub struct Absent {
-    /// Which sort of thing: `iface`, `provider`, `NIC`, `topology`.
+    /// The sort: `iface`, `provider`, `NIC` or `topology`.
     pub sort: &'static str,
-    /// Its name, as the command line takes it.
+    /// The name, as on the command line.
     pub name: String,
-    /// Why, in one line.
-    pub why: String,
+    /// The reason.
+    pub why: Problem,
 }
 
 impl From<&Absent> for Skipped {
     fn from(absent: &Absent) -> Self {
-        Self { what: format!("{} {}", absent.sort, absent.name), why: absent.why.clone() }
+        Self::new(format!("{} {}", absent.sort, absent.name), absent.why.clone())
     }
 }
 
-/// A count that a check must leave as it found it.
+/// A count of resources that a check must not leak.
 pub struct Watch {
-    /// What is counted.
+    /// The resource.
     pub what: &'static str,
-    /// Counts it.
+    /// Returns the present count.
     pub count: Box<dyn Fn() -> u64>,
 }
 
@@ -92,7 +91,7 @@ impl fmt::Debug for Watch {
 }
 
 impl Machine {
-    /// These ifaces, and no NIC yet.
+    /// Returns a machine with these ifaces and without NICs.
     #[must_use]
     pub fn new(hmem: Hmem) -> Self {
         Self {
@@ -105,11 +104,11 @@ impl Machine {
         }
     }
 
-    /// This machine, with a simulated device of two devices and a loopback NIC in three modes.
+    /// Returns this machine, with two simulated devices and four loopback NICs.
     ///
     /// # Errors
-    /// An invalid value in the environment (`FI_HMEM`, `FI_HMEM_DISABLE_P2P`). An unavailable iface
-    /// or provider is no error: it is listed with its reason.
+    /// An invalid value in the environment, such as `FI_HMEM=nonsense`. An unavailable iface or
+    /// provider is not an error: the machine lists it with its reason.
     pub fn find() -> Result<Self> {
         let mut absent = Vec::new();
         let mut watches = Vec::new();
@@ -120,11 +119,9 @@ impl Machine {
                 watches.extend(watch_simulated(&simulated));
                 builder = builder.shared_iface(simulated);
             }
-            Err(error) => absent.push(Absent {
-                sort: "iface",
-                name: "simulated".into(),
-                why: error.to_string(),
-            }),
+            Err(error) => {
+                absent.push(Absent { sort: "iface", name: "simulated".into(), why: error.into() })
+            }
         }
         let software = vec![(SIMULATED, "simulated".into())];
         let mut machine = Self { absent, software, watches, ..Self::new(builder.build()?) };
@@ -135,18 +132,18 @@ impl Machine {
                 Memory::Follow,
                 "mr_mode 0: zero-based addresses, requested keys",
             ),
-            ("hardware", HARDWARE_LIKE, Memory::Follow, "the mr_mode that hardware needs"),
+            ("hardware", HARDWARE_LIKE, Memory::Follow, "like hardware: its mr_mode"),
             (
                 PEER_MEMORY,
                 HARDWARE_LIKE,
                 Memory::Follow,
-                "hardware that has peer memory and no dma-buf",
+                "like hardware with peer memory and without dma-buf",
             ),
             (
                 PINNED,
                 HARDWARE_LIKE,
                 Memory::Pinned,
-                "as hardware, and keeps the pages of registration",
+                "like hardware, with pages kept from registration on",
             ),
         ];
         for (nic, needs, memory, note) in modes {
@@ -171,14 +168,13 @@ impl Machine {
             Err(error) => machine.absent.push(Absent {
                 sort: "topology",
                 name: "of this machine".into(),
-                why: error.to_string(),
+                why: error.into(),
             }),
         }
         Ok(machine)
     }
 
-    /// Adds the NICs of the providers that the library found, and the reasons for those that it did
-    /// not.
+    /// Adds the NICs of available providers, and the reasons for the unavailable ones.
     fn find_hardware(&mut self) {
         let absent = |machine: &Self, name: &str, why: &hmem::Error| Absent {
             sort: if name.contains('/') { "NIC" } else { "provider" },
@@ -193,19 +189,6 @@ impl Machine {
             if let Err(error) = self.add(provider, false, "RDMA hardware") {
                 self.absent.push(absent(self, &name, &error));
             }
-        }
-    }
-
-    /// Returns an error as one line, with its probable cause and remedy if a limit of this process
-    /// or container explains it.
-    #[must_use]
-    pub fn explained(&self, step: Step, error: &Error) -> String {
-        match self.hmem.paths().explain_unavailable(step, error) {
-            Some(found) => {
-                let (reason, _) = reason_and_remedy(error);
-                format!("{reason}; probable cause: {} -> {}", found.cause, found.remedy)
-            }
-            None => error.to_string(),
         }
     }
 
@@ -225,8 +208,8 @@ impl Machine {
         Ok(())
     }
 
-    /// A NIC can be listed and still need what this machine lacks (io_uring, for one): only a
-    /// domain tells.
+    /// Removes the last NIC if no domain opens on it. A listed NIC may lack a feature of the
+    /// kernel, such as io_uring.
     fn drop_last_nic_if_unavailable(&mut self) -> Result<()> {
         let Some(nic) = self.nics.last() else { return Ok(()) };
         match self.open(nic, P2pPolicy::Enabled) {
@@ -234,7 +217,7 @@ impl Machine {
                 self.nics.pop();
                 Err(error)
             }
-            // Any other trouble is for the check to find.
+            // The check reports every other error.
             _ => Ok(()),
         }
     }
@@ -247,10 +230,10 @@ impl Machine {
         nic.open(&self.hmem, p2p)
     }
 
-    /// The PCI function at an address that an iface or provider gave, in whichever form.
+    /// Returns the PCI function at an address that an iface or provider reports.
     ///
     /// # Errors
-    /// The reason in a few words: `what` has no address, or one that is not in the PCIe tree.
+    /// The reason in a few words: `what` has no address, or its address is not in the PCIe tree.
     pub fn function(
         &self,
         what: &str,
@@ -267,20 +250,58 @@ impl Machine {
         }
     }
 
-    /// The name of an iface, absent or not.
+    /// Returns the registered name of an iface, unavailable ones included.
     #[must_use]
     pub fn iface_name(&self, kind: IfaceKind) -> String {
-        let software = self.software.iter().find(|(software, _)| *software == kind);
-        software.map_or_else(|| kind.to_string(), |(_, name)| name.clone())
+        let registry = self.hmem.registry();
+        let started = registry.iter().find(|iface| iface.kind() == kind);
+        let absent = || registry.absent().find(|(absent, _)| *absent == kind);
+        let software = || self.software.iter().find(|(software, _)| *software == kind);
+        (started.map(|iface| iface.name()))
+            .or_else(|| absent()?.1.context_value("name"))
+            .or_else(|| software().map(|(_, name)| name.as_str()))
+            .map_or_else(|| kind.to_string(), str::to_owned)
     }
 
-    /// Whether an iface is software and not hardware of this machine.
+    /// Replaces the numbers of plug-ins in a text by their registered names.
+    #[must_use]
+    pub fn named(&self, text: String) -> String {
+        let registry = self.hmem.registry();
+        let kinds = registry.iter().map(|iface| iface.kind());
+        let kinds = kinds.chain(registry.absent().map(|(kind, _)| kind));
+        let mut plug_ins: Vec<_> =
+            kinds.filter(|kind| kind.is_plug_in() && text.contains(&kind.to_string())).collect();
+        // The longest number first: `iface-0x100` is part of `iface-0x1000`.
+        plug_ins.sort_by_key(|kind| std::cmp::Reverse(kind.0));
+        plug_ins
+            .into_iter()
+            .fold(text, |text, kind| text.replace(&kind.to_string(), &self.iface_name(kind)))
+    }
+
+    /// Returns an error as a problem that names plug-ins by their registered names.
+    #[must_use]
+    pub fn problem(&self, error: &Error) -> Problem {
+        Problem::from(error).renamed(|text| self.named(text))
+    }
+
+    /// Returns an error as a problem, with its probable cause and remedy if a limit of this process
+    /// or container explains it.
+    #[must_use]
+    pub fn explained(&self, step: Step, error: &Error) -> Problem {
+        let problem = self.problem(error);
+        match self.hmem.paths().explain_unavailable(step, error) {
+            Some(found) => problem.explained(&found),
+            None => problem,
+        }
+    }
+
+    /// Returns whether an iface is software.
     #[must_use]
     pub fn is_software(&self, kind: IfaceKind) -> bool {
         self.software.iter().any(|(software, _)| *software == kind)
     }
 
-    /// Whether an iface of this name is known, absent or not.
+    /// Returns whether an iface has this name, unavailable ones included.
     #[must_use]
     pub fn knows_iface(&self, name: &str) -> bool {
         let registry = self.hmem.registry();
@@ -289,7 +310,7 @@ impl Machine {
             || self.software.iter().any(|(_, software)| software == name)
     }
 
-    /// The names of providers and NICs, absent or not.
+    /// Returns the names of providers and NICs, unavailable ones included.
     #[must_use]
     pub fn provider_names(&self) -> Vec<String> {
         let here = self
@@ -303,7 +324,7 @@ impl Machine {
         names
     }
 
-    /// The names that [`Machine::knows_iface`] knows.
+    /// Returns the names of ifaces, unavailable ones included.
     #[must_use]
     pub fn iface_names(&self) -> Vec<String> {
         let registry = self.hmem.registry();
@@ -323,7 +344,7 @@ impl Fabric {
         self.open_with(hmem, p2p, None)
     }
 
-    /// [`Fabric::open`] of a domain with a registration cache.
+    /// Opens a domain on the NIC, with these settings of its registration cache.
     ///
     /// # Errors
     /// As [`Domain::open`].
@@ -343,7 +364,7 @@ impl Fabric {
         hmem.domain_on(&*self.provider, attr)
     }
 
-    /// Says which way a registration with the NIC would take.
+    /// Returns the path of a registration with the NIC.
     ///
     /// # Errors
     /// As [`Hmem::explain_on`].
@@ -351,20 +372,20 @@ impl Fabric {
         hmem.explain_on(&*self.provider, request)
     }
 
-    /// Whether it is the software NIC that keeps the pages of registration, as hardware does.
+    /// Returns whether this is the software NIC that keeps pages from registration on.
     #[must_use]
     pub fn keeps_pages(&self) -> bool {
         self.software && self.attr.nic.name == PINNED
     }
 
-    /// Whether `name` names it: its provider, or provider and NIC with a slash.
+    /// Returns whether `name` is that of the provider, or of provider and NIC (`verbs/mlx5_0`).
     #[must_use]
     pub fn answers_to(&self, name: &str) -> bool {
         self.attr.nic.provider == name || self.attr.nic.to_string() == name
     }
 }
 
-/// Addresses that were freed come back at once, which is what finds stale registrations.
+/// Returns two devices that reuse freed addresses at once, which reveals stale registrations.
 fn simulated_devices() -> SimulatedBuilder {
     Simulated::builder().devices(2).peer_memory(true).address_reuse(AddressReuse::JustFreed)
 }
@@ -383,20 +404,7 @@ fn watch_simulated(simulated: &Arc<Simulated>) -> [Watch; 2] {
     ]
 }
 
-/// The error's own words with its remedy apart, as tables print them.
-#[must_use]
-pub fn reason_and_remedy(error: &Error) -> (String, Option<String>) {
-    let whole = error.to_string();
-    match error.remedy_text() {
-        Some(remedy) => {
-            let reason = whole.strip_suffix(remedy).and_then(|reason| reason.strip_suffix("; "));
-            (reason.unwrap_or(&whole).to_owned(), Some(remedy.to_owned()))
-        }
-        None => (whole, None),
-    }
-}
-
-/// The error at the bottom: of a path decision, what the last way was refused for.
+/// Returns the innermost error: that of the last refused path, for a path decision.
 #[must_use]
 pub fn root(error: &Error) -> &Error {
     let mut root = error;

@@ -1,4 +1,4 @@
-//! The hmem command: reads the command line, runs, and turns the outcome into an exit status.
+//! The hmem command: parses the command line, runs, and exits with a status.
 
 #![deny(unsafe_code)]
 
@@ -7,10 +7,12 @@ use std::{
     process::ExitCode,
 };
 
-use clap::{Parser, error::ErrorKind};
+use clap::{CommandFactory, FromArgMatches, error::ErrorKind};
 use hmem_cli::{
     Failure, Outcome,
     args::{self, Cli},
+    problem::print_on_stderr,
+    table::columns,
 };
 use tracing_subscriber::filter::LevelFilter;
 
@@ -18,11 +20,16 @@ const FAILED: u8 = 1;
 const USAGE: u8 = 2;
 
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let mut command = Cli::command();
+    if let Some(columns) = columns() {
+        command = command.term_width(columns);
+    }
+    let parsed = command.try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
+    let cli = match parsed {
         Ok(cli) => cli,
         Err(error) => return refuse(&error),
     };
-    log(&cli);
+    start_log(&cli);
     let mut out = BufWriter::new(io::stdout().lock());
     let outcome = hmem_cli::run(&cli, &mut out).and_then(|outcome| {
         out.flush()?;
@@ -31,12 +38,12 @@ fn main() -> ExitCode {
     match outcome {
         Ok(Outcome::Passed) => ExitCode::SUCCESS,
         Ok(Outcome::Failed) => ExitCode::from(FAILED),
-        // Whoever read the output has seen enough.
+        // The reader of the output closed it early, as `head` does.
         Err(Failure::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => {
             ExitCode::SUCCESS
         }
         Err(failure) => {
-            eprintln!("error: {failure}");
+            print_on_stderr(&failure.problem());
             ExitCode::from(if matches!(failure, Failure::Measurement(_) | Failure::Topology(_)) {
                 FAILED
             } else {
@@ -58,8 +65,8 @@ fn refuse(error: &clap::Error) -> ExitCode {
     }
 }
 
-/// The library logs through `tracing`; nobody listens unless asked to.
-fn log(cli: &Cli) {
+/// Prints the library's log on stderr, if the command line asks for it.
+fn start_log(cli: &Cli) {
     let level = match cli.verbose {
         0 => return,
         1 => LevelFilter::DEBUG,

@@ -1,4 +1,4 @@
-//! Finds out by doing which path a registration takes: allocates a page, registers it, undoes both.
+//! Finds the path of a registration: allocates a page, registers it, and undoes both.
 
 use std::sync::Arc;
 
@@ -9,13 +9,13 @@ use hmem::{
 
 use crate::machine::{Fabric, Machine};
 
-/// Bytes to try with: a page on every machine that the library runs on.
+/// Bytes of a page, on every machine that the library supports.
 const PAGE: u64 = 4096;
 
-/// The decision for a page of host memory.
+/// Returns the decision for a page of host memory.
 ///
 /// # Errors
-/// What kept the NIC from it.
+/// The refusal of the NIC.
 pub(crate) fn host(machine: &Machine, nic: &Fabric) -> Result<Arc<Decision>> {
     let domain = machine.open(nic, P2pPolicy::Enabled)?;
     let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
@@ -30,10 +30,10 @@ pub(crate) fn host(machine: &Machine, nic: &Fabric) -> Result<Arc<Decision>> {
     Ok(decision)
 }
 
-/// The decision for a page of device memory, or of what the iface allocates instead.
+/// Returns the decision for a page of device memory.
 ///
 /// # Errors
-/// What kept the iface from allocating, or the NIC from the memory.
+/// The refusal of the iface to allocate, or of the NIC to register.
 pub(crate) fn device(
     machine: &Machine,
     nic: &Fabric,
@@ -44,7 +44,7 @@ pub(crate) fn device(
         return Err(Error::new(ErrorKind::Unsupported, "allocate")
             .iface(iface.kind())
             .device(device)
-            .remedy("this iface does not allocate yet, so that nothing can be tried"));
+            .remedy("choose another iface: this one cannot allocate memory to test with"));
     }
     let request = AllocRequest { len: PAGE, device, kind: AllocationKind::Device };
     let buffer = DeviceBuffer::allocate(iface, &request)?;

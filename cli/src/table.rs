@@ -1,49 +1,91 @@
-//! Tables and headings as a person reads them.
+//! Text for people: tables, headings and wrapped lines that fit the terminal.
 
 use std::io::{self, IsTerminal, Write};
 
-use comfy_table::{
-    Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, Table, TableStyle,
-};
+use rustix::termios::tcgetwinsize;
 
 use crate::args::Color;
 
 /// Columns of output that does not go to a terminal.
-const WIDTH: u16 = 108;
-const WIDEST: u16 = 140;
+const WIDTH: usize = 108;
+/// The narrowest and the widest output, in columns.
+const LIMITS: (usize, usize) = (20, 140);
+/// Columns between two columns of a table, and in a narrow terminal.
+const GAPS: [usize; 2] = [2, 1];
+/// The most fields of a list that are printed on lines of their own.
+const FEW_FIELDS: usize = 4;
+/// Joins a number and its unit while lines are wrapped.
+const NO_BREAK: char = '\u{a0}';
+/// Units that stay on the line of their number.
+const UNITS: [&str; 17] = [
+    "B",
+    "KiB",
+    "MiB",
+    "GiB",
+    "TiB",
+    "PiB",
+    "EiB",
+    "GiB/s",
+    "GT/s",
+    "bytes",
+    "entries",
+    "pages",
+    "us",
+    "ms",
+    "s",
+    "seconds",
+    "transfers/s",
+];
 
-/// No lines but one under the header.
-const RULED: TableStyle = TableStyle::new()
-    .header_separator(LineStyle::new('\u{2500}', '\u{2500}', '\u{2500}', '\u{2500}'));
-
-/// Colours of cells.
+/// The meaning of a text, which selects its colour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tone {
-    /// As it should be.
+    /// A success.
     Good,
-    /// Neither.
+    /// Neutral text.
     Plain,
-    /// Not there, or refused.
+    /// Something unavailable, refused or less important.
     Dim,
-    /// Wrong.
+    /// A failure.
     Bad,
 }
 
-/// How to print.
+impl Tone {
+    /// Returns the parameters of the terminal's escape sequence.
+    const fn code(self) -> Option<&'static str> {
+        match self {
+            Self::Good => Some("32"),
+            Self::Plain => None,
+            Self::Dim => Some("2"),
+            Self::Bad => Some("1;31"),
+        }
+    }
+}
+
+/// The colours and the width of the output.
 #[derive(Clone, Copy, Debug)]
 pub struct Style {
     color: bool,
-    width: u16,
+    width: usize,
 }
 
 impl Style {
-    /// Without colours, for a fixed width.
+    /// Returns a style without colours, of a fixed width.
     #[must_use]
     pub const fn plain() -> Self {
         Self { color: false, width: WIDTH }
     }
 
-    /// For stdout: colours as asked, or on a terminal unless `NO_COLOR` is set.
+    /// Returns a style without colours, `width` columns wide.
+    #[must_use]
+    pub const fn of_width(width: usize) -> Self {
+        Self { color: false, width }
+    }
+
+    /// Returns the style of stdout.
+    ///
+    /// The width is that of `COLUMNS`, else that of the terminal, else 108 columns. With
+    /// [`Color::Auto`], a terminal has colours unless `NO_COLOR` is set.
     #[must_use]
     pub fn for_stdout(color: Color) -> Self {
         let terminal = io::stdout().is_terminal();
@@ -55,113 +97,358 @@ impl Style {
                 terminal && !refused && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
             }
         };
-        let width =
-            if terminal { Table::new().width().unwrap_or(WIDTH).clamp(60, WIDEST) } else { WIDTH };
-        Self { color, width }
+        Self { color, width: columns().unwrap_or(WIDTH) }
     }
 
-    /// Columns of a line.
+    /// Returns the columns of a line.
     #[must_use]
-    pub fn width(self) -> usize {
-        usize::from(self.width)
+    pub const fn width(self) -> usize {
+        self.width
     }
 
-    /// An empty table with this header.
-    #[must_use]
-    pub fn table(self, header: &[&str]) -> Table {
-        let mut table = Table::new();
-        table
-            .load_style(RULED)
-            .set_content_arrangement(ContentArrangement::Dynamic)
-            .set_width(self.width);
-        if self.color {
-            table.enforce_styling();
-        } else {
-            table.force_no_tty();
-        }
-        table.set_header(header.iter().map(|name| {
-            let cell = Cell::new(name);
-            if self.color { cell.add_attribute(Attribute::Bold) } else { cell }
-        }));
-        table
-    }
-
-    /// A cell in a tone.
-    #[must_use]
-    pub fn cell(self, text: impl ToString, tone: Tone) -> Cell {
-        let cell = Cell::new(text);
-        if !self.color {
-            return cell;
-        }
-        match tone {
-            Tone::Good => cell.fg(comfy_table::Color::Green),
-            Tone::Plain => cell,
-            Tone::Dim => cell.add_attribute(Attribute::Dim),
-            Tone::Bad => cell.fg(comfy_table::Color::Red).add_attribute(Attribute::Bold),
-        }
-    }
-
-    /// A number, to the right.
-    #[must_use]
-    pub fn number(self, number: impl ToString) -> Cell {
-        Cell::new(number).set_alignment(CellAlignment::Right)
-    }
-
-    /// A line of its own above a table.
+    /// Prints a heading, wrapped.
     ///
     /// # Errors
-    /// What the writer reported.
+    /// The error of the writer.
     pub fn heading(self, out: &mut dyn Write, text: &str) -> io::Result<()> {
-        if self.color { writeln!(out, "\x1b[1m{text}\x1b[0m") } else { writeln!(out, "{text}") }
+        wrap(text, self.width).iter().try_for_each(|line| writeln!(out, "{}", self.bold(line)))
     }
 
-    /// A word in a tone, outside tables.
+    /// Returns a text in bold.
+    #[must_use]
+    pub fn bold(self, text: &str) -> String {
+        if self.color { format!("\x1b[1m{text}\x1b[0m") } else { text.to_owned() }
+    }
+
+    /// Returns a text in the colour of a tone.
     #[must_use]
     pub fn word(self, text: &str, tone: Tone) -> String {
-        let code = match tone {
-            _ if !self.color || tone == Tone::Plain => return text.to_owned(),
-            Tone::Good | Tone::Plain => "32",
-            Tone::Dim => "2",
-            Tone::Bad => "1;31",
-        };
-        format!("\x1b[{code}m{text}\x1b[0m")
+        match tone.code().filter(|_| self.color) {
+            Some(code) => format!("\x1b[{code}m{text}\x1b[0m"),
+            None => text.to_owned(),
+        }
     }
 
-    /// A table without blanks at line ends.
+    /// Prints a line that is indented by two columns. Lines that follow are indented by four.
     ///
     /// # Errors
-    /// What the writer reported.
+    /// The error of the writer.
+    pub fn item(self, out: &mut dyn Write, head: &str, text: &str) -> io::Result<()> {
+        self.indented(out, ["  ", "    "], &format!("{head} {text}"))
+    }
+
+    /// Prints a line beneath an item, which explains it.
+    ///
+    /// # Errors
+    /// The error of the writer.
+    pub fn detail(self, out: &mut dyn Write, head: &str, text: &str) -> io::Result<()> {
+        self.indented(out, ["    ", "      "], &format!("{head} {text}"))
+    }
+
+    /// Prints a wrapped text: the first line after `indents[0]`, the others after `indents[1]`.
+    ///
+    /// # Errors
+    /// The error of the writer.
+    pub fn indented(self, out: &mut dyn Write, indents: [&str; 2], text: &str) -> io::Result<()> {
+        let used = indents.map(length).into_iter().max().unwrap_or_default();
+        for (at, line) in wrap(text, self.width.saturating_sub(used)).iter().enumerate() {
+            writeln!(out, "{}{line}", indents[at.min(1)])?;
+        }
+        Ok(())
+    }
+
+    /// Prints a table, or its rows as lists if the columns do not fit. An empty line follows.
+    ///
+    /// # Errors
+    /// The error of the writer.
     pub fn print(self, out: &mut dyn Write, table: &Table) -> io::Result<()> {
-        for line in table.lines() {
-            writeln!(out, "{}", line.trim_end())?;
+        match table.widths(self.width) {
+            Some((widths, gap)) => table.print(out, &widths, gap, self)?,
+            None => table.print_as_lists(out, self)?,
+        }
+        writeln!(out)
+    }
+}
+
+/// Returns the width of the output by `COLUMNS` or the terminal of stdout, within the limits.
+#[must_use]
+pub fn columns() -> Option<usize> {
+    let variable = || std::env::var("COLUMNS").ok()?.trim().parse().ok();
+    let terminal = || tcgetwinsize(io::stdout()).ok().map(|size| usize::from(size.ws_col));
+    let columns = variable().or_else(terminal).filter(|columns| *columns > 0)?;
+    Some(columns.clamp(LIMITS.0, LIMITS.1))
+}
+
+/// One value of a table.
+#[derive(Clone, Debug)]
+pub struct Cell {
+    text: String,
+    tone: Tone,
+}
+
+impl Cell {
+    /// Returns a cell of neutral text.
+    #[must_use]
+    pub fn new(text: impl ToString) -> Self {
+        Self::in_tone(text, Tone::Plain)
+    }
+
+    /// Returns a cell of text in a tone.
+    #[must_use]
+    pub fn in_tone(text: impl ToString, tone: Tone) -> Self {
+        Self { text: text.to_string(), tone }
+    }
+
+    /// Returns the cell of a value that does not exist.
+    #[must_use]
+    pub fn none() -> Self {
+        Self::in_tone("-", Tone::Dim)
+    }
+}
+
+/// Rows of cells under a header.
+#[derive(Clone, Debug)]
+pub struct Table {
+    header: Vec<String>,
+    /// Columns of numbers, which are aligned to the right.
+    numbers: Vec<usize>,
+    rows: Vec<Vec<Cell>>,
+}
+
+impl Table {
+    /// Returns an empty table with a header.
+    #[must_use]
+    pub fn new(header: &[&str]) -> Self {
+        let header = header.iter().map(|name| (*name).to_owned()).collect();
+        Self { header, numbers: Vec::new(), rows: Vec::new() }
+    }
+
+    /// Aligns columns to the right.
+    #[must_use]
+    pub fn numbers(mut self, columns: impl IntoIterator<Item = usize>) -> Self {
+        self.numbers.extend(columns);
+        self
+    }
+
+    /// Adds a row.
+    pub fn row(&mut self, cells: impl IntoIterator<Item = Cell>) {
+        self.rows.push(cells.into_iter().collect());
+    }
+
+    /// Prints the table, or each of its columns as a list if they do not fit. An empty line
+    /// follows.
+    ///
+    /// # Errors
+    /// The error of the writer.
+    pub fn print_columns(&self, out: &mut dyn Write, style: Style) -> io::Result<()> {
+        if self.widths(style.width).is_some() {
+            return style.print(out, self);
+        }
+        for (column, name) in self.header.iter().enumerate().skip(1) {
+            style.indented(out, ["  ", "    "], name)?;
+            for row in &self.rows {
+                let text = format!("{}: {}", row[0].text, row[column].text);
+                style.indented(out, ["    ", "      "], &text)?;
+            }
         }
         writeln!(out)
     }
 
-    /// A bulleted line, wrapped with its own indentation.
-    ///
-    /// # Errors
-    /// What the writer reported.
-    pub fn item(self, out: &mut dyn Write, head: &str, text: &str) -> io::Result<()> {
-        let width = usize::from(self.width);
-        let mut line = " ".to_owned();
-        let mut column = 1;
-        for word in head.split_whitespace().chain(text.split_whitespace()) {
-            let len = word.chars().count();
-            if column + 1 + len > width && column > 6 {
-                writeln!(out, "{line}")?;
-                line = " ".repeat(3);
-                column = 3;
+    /// Returns the width of each column, and the gap between them, if all of them fit into `line`
+    /// without splitting a word.
+    fn widths(&self, line: usize) -> Option<(Vec<usize>, usize)> {
+        GAPS.into_iter().find_map(|gap| Some((self.widths_with(line, gap)?, gap)))
+    }
+
+    fn widths_with(&self, line: usize, gap: usize) -> Option<Vec<usize>> {
+        let columns = self.header.len();
+        let texts = |column: usize| {
+            let cells = self.rows.iter().filter_map(move |row| row.get(column));
+            cells.map(|cell| cell.text.as_str()).chain([self.header[column].as_str()])
+        };
+        let longest = |column, part: fn(&str) -> usize| texts(column).map(part).max().unwrap_or(0);
+        let least: Vec<_> = (0..columns).map(|column| longest(column, longest_word)).collect();
+        let most: Vec<_> = (0..columns).map(|column| longest(column, longest_line)).collect();
+        let room = line.checked_sub(2 + gap * columns.saturating_sub(1))?;
+        let mut left = room.checked_sub(least.iter().sum())?;
+        let mut widths = least;
+        // Every column gets the same share of the rest, and no more than it needs.
+        while left > 0 {
+            let wanting: Vec<_> =
+                (0..columns).filter(|column| widths[*column] < most[*column]).collect();
+            if wanting.is_empty() {
+                break;
             }
-            line.push(' ');
-            line.push_str(word);
-            column += 1 + len;
+            let share = (left / wanting.len()).max(1);
+            for column in wanting {
+                let more = share.min(most[column] - widths[column]).min(left);
+                widths[column] += more;
+                left -= more;
+            }
         }
-        writeln!(out, "{line}")
+        Some(widths)
+    }
+
+    fn print(
+        &self,
+        out: &mut dyn Write,
+        widths: &[usize],
+        gap: usize,
+        style: Style,
+    ) -> io::Result<()> {
+        let header: Vec<_> = self.header.iter().map(Cell::new).collect();
+        self.print_row(out, &header, widths, gap, |text, _| style.bold(text))?;
+        let ruled = 2 + widths.iter().sum::<usize>() + gap * widths.len().saturating_sub(1);
+        writeln!(out, "{}", "\u{2500}".repeat(ruled))?;
+        self.rows.iter().try_for_each(|row| {
+            self.print_row(out, row, widths, gap, |text, tone| style.word(text, tone))
+        })
+    }
+
+    /// Prints one row. Its cells may take several lines, each of which `paint` colours.
+    fn print_row(
+        &self,
+        out: &mut dyn Write,
+        cells: &[Cell],
+        widths: &[usize],
+        gap: usize,
+        paint: impl Fn(&str, Tone) -> String,
+    ) -> io::Result<()> {
+        let wrapped: Vec<_> =
+            cells.iter().zip(widths).map(|(cell, width)| wrap(&cell.text, *width)).collect();
+        let lines = wrapped.iter().map(Vec::len).max().unwrap_or(0);
+        for line in 0..lines {
+            let mut text = String::new();
+            // Blanks are printed only before a part, and not at the end of the line.
+            let mut blanks = 2;
+            for (column, parts) in wrapped.iter().enumerate() {
+                let part = parts.get(line).map_or("", String::as_str);
+                let free = widths[column].saturating_sub(length(part));
+                let number = self.numbers.contains(&column);
+                blanks += if number { free } else { 0 };
+                if !part.is_empty() {
+                    text.push_str(&" ".repeat(blanks));
+                    text.push_str(&paint(part, cells[column].tone));
+                    blanks = 0;
+                }
+                blanks += gap + if number { 0 } else { free };
+            }
+            writeln!(out, "{text}")?;
+        }
+        Ok(())
+    }
+
+    /// Prints each row as its first cell, and the other cells beneath it by the names of their
+    /// columns.
+    fn print_as_lists(&self, out: &mut dyn Write, style: Style) -> io::Result<()> {
+        for row in &self.rows {
+            let mut cells = self.header.iter().zip(row).filter(|(_, cell)| cell.text != "-");
+            let Some((_, first)) = cells.next() else { continue };
+            style.indented(out, ["  ", "    "], &style.word(&first.text, first.tone))?;
+            let room = style.width.saturating_sub(4);
+            let fields = cells.map(|(name, cell)| {
+                // A short field stays on one line.
+                let short = length(name) + length(&cell.text) + 2 <= room;
+                let blank = if short { NO_BREAK } else { ' ' };
+                format!("{name}:{blank}{}", style.word(&cell.text, cell.tone))
+            });
+            let fields: Vec<_> = fields.collect();
+            if fields.len() > FEW_FIELDS {
+                style.indented(out, ["    ", "    "], &fields.join("; "))?;
+            } else {
+                for field in fields {
+                    style.indented(out, ["    ", "      "], &field)?;
+                }
+            }
+        }
+        Ok(())
     }
 }
 
-/// Bytes as a person says them: exact below 10 KiB, otherwise with one decimal at most.
+/// Returns the columns that a text takes on a terminal. Escape sequences take none.
+fn length(text: &str) -> usize {
+    let mut escape = false;
+    let visible = text.chars().filter(|c| {
+        let hidden = escape || *c == '\x1b';
+        escape = hidden && *c != 'm';
+        !hidden
+    });
+    visible.count()
+}
+
+fn longest_word(text: &str) -> usize {
+    words(&joined(text)).map(length).max().unwrap_or(0)
+}
+
+fn longest_line(text: &str) -> usize {
+    text.lines().map(length).max().unwrap_or(0)
+}
+
+/// Joins each number with the unit that follows it.
+fn joined(text: &str) -> String {
+    let mut all = String::with_capacity(text.len());
+    let mut number = false;
+    for word in text.split(' ') {
+        if !all.is_empty() {
+            let unit = word.trim_end_matches([',', ';', '.', ':', ')']);
+            let lanes = unit.strip_prefix('x').is_some_and(|lanes| lanes.parse::<u32>().is_ok());
+            let stays = number && UNITS.contains(&unit) || lanes && all.ends_with("GT/s");
+            all.push(if stays { NO_BREAK } else { ' ' });
+        }
+        all.push_str(word);
+        let digits = word.trim_start_matches(['(', '[']);
+        number = digits.starts_with(|c: char| c.is_ascii_digit())
+            && digits.chars().all(|c| c.is_ascii_digit() || c == '.');
+    }
+    all
+}
+
+/// Returns the words of a text in which numbers are joined with their units.
+fn words(text: &str) -> impl Iterator<Item = &str> {
+    text.split([' ', '\n', '\t']).filter(|word| !word.is_empty())
+}
+
+/// Wraps a text into lines of at most `width` columns, between words.
+///
+/// A number stays with its unit. A word that is longer than a line is broken after `/`, `,`, `=` or
+/// `:`, and is otherwise left whole.
+#[must_use]
+pub fn wrap(text: &str, width: usize) -> Vec<String> {
+    let mut lines = Vec::new();
+    for part in text.split('\n') {
+        let mut line = String::new();
+        for word in words(&joined(part)) {
+            let blank = usize::from(!line.is_empty());
+            if length(&line) + blank + length(word) > width && !line.is_empty() {
+                lines.push(std::mem::take(&mut line));
+            }
+            if !line.is_empty() {
+                line.push(' ');
+            }
+            for piece in pieces(word, width) {
+                if length(&line) + length(piece) > width && !line.is_empty() {
+                    lines.push(std::mem::take(&mut line));
+                }
+                line.push_str(piece);
+            }
+        }
+        lines.push(line);
+    }
+    for line in &mut lines {
+        *line = line.replace(NO_BREAK, " ");
+    }
+    lines
+}
+
+/// Returns the parts of a word between which a line may end.
+fn pieces(word: &str, width: usize) -> Vec<&str> {
+    if length(word) <= width {
+        return vec![word];
+    }
+    word.split_inclusive(['/', ',', '=', ':', NO_BREAK]).collect()
+}
+
+/// Returns a byte count for people: exact below 10 KiB, else with at most one decimal.
 #[must_use]
 pub fn bytes(count: u64) -> String {
     if count == u64::MAX {
@@ -177,7 +464,7 @@ pub fn bytes(count: u64) -> String {
     if value.fract() == 0.0 { format!("{value:.0} {unit}") } else { format!("{value:.1} {unit}") }
 }
 
-/// A few of many names.
+/// Returns the first three names and the number of the others.
 #[must_use]
 pub fn some(names: &[String]) -> String {
     const FEW: usize = 3;
@@ -191,8 +478,14 @@ pub fn some(names: &[String]) -> String {
 mod tests {
     use super::*;
 
+    fn printed(table: &Table, width: usize) -> String {
+        let mut out = Vec::new();
+        Style::of_width(width).print(&mut out, table).unwrap();
+        String::from_utf8(out).unwrap()
+    }
+
     #[test]
-    fn bytes_are_written_as_a_person_says_them() {
+    fn byte_counts_have_the_largest_unit_that_fits() {
         for (count, text) in [
             (0, "0 B"),
             (1023, "1023 B"),
@@ -211,9 +504,37 @@ mod tests {
         let mut out = Vec::new();
         Style::plain().item(&mut out, "what:", &"word ".repeat(100)).unwrap();
         let text = String::from_utf8(out).unwrap();
-        assert!(
-            text.lines().count() > 3 && text.lines().all(|line| line.len() <= usize::from(WIDTH)),
-            "{text}"
+        assert!(text.lines().count() > 3 && text.lines().all(|line| line.len() <= WIDTH), "{text}");
+    }
+
+    #[test]
+    fn number_and_unit_stay_on_one_line() {
+        let lines = wrap("limited to 64 KiB (4 GT/s x16)", 14);
+        assert_eq!(lines, ["limited to", "64 KiB", "(4 GT/s x16)"]);
+    }
+
+    #[test]
+    fn only_words_longer_than_a_line_are_broken() {
+        assert_eq!(wrap("open 0000:07:00.0", 12), ["open", "0000:07:00.0"]);
+        assert_eq!(wrap("/sys/kernel/mm/hugepages", 12), ["/sys/kernel/", "mm/hugepages"]);
+    }
+
+    #[test]
+    fn table_wraps_its_longest_column_first() {
+        let mut table = Table::new(&["Name", "Text"]);
+        table.row([Cell::new("loopback/hardware"), Cell::new("some words that are long")]);
+        let text = printed(&table, 40);
+        assert!(text.contains("loopback/hardware  some words that are"), "{text}");
+        assert!(text.lines().all(|line| length(line) <= 40), "{text}");
+    }
+
+    #[test]
+    fn table_too_wide_for_the_terminal_becomes_lists() {
+        let mut table = Table::new(&["Name", "Kind", "Count"]).numbers([2]);
+        table.row([Cell::new("loopback/peer-memory"), Cell::new("stream-ordered"), Cell::new(7)]);
+        assert_eq!(
+            printed(&table, 40),
+            "  loopback/peer-memory\n    Kind: stream-ordered\n    Count: 7\n\n"
         );
     }
 }

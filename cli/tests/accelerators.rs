@@ -1,5 +1,4 @@
-//! The built binary with the libraries of Neuron and Gaudi: the fake ones, loaded by the variables
-//! that name them as the real ones would be.
+//! The built command with fake libraries of Neuron and Gaudi, which the variables name.
 
 use std::{
     path::PathBuf,
@@ -10,13 +9,13 @@ use std::{
 const LIBRARIES: [&str; 3] =
     ["HMEM_NEURON_LIBRARY", "HMEM_SYNAPSEAI_LIBRARY", "HMEM_HLTHUNK_LIBRARY"];
 
-/// The variables that have the runtimes started.
+/// The variables that start the runtimes.
 const START: [(&str, &str); 2] =
     [("HMEM_NEURON_START_RUNTIME", "1"), ("HMEM_SYNAPSEAI_ACQUIRE", "1")];
 
-/// The fake library. Cargo builds it beside this test, of whose dependencies it is one.
+/// Returns the fake library, a dependency that Cargo builds beside this test.
 fn library() -> PathBuf {
-    // Named so that the dependency is there even when nothing else of it is used.
+    // Keeps the dependency, since nothing else of it is used.
     let _: fn() -> hmem_fake_accelerators::Profile = Default::default;
     let test = std::env::current_exe().expect("this test");
     let library = test.parent().expect("a folder").join("libhmem_fake_accelerators.so");
@@ -36,7 +35,7 @@ fn hmem(variables: &[(&str, &str)], arguments: &[&str]) -> Output {
     command.envs(variables.iter().copied()).args(arguments).output().expect("the binary runs")
 }
 
-/// The output with its blanks made one, since lines are broken anywhere.
+/// Returns the output on one line.
 fn text(output: &Output) -> String {
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     text.split_whitespace().collect::<Vec<_>>().join(" ")
@@ -58,19 +57,24 @@ fn info_lists_neuron_and_gaudi_devices_and_the_path_to_each_nic() {
 
 /// DIAG-01 HM-05
 #[test]
-fn info_says_that_a_runtime_was_not_started_and_how_to_start_it() {
+fn info_explains_how_to_start_a_runtime() {
     let text = text(&hmem(&[], &["info"]));
-    for words in ["NRT_UNINITIALIZED (13)", START[0].0, "acquired no Gaudi device", START[1].0] {
+    for words in ["NRT_UNINITIALIZED (13)", START[0].0, "acquire a Gaudi device", START[1].0] {
         assert!(text.contains(words), "{words} is not in:\n{text}");
     }
 }
 
 /// HM-04
 #[test]
-fn info_names_the_missing_library_and_the_variable_that_names_another() {
+fn info_names_the_missing_library_and_its_variable() {
     let absent = LIBRARIES.map(|name| (name, "/nowhere/library.so"));
     let text = text(&hmem(&absent, &["info"]));
-    for words in ["neuron 4 absent", "synapseai 5 absent", "/nowhere/library.so", LIBRARIES[0]] {
+    for words in [
+        "neuron 4 unavailable",
+        "synapseai 5 unavailable",
+        "the file /nowhere/library.so in HMEM_NEURON_LIBRARY cannot be loaded",
+        LIBRARIES[1],
+    ] {
         assert!(text.contains(words), "{words} is not in:\n{text}");
     }
 }
@@ -89,7 +93,7 @@ fn check_moves_verified_bytes_of_neuron_and_gaudi_memory() {
 
 /// DIAG-01
 #[test]
-fn perf_and_explain_take_neuron_and_gaudi_memory() {
+fn perf_and_explain_accept_neuron_and_gaudi_memory() {
     for iface in ["neuron", "synapseai"] {
         let perf = ["perf", "--loopback", "--iface", iface, "--size", "4KiB", "--iterations", "20"];
         let output = hmem(&START, &perf);

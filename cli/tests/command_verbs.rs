@@ -1,5 +1,5 @@
-//! `hmem info`, `check` and `perf` on a machine with RDMA devices (`HMEM_VERBS_DEVICE`), and with
-//! devices that cannot be used.
+//! `hmem info`, `check` and `perf` with the RDMA devices of `HMEM_VERBS_DEVICE` and
+//! `HMEM_VERBS_SECOND_DEVICE`, also with devices that cannot be used.
 
 mod hmem_process;
 #[path = "../../tests/trials/mod.rs"]
@@ -21,20 +21,20 @@ trials! {
     /// DIAG-01
     ///
     /// RDMA devices.
-    info_shows_the_devices_and_the_paths_to_them,
+    info_lists_rdma_devices_and_their_paths,
     /// DIAG-02
     ///
     /// RDMA devices.
     check_moves_verified_bytes_through_the_device,
-    a_device_whose_node_may_not_be_opened_is_listed_with_the_reason,
-    a_port_that_is_down_is_one_line,
-    a_locked_memory_limit_is_one_line_with_its_remedy,
+    device_without_permission_is_listed_with_the_reason,
+    port_that_is_down_is_reported_once,
+    locked_memory_limit_is_reported_with_its_remedy,
 }
 
-/// A user without privileges, who needs no entry in a user database.
+/// The number of a user without privileges.
 const NOBODY: u32 = 65534;
 
-/// The devices, for one test at a time, since some take a device away for a while.
+/// Returns the devices, for one test at a time, since some tests disable a device.
 fn devices() -> Result<(String, Option<String>, MutexGuard<'static, ()>), Skipped> {
     static ALONE: Mutex<()> = Mutex::new(());
     let named = |variable| std::env::var(variable).ok().filter(|name| !name.is_empty());
@@ -45,7 +45,7 @@ fn devices() -> Result<(String, Option<String>, MutexGuard<'static, ()>), Skippe
     Ok((first, named("HMEM_VERBS_SECOND_DEVICE"), alone))
 }
 
-/// The second device, which a test may take away: its link and its node are changed.
+/// Returns the second device, which a test may disable.
 fn second() -> Result<(String, MutexGuard<'static, ()>), Skipped> {
     let (_, second, alone) = devices()?;
     let second =
@@ -62,7 +62,7 @@ fn rows<'a>(document: &'a Value, field: &str, device: &str) -> Vec<&'a Value> {
     rows.iter().filter(|row| row["provider"] == "verbs" && row["nic"] == device).collect()
 }
 
-fn info_shows_the_devices_and_the_paths_to_them() -> Outcome {
+fn info_lists_rdma_devices_and_their_paths() -> Outcome {
     let (first, second, _alone) = devices()?;
     let document = document_of(&run(hmem("info", &["--json"])));
     for device in [Some(first), second].into_iter().flatten() {
@@ -107,7 +107,7 @@ fn check_moves_verified_bytes_through_the_device() -> Outcome {
     Ok(())
 }
 
-/// The node through which processes reach a device.
+/// Returns the device node.
 fn node(device: &str) -> PathBuf {
     let verbs = fs::read_dir("/sys/class/infiniband_verbs").expect("the kernel's list");
     let named = |path: &PathBuf| {
@@ -118,7 +118,7 @@ fn node(device: &str) -> PathBuf {
     PathBuf::from("/dev/infiniband").join(folder.expect("the device").file_name().expect("a name"))
 }
 
-/// Puts a node's permissions back.
+/// Restores the permissions of a node on drop.
 struct Restore(PathBuf, Permissions);
 
 impl Drop for Restore {
@@ -127,7 +127,7 @@ impl Drop for Restore {
     }
 }
 
-fn a_device_whose_node_may_not_be_opened_is_listed_with_the_reason() -> Outcome {
+fn device_without_permission_is_listed_with_the_reason() -> Outcome {
     let (second, _alone) = second()?;
     let node = node(&second);
     let before = fs::metadata(&node).expect("the node").permissions();
@@ -158,7 +158,7 @@ fn a_device_whose_node_may_not_be_opened_is_listed_with_the_reason() -> Outcome 
     Ok(())
 }
 
-fn a_port_that_is_down_is_one_line() -> Outcome {
+fn port_that_is_down_is_reported_once() -> Outcome {
     let (second, _alone) = second()?;
     let netdev = format!("/sys/class/infiniband/{second}/ports/1/gid_attrs/ndevs/0");
     let netdev = fs::read_to_string(netdev).expect("its network device");
@@ -184,10 +184,13 @@ fn a_port_that_is_down_is_one_line() -> Outcome {
     Ok(())
 }
 
-fn a_locked_memory_limit_is_one_line_with_its_remedy() -> Outcome {
+fn locked_memory_limit_is_reported_with_its_remedy() -> Outcome {
     let (first, _, _alone) = devices()?;
     let mut shell = Command::new("sh");
-    let script = r#"ulimit -l 64; exec "$0" perf --loopback --nic "$1" --size 1MiB --iterations 4 --depth 2"#;
+    let script = concat!(
+        "ulimit -l 64; exec \"$0\" perf --loopback --nic \"$1\" ",
+        "--size 1MiB --iterations 4 --depth 2"
+    );
     shell.args(["-c", script, &program(), &format!("verbs/{first}")]).uid(NOBODY).gid(NOBODY);
     refused(&run(shell), 1, &["RLIMIT_MEMLOCK", "value=65536 bytes", "ulimit -l"]);
     Ok(())

@@ -1,5 +1,5 @@
-//! `hmem explain`, and the distances in `hmem info`: the built binary, and a machine that stands in
-//! a recorded topology.
+//! `hmem explain` and the distances of `hmem info`: the built command, and machines with a recorded
+//! topology.
 
 use std::{
     collections::BTreeSet,
@@ -40,7 +40,7 @@ fn list<'a>(value: &'a Value, name: &str) -> &'a [Value] {
     value[name].as_array().unwrap_or_else(|| panic!("{name} is no array"))
 }
 
-/// Exactly these fields, each of them in the schema's document.
+/// Asserts that an object has exactly these fields, and that the document describes them.
 fn matches(object: &Value, fields: &[&str]) {
     let names: BTreeSet<_> =
         object.as_object().expect("an object").keys().map(String::as_str).collect();
@@ -78,10 +78,8 @@ const WIRING: [&str; 7] = [
 const WAY: [&str; 5] = ["distance", "numa_unknown", "hops", "redirection", "ports"];
 
 /// DIAG-01, P2P-03
-///
-/// Every pair of memory and NIC, with its path, trace and reasons, as documented.
 #[test]
-fn explain_says_the_path_of_every_pair_in_the_documented_json() {
+fn explain_shows_the_path_of_every_pair_in_the_documented_json() {
     let document = json(&hmem(&["explain", "--json"], &[]), 0);
     matches(&document, &["schema", "version", "explanations", "skipped"]);
     assert_eq!(document["schema"], 2);
@@ -101,11 +99,8 @@ fn explain_says_the_path_of_every_pair_in_the_documented_json() {
             "{entry}"
         );
         if entry["iface"] == "simulated" {
-            let unknown = entry["wiring"]["unknown"].as_str().expect("said");
-            assert!(
-                unknown.contains("no PCI address"),
-                "software is plugged in nowhere: {unknown}"
-            );
+            let unknown = entry["wiring"]["unknown"].as_str().expect("a reason");
+            assert!(unknown.contains("no PCI address"), "software has no PCI address: {unknown}");
             assert!(
                 entry["wiring"]["topo_path"].is_null()
                     && list(&entry["wiring"], "findings").is_empty()
@@ -116,9 +111,9 @@ fn explain_says_the_path_of_every_pair_in_the_documented_json() {
 
 /// DIAG-01, P2P-02, P2P-03
 ///
-/// Narrowed to one, as text, with what was refused and what to do.
+/// The text has the refused paths and the remedies.
 #[test]
-fn explain_can_be_narrowed_and_obeys_the_policy() {
+fn explain_covers_the_selected_pair_under_the_policy() {
     let one = [
         "explain",
         "--iface",
@@ -163,10 +158,9 @@ fn explain_can_be_narrowed_and_obeys_the_policy() {
 
 /// DIAG-01
 ///
-/// Parts that are not there are listed, and are no success. Wrong names are refused with
-/// the right ones.
+/// An unavailable iface is a failure. An unknown name is refused with the known ones.
 #[test]
-fn explain_says_what_is_not_there() {
+fn explain_lists_unavailable_ifaces_and_refuses_unknown_names() {
     let info = json(&hmem(&["info", "--json"], &[]), 0);
     for iface in list(&info, "ifaces").iter().filter(|iface| iface["available"] == false) {
         let name = iface["name"].as_str().expect("text");
@@ -197,7 +191,7 @@ fn explain_says_what_is_not_there() {
     }
 }
 
-/// Two devices and two NICs that say they are plugged into a recorded machine.
+/// Returns a machine with two devices and two NICs at these addresses of a recorded topology.
 fn placed(name: &str, devices: [&str; 2], nics: [(&str, &str); 2]) -> Machine {
     let simulated =
         Simulated::builder().devices(2).pci_bus_ids(devices).memory_per_device(80 << 30).build();
@@ -227,10 +221,9 @@ fn dgx() -> Machine {
 
 /// DIAG-01, P2P-05
 ///
-/// The matrix of `info` has the distance beside the path, by address and not by
-/// ordinal.
+/// The distance depends on the address of a device and not on its ordinal.
 #[test]
-fn info_has_the_distance_of_each_pair() {
+fn info_shows_the_distance_of_each_pair() {
     let inventory = info::inventory(&dgx());
     let distances: Vec<_> = inventory
         .p2p
@@ -252,7 +245,7 @@ fn info_has_the_distance_of_each_pair() {
     info::text(&mut text, &inventory, Style::plain()).unwrap();
     assert!(String::from_utf8(text).unwrap().contains("staged (PXB)"));
 
-    // A device that is not in the tree, and one that says nothing, are said to be so.
+    // Devices outside the tree and without an address have a reason.
     let elsewhere = placed(
         "laptop",
         ["0000:ee:00.0", "0000:01:00.0"],
@@ -269,8 +262,7 @@ fn info_has_the_distance_of_each_pair() {
 
 /// DIAG-03, P2P-05
 ///
-/// Findings about the wiring stand beside the decision: the way, the small BAR,
-/// the nearer NIC.
+/// Obstacles in the wiring are listed with the decision.
 #[test]
 fn explain_names_the_nearer_nic_and_the_small_bar() {
     let arguments = ExplainArgs { iface: Some("simulated".into()), ..ExplainArgs::default() };
@@ -309,8 +301,7 @@ fn explain_names_the_nearer_nic_and_the_small_bar() {
 
 /// DIAG-03
 ///
-/// ACS on the way and an IOMMU that translates are found in the recording of a machine
-/// that has both.
+/// The recorded machine redirects by ACS and has an IOMMU that translates.
 #[test]
 fn explain_finds_acs_and_the_iommu() {
     let machine = placed(
@@ -339,7 +330,7 @@ fn explain_finds_acs_and_the_iommu() {
     hmem_cli::explain::text(&mut text, &report, Style::plain()).unwrap();
     let text = String::from_utf8(text).unwrap();
     for word in
-        ["distance: PIX", "ACS: redirects at 0000:3c:04.0", "found (acs):", "IOMMU: translating"]
+        ["distance: PIX", "ACS: redirects at 0000:3c:04.0", "obstacle (acs):", "IOMMU: translating"]
     {
         assert!(text.contains(word), "{word} is not in:\n{text}");
     }

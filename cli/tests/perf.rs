@@ -1,4 +1,4 @@
-//! `hmem perf` as a user meets it: both sides in one process, and peers that are no hmem at all.
+//! `hmem perf`: the built command with both sides in one process, and with foreign peers.
 
 mod hmem_process;
 
@@ -66,7 +66,7 @@ fn every_software_nic_and_depth_works() {
 }
 
 #[test]
-fn a_run_can_be_bounded_by_time_and_to_one_figure() {
+fn perf_measures_one_figure_for_a_duration() {
     let output = perf(&[
         "--loopback",
         "--json",
@@ -91,7 +91,7 @@ fn a_run_can_be_bounded_by_time_and_to_one_figure() {
 }
 
 #[test]
-fn memory_is_registered_with_the_ordering_that_was_asked_for() {
+fn memory_is_registered_with_the_selected_ordering() {
     let usual = document(&["--measure", "latency", "--size", "64"]);
     let strict = document(&["--measure", "latency", "--size", "64", "--strict-ordering"]);
     for side in ["local", "remote"] {
@@ -101,7 +101,7 @@ fn memory_is_registered_with_the_ordering_that_was_asked_for() {
 }
 
 #[test]
-fn the_table_says_what_was_measured_over_which_path() {
+fn table_shows_operation_path_and_figures() {
     let output = perf(&["--loopback", "--size", "64", "--iterations", "10"]);
     assert_eq!(output.status.code(), Some(0));
     let table = text(&output.stdout);
@@ -123,7 +123,7 @@ fn the_table_says_what_was_measured_over_which_path() {
 }
 
 #[test]
-fn wrong_usage_is_refused_in_one_line() {
+fn wrong_arguments_are_refused_on_one_line() {
     for (arguments, words) in [
         (&[][..], &["HOST"][..]),
         (&["host", "--server"], &["--server"]),
@@ -150,7 +150,7 @@ fn wrong_usage_is_refused_in_one_line() {
 }
 
 #[test]
-fn nobody_listening_is_one_line() {
+fn connection_without_a_server_names_the_remedy() {
     let port = TcpListener::bind("127.0.0.1:0")
         .and_then(|listener| listener.local_addr())
         .expect("a port")
@@ -171,20 +171,21 @@ fn message(content: &[u8]) -> Vec<u8> {
 }
 
 fn request(change: impl FnOnce(&mut Value)) -> Vec<u8> {
-    let side = json!({"iface": "system", "device": null, "provider": "loopback", "nic": "x\u{1b}[2J", "path": "",
-        "reason": "", "trace": []});
-    let mut request = json!({"op": "write", "sizes": [8], "depth": 1, "seed": 1, "endpoint": [1, 2, 3], "side": side});
+    let side = json!({"iface": "system", "device": null, "provider": "loopback",
+        "nic": "x\u{1b}[2J", "path": "", "reason": "", "trace": []});
+    let mut request = json!({"op": "write", "sizes": [8], "depth": 1, "seed": 1,
+        "endpoint": [1, 2, 3], "side": side});
     change(&mut request);
     message(json!({ "request": request }).to_string().as_bytes())
 }
 
-/// What is sent, and what the answer to it names.
+/// Returns malformed messages, each with words of the error.
 fn malformed() -> Vec<(Vec<u8>, &'static str)> {
     vec![
         (vec![], "hung up"),
         (b"hmem".to_vec(), "hung up"),
-        (b"GET / HTTP/1.1\r\n\r\n".to_vec(), "this is no hmem perf"),
-        (vec![0xff; 100_000], "this is no hmem perf"),
+        (b"GET / HTTP/1.1\r\n\r\n".to_vec(), "not hmem perf"),
+        (vec![0xff; 100_000], "not hmem perf"),
         (greeting(2), "protocol=2, expected=1"),
         (greeting(1), "hung up"),
         ([greeting(1), vec![0xff; 4]].concat(), "bytes=4294967295"),
@@ -200,7 +201,7 @@ fn malformed() -> Vec<(Vec<u8>, &'static str)> {
 }
 
 #[test]
-fn a_malformed_client_is_one_line_at_the_server() {
+fn malformed_client_is_reported_on_one_line_at_the_server() {
     let mut all = malformed();
     all.extend([
         (request(|_| ()), "resolve"),
@@ -230,7 +231,7 @@ fn a_malformed_client_is_one_line_at_the_server() {
         let mut server = self::server(&[]);
         for port in [server.port, persistent.port] {
             let mut stream = TcpStream::connect(("127.0.0.1", port)).expect("it listens");
-            // The other side may have hung up over the first bytes.
+            // The other side may have closed the connection after the first bytes.
             let _ = stream.write_all(&bytes);
             let _ = stream.shutdown(Shutdown::Write);
             let _ = stream.read_to_end(&mut Vec::new());
@@ -244,11 +245,11 @@ fn a_malformed_client_is_one_line_at_the_server() {
 }
 
 #[test]
-fn a_malformed_server_is_one_line_at_the_client() {
+fn malformed_server_is_reported_at_the_client() {
     let mut all = malformed();
     let ready = |key: Value| {
-        let side = json!({"iface": "", "device": null, "provider": "loopback", "nic": "", "path": "", "reason": "",
-            "trace": []});
+        let side = json!({"iface": "", "device": null, "provider": "loopback", "nic": "",
+            "path": "", "reason": "", "trace": []});
         message(
             json!({"ready": {"endpoint": [1], "key": key, "side": side}}).to_string().as_bytes(),
         )
@@ -279,15 +280,15 @@ fn a_malformed_server_is_one_line_at_the_client() {
     }
 }
 
-/// The read has a deadline of its own, not one for each byte: the same with a shorter one in
-/// `src/perf/wire.rs`.
+/// The deadline is that of the whole message and not of each byte. A test in `src/perf/wire.rs` has
+/// a shorter deadline.
 #[test]
 #[ignore = "waits for the ten seconds that a peer has to answer"]
-fn a_peer_that_says_nothing_is_given_up() {
+fn silent_peer_times_out() {
     let mut server = self::server(&[]);
     let mut stream = TcpStream::connect(("127.0.0.1", server.port)).expect("it listens");
     stream.read_exact(&mut greeting(1)).expect("its greeting");
-    // Another byte whenever it has said nothing for a while, until it hangs up.
+    // Sends a byte each second until the server closes the connection.
     stream.set_read_timeout(Some(Duration::from_secs(1))).expect("a socket");
     let trickle = thread::spawn(move || {
         for byte in message(&[b' '; 100]) {
@@ -299,7 +300,7 @@ fn a_peer_that_says_nothing_is_given_up() {
                 hung_up => return drop(hung_up),
             }
         }
-        panic!("it waits for every byte anew");
+        panic!("the deadline restarts with every byte");
     });
     one_line(&server.next_line(), &["no answer in time"]);
     assert_eq!(server.status(), Some(1));
@@ -307,7 +308,7 @@ fn a_peer_that_says_nothing_is_given_up() {
 }
 
 #[test]
-fn the_software_nic_does_not_reach_another_process_and_says_so() {
+fn software_nic_refuses_a_peer_in_another_process() {
     let mut server = self::server(&[]);
     let output = perf(&["127.0.0.1", "--port", &server.port.to_string(), "--nic", SOFTWARE]);
     refused(&output, 1, &["--loopback"]);

@@ -18,29 +18,29 @@ use serde_json::{Value, json};
 use trials::{Outcome, Skipped, trials};
 
 trials! {
-    every_operation_moves_verified_bytes_between_two_processes,
+    operations_move_verified_bytes_between_processes,
     /// HM-14, P2P-06
     ///
-    /// The device's own copies find the bytes that the NIC wrote.
-    every_operation_moves_verified_bytes_between_device_memories_of_two_processes,
-    a_server_serves_one_client_after_another_and_the_table_names_the_path,
-    a_server_that_dies_in_mid_transfer_is_one_line_at_the_client,
-    a_client_that_dies_in_mid_transfer_is_one_line_at_the_server_which_serves_on,
-    an_altered_handshake_is_refused_in_one_line,
-    /// The queue pair and the region of a server that is gone, in the name of one that is there.
-    a_stale_handshake_is_one_line_on_both_sides,
-    a_device_that_is_not_there_is_named_with_those_that_are,
-    nobody_at_the_port_is_one_line,
+    /// Copies by the device find the bytes that the NIC wrote.
+    operations_move_verified_device_bytes_between_processes,
+    persistent_server_serves_one_client_after_another,
+    client_reports_a_server_killed_mid_transfer,
+    server_survives_a_client_killed_mid_transfer,
+    altered_handshake_is_refused,
+    /// The handshake names the queue pair and the region of a server that has ended.
+    stale_handshake_is_refused_on_both_sides,
+    unknown_device_is_refused_with_the_known_ones,
+    port_without_a_server_is_refused_with_the_remedy,
 }
 
-/// The device, for one test at a time, since each counts what is left on it.
+/// The device, for one test at a time, since each counts the resources on it.
 struct Device {
     nic: String,
     _alone: MutexGuard<'static, ()>,
 }
 
-/// Returns the device to test on. The test is skipped if none is named, and fails if the one that is
-/// named is absent.
+/// Returns the device to test on. The test is skipped if no device is named, and fails if the named
+/// one is absent.
 fn device() -> Result<Device, Skipped> {
     static ALONE: Mutex<()> = Mutex::new(());
     let Some(name) = std::env::var("HMEM_VERBS_DEVICE").ok().filter(|name| !name.is_empty()) else {
@@ -54,8 +54,7 @@ fn dma_buf() -> bool {
     std::env::var("HMEM_VERBS_DMA_BUF").is_ok_and(|value| value == "1")
 }
 
-/// Returns what the kernel holds for processes on all devices: protection domains, queues, regions,
-/// contexts.
+/// Returns the RDMA resources of all processes: protection domains, queues, regions, contexts.
 fn resources() -> String {
     let output =
         Command::new("rdma").args(["resource", "show"]).output().expect("rdma (iproute2) runs");
@@ -68,7 +67,7 @@ impl Device {
         Server::start(&[&["--nic", &self.nic], arguments].concat())
     }
 
-    /// A client of the server at `port`.
+    /// Runs a client of the server at `port`.
     fn client(&self, port: u16, arguments: &[&str]) -> std::process::Output {
         let port = port.to_string();
         perf(&[&["127.0.0.1", "--port", &port, "--nic", &self.nic, "--json"], arguments].concat())
@@ -88,10 +87,10 @@ impl Device {
     }
 }
 
-/// Little memory to fill and compare: an emulated processor takes its time.
+/// A small measurement, since an emulated processor is slow.
 const FEW: [&str; 4] = ["--iterations", "20", "--depth", "3"];
 
-fn every_operation_moves_verified_bytes_between_two_processes() -> Outcome {
+fn operations_move_verified_bytes_between_processes() -> Outcome {
     let device = device()?;
     let before = resources();
     for op in ["write", "read", "send"] {
@@ -108,7 +107,7 @@ fn every_operation_moves_verified_bytes_between_two_processes() -> Outcome {
     Ok(())
 }
 
-fn every_operation_moves_verified_bytes_between_device_memories_of_two_processes() -> Outcome {
+fn operations_move_verified_device_bytes_between_processes() -> Outcome {
     let device = device()?;
     if !dma_buf() {
         return Err(Skipped(
@@ -133,7 +132,7 @@ fn every_operation_moves_verified_bytes_between_device_memories_of_two_processes
     Ok(())
 }
 
-fn a_server_serves_one_client_after_another_and_the_table_names_the_path() -> Outcome {
+fn persistent_server_serves_one_client_after_another() -> Outcome {
     let device = device()?;
     let server = device.server(&["--persistent"]);
     let before = resources();
@@ -150,16 +149,16 @@ fn a_server_serves_one_client_after_another_and_the_table_names_the_path() -> Ou
             );
         }
     }
-    assert_eq!(resources(), before, "the server holds nothing of clients that are gone");
+    assert_eq!(resources(), before, "the server keeps nothing of clients that have ended");
     Ok(())
 }
 
-/// A client that would transfer for minutes, once it has said that it does.
+/// Returns a client that transfers for minutes, after its first transfers.
 fn transferring(device: &Device, port: u16, op: &str) -> (Child, Relay) {
     let (running, told) = mpsc::channel();
     let relay = Relay::to(port, move |from, message| {
         if from == From::Client && *message == json!("running") {
-            // Again and again: only the first counts.
+            // The client sends the message repeatedly.
             let _ = running.send(());
         }
     });
@@ -173,13 +172,13 @@ fn transferring(device: &Device, port: u16, op: &str) -> (Child, Relay) {
     (client, relay)
 }
 
-fn a_server_that_dies_in_mid_transfer_is_one_line_at_the_client() -> Outcome {
+fn client_reports_a_server_killed_mid_transfer() -> Outcome {
     let device = device()?;
     let before = resources();
     for op in ["write", "send"] {
         let server = device.server(&[]);
         let (client, relay) = transferring(&device, server.port, op);
-        // Killed with its handle.
+        // Dropping the handle kills the server.
         drop(server);
         let output = client.wait_with_output().expect("it ends");
         refused(&output, 1, &["; "]);
@@ -189,7 +188,7 @@ fn a_server_that_dies_in_mid_transfer_is_one_line_at_the_client() -> Outcome {
     Ok(())
 }
 
-fn a_client_that_dies_in_mid_transfer_is_one_line_at_the_server_which_serves_on() -> Outcome {
+fn server_survives_a_client_killed_mid_transfer() -> Outcome {
     let device = device()?;
     let mut server = device.server(&["--persistent"]);
     let before = resources();
@@ -199,7 +198,7 @@ fn a_client_that_dies_in_mid_transfer_is_one_line_at_the_server_which_serves_on(
         client.wait().expect("it ends");
         one_line(&server.next_line(), &["hung up"]);
         relay.join();
-        assert_eq!(resources(), before, "nothing is left of it");
+        assert_eq!(resources(), before, "the client leaves nothing behind");
     }
     let document =
         document_of(&device.client(server.port, &["--size", "64", "--iterations", "20"]));
@@ -207,7 +206,7 @@ fn a_client_that_dies_in_mid_transfer_is_one_line_at_the_server_which_serves_on(
     Ok(())
 }
 
-/// What is done to a message, and the words by which the side that takes it says so.
+/// A change of a message.
 type Change = fn(&mut Value);
 
 fn flip(bytes: &mut Value, index: usize) {
@@ -215,7 +214,7 @@ fn flip(bytes: &mut Value, index: usize) {
     bytes[index] = json!(byte ^ 1);
 }
 
-/// The same range under another key: well-formed, and of nobody.
+/// Replaces a key by a well-formed one that no region has.
 fn forge(key: &mut Value) {
     let bytes: Vec<u8> = serde_json::from_value(key.clone()).expect("bytes");
     let real = RemoteKey::from_bytes(&bytes).expect("a key");
@@ -224,7 +223,7 @@ fn forge(key: &mut Value) {
     *key = json!(forged.to_bytes());
 }
 
-fn an_altered_handshake_is_refused_in_one_line() -> Outcome {
+fn altered_handshake_is_refused() -> Outcome {
     let device = device()?;
     let before = resources();
     let cases: [(From, &str, Change, &[&str]); 4] = [
@@ -254,7 +253,7 @@ fn an_altered_handshake_is_refused_in_one_line() -> Outcome {
         });
         let output = device.client(relay.port, &["--size", "64", "--iterations", "4"]);
         refused(&output, 1, words);
-        // Whoever found it out says what, and the other passes it on.
+        // One side detects the error, and the other prints it as well.
         one_line(&server.next_line(), words);
         assert_eq!(server.status(), Some(1));
         relay.join();
@@ -263,7 +262,7 @@ fn an_altered_handshake_is_refused_in_one_line() -> Outcome {
     Ok(())
 }
 
-fn a_stale_handshake_is_one_line_on_both_sides() -> Outcome {
+fn stale_handshake_is_refused_on_both_sides() -> Outcome {
     let device = device()?;
     let before = resources();
     let stale = Arc::new(Mutex::new(Value::Null));
@@ -302,18 +301,18 @@ fn a_stale_handshake_is_one_line_on_both_sides() -> Outcome {
     Ok(())
 }
 
-fn a_device_that_is_not_there_is_named_with_those_that_are() -> Outcome {
+fn unknown_device_is_refused_with_the_known_ones() -> Outcome {
     let device = device()?;
     let before = resources();
     for arguments in [&["--server", "--port", "0"][..], &["127.0.0.1"]] {
         let output = perf(&[arguments, &["--nic", "verbs/nonsense"]].concat());
-        refused(&output, 2, &["verbs/nonsense", "use one of", &device.nic]);
+        refused(&output, 2, &["verbs/nonsense", "--nic takes", &device.nic]);
     }
     assert_eq!(resources(), before);
     Ok(())
 }
 
-fn nobody_at_the_port_is_one_line() -> Outcome {
+fn port_without_a_server_is_refused_with_the_remedy() -> Outcome {
     let device = device()?;
     let before = resources();
     let port = std::net::TcpListener::bind("127.0.0.1:0")

@@ -1,5 +1,4 @@
-//! The built binary with an HSA runtime library: the fake one, loaded by `HMEM_ROCR_LIBRARY` as a
-//! real one would be.
+//! The built command with a fake HSA runtime library, which `HMEM_ROCR_LIBRARY` names.
 
 use std::{
     path::PathBuf,
@@ -8,9 +7,9 @@ use std::{
 
 use serde_json::Value;
 
-/// The fake runtime's library. Cargo builds it beside this test, of whose dependencies it is one.
+/// Returns the fake runtime's library, a dependency that Cargo builds beside this test.
 fn library() -> PathBuf {
-    // Named so that the dependency is there even when nothing else of it is used.
+    // Keeps the dependency, since nothing else of it is used.
     let _: fn() -> Vec<hmem_fake_rocr::Profile> = hmem_fake_rocr::Profile::all;
     let test = std::env::current_exe().expect("this test");
     let library = test.parent().expect("a folder").join("libhmem_fake_rocr.so");
@@ -57,9 +56,9 @@ fn info_lists_the_devices_of_a_runtime_library_and_the_path_to_each_nic() {
 
 /// CACHE-12 MON-04
 ///
-/// The variable leaves out the monitor of this iface alone.
+/// The variable disables the monitor of this iface only.
 #[test]
-fn info_says_which_monitor_watches_the_memory_and_which_variable_leaves_it_out() {
+fn info_shows_the_monitor_and_the_variable_that_disables_it() {
     const VARIABLE: &str = "FI_MR_ROCR_CACHE_MONITOR_ENABLED";
     let monitor = |variables: &[(&str, &str)]| {
         let info = json(&hmem("7.2", variables, &["info", "--json"]));
@@ -90,7 +89,7 @@ fn runtime_that_does_not_start_is_listed_with_its_reason_and_remedy() {
 
 /// DIAG-02 HM-12
 ///
-/// The filter leaves only this iface and host memory.
+/// The filter names only this iface.
 #[test]
 fn check_moves_verified_bytes_of_every_kind_of_memory() {
     let refuses = "7.2;hsa_amd_portable_export_dmabuf_v2=47";
@@ -115,7 +114,7 @@ fn check_moves_verified_bytes_of_every_kind_of_memory() {
 
 /// DIAG-03 P2P-03
 #[test]
-fn explain_says_why_a_runtime_does_not_let_the_nic_at_its_memory() {
+fn explain_shows_the_reason_for_a_refused_export() {
     let explain =
         |runtime: &str| text(&hmem(runtime, &[], &["explain", "--iface", "rocr", "--device", "0"]));
     let fds = explain("7.2;hsa_amd_portable_export_dmabuf_v2=4104");

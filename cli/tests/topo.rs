@@ -1,4 +1,4 @@
-//! `hmem topo`: the built binary over recorded machines.
+//! `hmem topo`: the built command with recorded machines.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,7 +21,7 @@ fn recording(name: &str) -> String {
     format!("{}/../p2p/tests/fixtures/topology/{name}.tar.gz", env!("CARGO_MANIFEST_DIR"))
 }
 
-/// A file that goes when it is dropped.
+/// A file that is removed on drop.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -47,12 +47,13 @@ fn stdout(output: &Output) -> &str {
     std::str::from_utf8(&output.stdout).expect("output is UTF-8")
 }
 
-/// One readable line on stderr, and this exit status.
+/// Asserts this exit status, an error with these words on stderr, and an empty stdout.
 fn refused(output: &Output, code: i32, words: &[&str]) {
     let error = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(code), "{error}");
     assert!(output.stdout.is_empty());
-    assert!(error.starts_with("error: ") && error.trim_end().lines().count() == 1, "{error}");
+    assert!(error.starts_with("error: "), "{error}");
+    assert!(error.lines().skip(1).all(|line| line.starts_with("  ")), "{error}");
     for word in words {
         assert!(error.contains(word), "{word} is not in: {error}");
     }
@@ -63,7 +64,7 @@ fn document(name: &str) -> Value {
     serde_json::from_str(stdout(&output)).expect("JSON")
 }
 
-/// Exactly these fields, each of them in a table of the schema's document.
+/// Asserts that an object has exactly these fields, and that the document describes them.
 fn matches(object: &Value, fields: &[&str]) {
     let names: BTreeSet<_> =
         object.as_object().expect("an object").keys().map(String::as_str).collect();
@@ -78,10 +79,8 @@ fn list<'a>(value: &'a Value, name: &str) -> &'a [Value] {
 }
 
 /// P2P-05
-///
-/// The tree, the distances and what the machine is, in lines that fit.
 #[test]
-fn the_tree_and_the_distances_are_drawn() {
+fn topo_draws_the_tree_and_the_distances() {
     let output = hmem(&["topo", "--from", &recording("dgx-a100")]);
     let text = stdout(&output);
     let lines: Vec<_> = text.lines().collect();
@@ -125,9 +124,9 @@ fn the_tree_and_the_distances_are_drawn() {
 
 /// P2P-05, DIAG-03
 ///
-/// ACS, a translating IOMMU and missing privilege are said with what to do.
+/// The obstacles are ACS, a translating IOMMU and a missing privilege.
 #[test]
-fn each_obstacle_of_a_pair_is_listed_with_its_remedy() {
+fn obstacles_are_listed_with_their_remedies() {
     let output = hmem(&["topo", "--from", &recording("switch-acs")]);
     let text = stdout(&output).split_whitespace().collect::<Vec<_>>().join(" ");
     for word in [
@@ -159,7 +158,7 @@ fn each_obstacle_of_a_pair_is_listed_with_its_remedy() {
 
 /// P2P-05
 #[test]
-fn the_json_is_what_the_schema_document_says() {
+fn topo_json_matches_the_schema_document() {
     for name in ["dgx-a100", "two-socket-acs", "laptop", "cloud-vm"] {
         let document = document(name);
         matches(
@@ -234,9 +233,9 @@ fn the_json_is_what_the_schema_document_says() {
 
 /// P2P-05
 ///
-/// Every pair once, with the distances that were published.
+/// Every pair is listed once, with the published distance.
 #[test]
-fn the_json_has_every_pair_with_its_distance() {
+fn topo_json_has_every_pair_with_its_distance() {
     let dgx = document("dgx-a100");
     let paths = list(&dgx, "paths");
     assert_eq!(paths.len(), 8 * 12 + 8 * 7 / 2);
@@ -251,9 +250,9 @@ fn the_json_has_every_pair_with_its_distance() {
 
 /// P2P-05
 ///
-/// Recorded again, and read from a folder, it says the same.
+/// The JSON of both is equal.
 #[test]
-fn a_recording_of_a_recording_says_the_same() {
+fn recording_of_a_recording_is_identical() {
     let file = Scratch::new("again.tar.gz");
     let output = hmem(&["topo", "--from", &recording("two-socket-acs"), "--record", file.name()]);
     assert_eq!(stdout(&output), format!("wrote {}\n", file.name()));
@@ -267,8 +266,6 @@ fn a_recording_of_a_recording_says_the_same() {
 }
 
 /// P2P-05
-///
-/// This machine, whatever it is.
 #[test]
 fn this_machine_is_drawn_and_recorded() {
     let file = Scratch::new("here.tar.gz");
@@ -278,7 +275,7 @@ fn this_machine_is_drawn_and_recorded() {
         [&["topo", "--json"][..], &["topo", "--json", "--from", file.name()]].map(|arguments| {
             let mut document: Value = serde_json::from_str(stdout(&hmem(arguments))).expect("JSON");
             document["from"].take();
-            // Its name could be in it, which a recording leaves out.
+            // A recording omits the release, which may contain the host name.
             document["kernel"]["release"].take();
             document
         });
@@ -287,9 +284,9 @@ fn this_machine_is_drawn_and_recorded() {
 
 /// P2P-05
 ///
-/// A line and a cell for each pair, in the colour of its distance, and everything labelled.
+/// Each pair also has a cell of the table.
 #[test]
-fn the_picture_has_a_line_for_each_pair_in_the_colour_of_its_distance() {
+fn picture_has_a_coloured_line_for_each_pair() {
     let file = Scratch::new("dgx.svg");
     stdout(&hmem(&["topo", "--from", &recording("dgx-a100"), "--svg", file.name()]));
     let svg = fs::read_to_string(&file.0).expect("a picture");
@@ -319,12 +316,12 @@ fn the_picture_has_a_line_for_each_pair_in_the_colour_of_its_distance() {
         assert!(svg.contains(text), "{text} is not in the picture");
     }
     assert_eq!(svg.matches(">PXB</text>").count(), 16);
-    // Redirected pairs are dashed and starred.
+    // Redirected pairs have dashed lines and a star.
     stdout(&hmem(&["topo", "--from", &recording("switch-acs"), "--svg", file.name()]));
     let svg = fs::read_to_string(&file.0).expect("a picture");
     assert_eq!(svg.matches("stroke-dasharray").count(), 4);
     assert_eq!(svg.matches(">PIX*</text>").count(), 4);
-    // Nothing to draw is said.
+    // The picture of a machine without pairs has a message.
     stdout(&hmem(&["topo", "--from", &recording("laptop"), "--svg", file.name()]));
     let svg = fs::read_to_string(&file.0).expect("a picture");
     assert!(svg.contains("no RDMA NIC with a PCI address") && !svg.contains("<path "));
@@ -332,10 +329,9 @@ fn the_picture_has_a_line_for_each_pair_in_the_colour_of_its_distance() {
 
 /// P2P-05, REL-03
 ///
-/// Files that cannot be read or written are exit status 1, a wrong command line is
-/// 2. Both are one line.
+/// Files that cannot be read or written end with status 1, wrong arguments with status 2.
 #[test]
-fn errors_of_reading_and_writing_are_one_line() {
+fn topo_reports_errors_of_reading_and_writing() {
     refused(&hmem(&["topo", "--from", "/nowhere/at/all"]), 1, &["/nowhere/at/all", "--record"]);
     let file = Scratch::new("wrong.tar.gz");
     fs::write(&file.0, &fs::read(recording("laptop")).expect("a recording")[..1000])

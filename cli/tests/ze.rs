@@ -1,5 +1,4 @@
-//! The built binary with a Level Zero loader library: the fake one, loaded by `HMEM_ZE_LIBRARY` as
-//! a real one would be.
+//! The built command with a fake Level Zero loader library, which `HMEM_ZE_LIBRARY` names.
 
 use std::{
     path::PathBuf,
@@ -8,9 +7,9 @@ use std::{
 
 use serde_json::Value;
 
-/// The fake loader's library. Cargo builds it beside this test, of whose dependencies it is one.
+/// Returns the fake loader's library, a dependency that Cargo builds beside this test.
 fn library() -> PathBuf {
-    // Named so that the dependency is there even when nothing else of it is used.
+    // Keeps the dependency, since nothing else of it is used.
     let _: fn() -> Vec<hmem_fake_ze::Profile> = hmem_fake_ze::Profile::all;
     let test = std::env::current_exe().expect("this test");
     let library = test.parent().expect("a folder").join("libhmem_fake_ze.so");
@@ -45,8 +44,7 @@ fn json(output: &Output) -> Value {
 
 /// DIAG-01 HM-12
 ///
-/// Devices, bus ids, the path to each NIC and the monitor; nothing where the filter leaves Level
-/// Zero out.
+/// A filter that does not name Level Zero leaves it out.
 #[test]
 fn info_lists_the_devices_of_a_loader_library_with_path_and_monitor() {
     let output = hmem("current", &["info"]);
@@ -61,7 +59,7 @@ fn info_lists_the_devices_of_a_loader_library_with_path_and_monitor() {
 
 /// CACHE-12 MON-09
 #[test]
-fn info_says_which_variable_leaves_the_monitor_out() {
+fn info_shows_the_variable_that_disables_the_monitor() {
     const VARIABLE: &str = "FI_MR_ZE_CACHE_MONITOR_ENABLED";
     for (enabled, left_out) in [("1", false), ("0", true)] {
         let info = json(&hmem_with("current", &[(VARIABLE, enabled)], &["info", "--json"]));
@@ -74,7 +72,7 @@ fn info_says_which_variable_leaves_the_monitor_out() {
 
 /// HM-04 DIAG-03
 ///
-/// A library that is there and does not start says why, and the rest goes on.
+/// The other ifaces still start.
 #[test]
 fn loader_that_does_not_start_is_listed_with_its_reason_and_remedy() {
     for (driver, words) in [
@@ -130,7 +128,7 @@ fn perf_measures_transfers_between_level_zero_devices_and_verifies_them() {
 
 /// P2P-03 DIAG-03
 #[test]
-fn explain_says_why_a_driver_does_not_let_the_nic_at_its_memory() {
+fn explain_shows_the_reason_for_a_refused_export() {
     let arguments = ["explain", "--iface", "ze", "--device", "0"];
     let output = hmem("without-exports", &arguments);
     let listed = text(&output);

@@ -324,8 +324,8 @@ fn not_loaded(library: &str, reason: libloading::Error) -> Error {
         .iface(IfaceKind::CUDA)
         .context("library", library)
         .remedy(
-            "install NVIDIA's driver, or name its library with Cuda::builder().library(path) \
-                 or HMEM_CUDA_LIBRARY",
+            "install NVIDIA's driver, or name its library in HMEM_CUDA_LIBRARY (in Rust: \
+             Cuda::builder().library(path))",
         );
     match reason {
         libloading::Error::DlOpen { source } => error.caused_by(source),

@@ -29,13 +29,15 @@ pub(crate) fn refusal(code: NrtStatus, operation: &'static str) -> Error {
     let error = coded(Error::new(kind, operation).iface(IfaceKind::NEURON), code);
     match code {
         NrtStatus::NRT_UNINITIALIZED => error.remedy(
-            "the Neuron runtime is not initialised: call nrt_init in the application, or have hmem call it \
-             (Neuron::builder().start_runtime(true), HMEM_NEURON_START_RUNTIME=1)",
+            "set HMEM_NEURON_START_RUNTIME=1 to let hmem initialise the Neuron runtime (in Rust: \
+             Neuron::builder().start_runtime(true)), or call nrt_init in the application",
         ),
         NrtStatus::NRT_CLOSED => {
             error.remedy("nrt_close was called: the process uses Neuron devices no longer")
         }
-        NrtStatus::NRT_HW_ERROR => error.remedy("see `neuron-ls` and `dmesg` for the device's state"),
+        NrtStatus::NRT_HW_ERROR => {
+            error.remedy("see `neuron-ls` and `dmesg` for the device's state")
+        }
         _ => error,
     }
 }

@@ -67,7 +67,9 @@ const _: () = assert!(size_of::<MemoryStats>() == 16);
 
 hmem_iface_announced::function_table! {
     /// The functions of libnrt.so.1 that this crate calls.
-    library "libnrt.so.1" of IfaceKind::NEURON, "install aws-neuronx-runtime-lib, or name its library with Neuron::builder().library(path) or HMEM_NEURON_LIBRARY";
+    library "libnrt.so.1" of IfaceKind::NEURON,
+        "install aws-neuronx-runtime-lib, or name its library in HMEM_NEURON_LIBRARY (in Rust: \
+         Neuron::builder().library(path))";
     required {
         /// `nrt_get_visible_nc_count(count)`
         get_visible_nc_count: nrt_get_visible_nc_count = fn(*mut u32) -> NrtStatus;

@@ -482,8 +482,8 @@ fn not_loaded(library: &str, reason: libloading::Error) -> Error {
         .iface(IfaceKind::ROCR)
         .context("library", library)
         .remedy(
-            "install AMD's HSA runtime, or name its library with Rocr::builder().library(path) or \
-             HMEM_ROCR_LIBRARY",
+            "install AMD's HSA runtime, or name its library in HMEM_ROCR_LIBRARY (in Rust: \
+             Rocr::builder().library(path))",
         );
     match reason {
         libloading::Error::DlOpen { source } => error.caused_by(source),

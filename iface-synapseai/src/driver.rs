@@ -149,8 +149,8 @@ impl Synapse {
 
 fn not_acquired() -> Error {
     Error::new(ErrorKind::Unavailable, "synDeviceGetInfoV2").iface(IfaceKind::SYNAPSEAI).remedy(
-        "this process has acquired no Gaudi device: acquire one in the application, or have hmem acquire one \
-         (SynapseAi::builder().acquire_device(true), HMEM_SYNAPSEAI_ACQUIRE=1)",
+        "set HMEM_SYNAPSEAI_ACQUIRE=1 to let hmem acquire a Gaudi device (in Rust: \
+         SynapseAi::builder().acquire_device(true)), or acquire one in the application",
     )
 }
 

@@ -104,7 +104,9 @@ pub mod synapse {
 
     hmem_iface_announced::function_table! {
         /// The functions of libSynapse.so that this crate calls.
-        library "libSynapse.so" of IfaceKind::SYNAPSEAI, "install the SynapseAI software (habanalabs-graph), or name its library with SynapseAi::builder().library(path) or HMEM_SYNAPSEAI_LIBRARY";
+        library "libSynapse.so" of IfaceKind::SYNAPSEAI,
+            "install the SynapseAI software (habanalabs-graph), or name its library in \
+             HMEM_SYNAPSEAI_LIBRARY (in Rust: SynapseAi::builder().library(path))";
         required {
             /// `synInitialize()`
             initialize: synInitialize = fn() -> SynStatus;
@@ -143,7 +145,9 @@ pub mod hlthunk {
 
     hmem_iface_announced::function_table! {
         /// The functions of libhl-thunk.so that this crate calls. From version 6.3 (2023) on.
-        library "libhl-thunk.so" of IfaceKind::SYNAPSEAI, "install habanalabs-thunk, or name its library with SynapseAi::builder().hlthunk(path) or HMEM_HLTHUNK_LIBRARY";
+        library "libhl-thunk.so" of IfaceKind::SYNAPSEAI,
+            "install habanalabs-thunk, or name its library in HMEM_HLTHUNK_LIBRARY (in Rust: \
+             SynapseAi::builder().hlthunk(path))";
         required {
             /// `hlthunk_device_mapped_memory_export_dmabuf_fd(fd, address, size, offset, flags)`
             export_dmabuf_fd: hlthunk_device_mapped_memory_export_dmabuf_fd = fn(c_int, u64, u64, u64, u32) -> c_int;

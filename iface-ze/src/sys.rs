@@ -577,8 +577,8 @@ fn not_loaded(library: &str, reason: libloading::Error) -> Error {
         .iface(IfaceKind::ZE)
         .context("library", library)
         .remedy(
-            "install the Level Zero loader, or name its library with \
-                 LevelZero::builder().library(path)",
+            "install the Level Zero loader, or name its library in HMEM_ZE_LIBRARY (in Rust: \
+             LevelZero::builder().library(path))",
         );
     match reason {
         libloading::Error::DlOpen { source } => error.caused_by(source),

@@ -1,4 +1,4 @@
-//! Two endpoints of one domain, and transfers between them that wait for their end.
+//! Two connected endpoints of one domain, and blocking transfers between them.
 
 use std::{
     sync::Arc,
@@ -11,10 +11,10 @@ use hmem::{
     transfer::{AtomicOp, AtomicType, Completion, PeerId, RemoteSegment},
 };
 
-/// How long a transfer may take before it counts as lost.
+/// The time after which a transfer counts as lost.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// An initiator, its target, and the way between them.
+/// Two connected endpoints: an initiator and its target.
 #[derive(Debug)]
 pub(super) struct Link {
     queue: Arc<dyn CompletionQueue>,
@@ -38,7 +38,7 @@ impl Link {
         };
         let (initiator, target) = (domain.open_endpoint(&attr)?, domain.open_endpoint(&attr)?);
         let peer = initiator.resolve(&target.name())?;
-        // Connected transports need the way back as well.
+        // Connected transports need both directions.
         target.resolve(&initiator.name())?;
         Ok(Self { queue, initiator, target, peer, posted: 0 })
     }
@@ -65,7 +65,7 @@ impl Link {
         self.wait(domain, context, Some(from.len))
     }
 
-    /// Adds the u64 in `operand` to the target; the old value goes to `old`.
+    /// Adds the u64 in `operand` to the target and stores the previous value in `old`.
     pub(super) fn fetch_add(
         &mut self,
         domain: &Domain,
@@ -109,7 +109,9 @@ impl Link {
             if idle.is_multiple_of(1024) && started.elapsed() > PATIENCE {
                 return Err(Error::new(ErrorKind::Driver, "wait for completion")
                     .context("seconds", PATIENCE.as_secs())
-                    .remedy("the NIC lost a transfer: look at its driver's log"));
+                    .remedy(
+                        "look at the log of the NIC's driver (`dmesg`): the NIC lost a transfer",
+                    ));
             }
         }
         let completion = completions.remove(0);
@@ -119,13 +121,13 @@ impl Link {
                 .context("context", completion.context)
                 .context("expected", context)
                 .context("bytes", moved)
-                .remedy("the NIC reported a transfer that was not asked for"));
+                .remedy("update the NIC's driver: it reported a transfer that was never posted"));
         }
         Ok(())
     }
 }
 
-/// Bytes of a registered region, as a peer names them.
+/// Bytes of a registered region, addressed as by a peer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Target<'a> {
     pub(super) key: &'a RemoteKey,

@@ -1,4 +1,4 @@
-//! The memory that is checked: host memory of four sorts, and what ifaces allocate.
+//! The memory to check: host memory of several sorts, and allocations of ifaces.
 
 use std::{fmt, sync::Arc};
 
@@ -13,9 +13,9 @@ use hmem::{
 pub enum Memory {
     /// A `Vec`.
     Heap,
-    /// Pages of their own, from the system iface.
+    /// Pages that the system iface maps.
     Mapped(Arc<dyn Iface>),
-    /// The same, registered by its address: the region does not own it.
+    /// Pages that the system iface maps, registered by address: the region does not own them.
     Borrowed(Arc<dyn Iface>),
     /// A mapped memory file.
     MemFd,
@@ -23,17 +23,17 @@ pub enum Memory {
     HugePages(Arc<System>),
     /// Memory of a device iface.
     Allocated {
-        /// Whose.
+        /// The iface.
         iface: Arc<dyn Iface>,
-        /// On which device; `None` for memory of no particular one.
+        /// The device; `None` for memory without one.
         device: Option<DeviceId>,
-        /// Which kind.
+        /// The allocation kind.
         kind: AllocationKind,
     },
 }
 
 impl Memory {
-    /// The iface's name.
+    /// Returns the name of the iface.
     #[must_use]
     pub fn iface(&self) -> &str {
         match self {
@@ -44,7 +44,7 @@ impl Memory {
         }
     }
 
-    /// The iface's kind.
+    /// Returns the kind of the iface.
     #[must_use]
     pub fn iface_kind(&self) -> IfaceKind {
         match self {
@@ -55,7 +55,7 @@ impl Memory {
         }
     }
 
-    /// The device, where it has one.
+    /// Returns the device, if there is one.
     #[must_use]
     pub fn device(&self) -> Option<DeviceId> {
         match self {
@@ -64,8 +64,8 @@ impl Memory {
         }
     }
 
-    /// The sort within the iface: `heap`, `mmap`, `borrowed`, `memfd`, `huge-pages`, or the
-    /// allocation kind.
+    /// Returns the sort of memory: `heap`, `mmap`, `borrowed`, `memfd`, `huge-pages`, or the name
+    /// of the allocation kind.
     #[must_use]
     pub fn sort(&self) -> &'static str {
         match self {
@@ -78,7 +78,7 @@ impl Memory {
         }
     }
 
-    /// Whether a NIC reaches it as host pages.
+    /// Returns whether a NIC accesses it as host pages.
     #[must_use]
     pub fn is_host(&self) -> bool {
         match self {
@@ -97,15 +97,15 @@ impl fmt::Display for Memory {
     }
 }
 
-/// Zeroed heap memory, or an error where `vec!` would end the process.
+/// Returns zeroed heap memory. `vec!` would end the process where this fails.
 ///
 /// # Errors
-/// OutOfResources.
+/// [`ErrorKind::OutOfResources`] if the process cannot have that much memory.
 pub(crate) fn heap(len: u64) -> Result<Vec<u8>> {
     let refused = || {
         Error::new(ErrorKind::OutOfResources, "allocate")
             .context("length", len)
-            .remedy("this process cannot have that much memory: ask for fewer bytes")
+            .remedy("ask for fewer bytes: this process cannot have that much memory")
     };
     let len = usize::try_from(len).map_err(|_| refused())?;
     let mut memory = Vec::new();
@@ -118,9 +118,9 @@ pub(crate) fn heap(len: u64) -> Result<Vec<u8>> {
 #[derive(Debug)]
 pub(super) struct FileBuffer(pub(super) MemFd);
 
-// SAFETY: the file stays mapped where it is until it is dropped, sealed against shrinking, and
-// `MemFd` makes no reference into the mapping.
-#[allow(unsafe_code, reason = "the trait states what a buffer promises")]
+// SAFETY: `MemFd` keeps the file mapped at its address until it is dropped, seals it against
+// shrinking, and makes no reference into the mapping.
+#[allow(unsafe_code, reason = "the trait is unsafe to implement")]
 unsafe impl OwnedBuffer for FileBuffer {
     type Parts = MemFd;
 
@@ -153,10 +153,10 @@ pub(super) struct HugeBuffer {
 }
 
 impl HugeBuffer {
-    /// Allocates.
+    /// Allocates huge pages.
     ///
     /// # Errors
-    /// Unavailable, naming what the machine lacks.
+    /// [`ErrorKind::Unavailable`] if the machine has no free huge page.
     pub(super) fn allocate(system: &Arc<System>, len: u64) -> Result<Self> {
         Ok(Self { system: Arc::clone(system), allocation: system.huge_pages(len)? })
     }
@@ -169,17 +169,17 @@ impl HugeBuffer {
 
 impl Drop for HugeBuffer {
     fn drop(&mut self) {
-        // SAFETY: the buffer owns the allocation and makes no reference into it.
+        // SAFETY: this buffer owns the allocation, makes no reference into it, and frees it once.
         #[allow(unsafe_code, reason = "freeing is unsafe")]
         if let Err(error) = unsafe { self.system.free(&self.allocation) } {
-            tracing::error!(%error, "huge pages could not be freed");
+            tracing::error!(%error, "cannot free huge pages");
         }
     }
 }
 
-// SAFETY: the pages stay mapped where they are until they are freed on drop, and no reference into
-// them is made.
-#[allow(unsafe_code, reason = "the trait states what a buffer promises")]
+// SAFETY: only `drop` frees the pages, which keep their address until then, and no code makes a
+// reference into them.
+#[allow(unsafe_code, reason = "the trait is unsafe to implement")]
 unsafe impl OwnedBuffer for HugeBuffer {
     type Parts = Self;
 
@@ -198,15 +198,15 @@ unsafe impl OwnedBuffer for HugeBuffer {
     #[allow(unsafe_code, reason = "a copy by address")]
     fn read(parts: &Self, offset: u64, into: &mut [u8]) -> Result<()> {
         let from = parts.part(offset, into.len())?;
-        // SAFETY: `parts` frees the pages when it is dropped, which the borrow excludes.
+        // SAFETY: only dropping `parts` frees the pages, and `parts` is borrowed.
         unsafe { parts.system.read(from, into) }
     }
 
     #[allow(unsafe_code, reason = "a copy by address")]
     fn write(parts: &Self, offset: u64, from: &[u8]) -> Result<()> {
         let to = parts.part(offset, from.len())?;
-        // SAFETY: `parts` frees the pages when it is dropped, which the borrow excludes, and makes
-        // no reference into them.
+        // SAFETY: only dropping `parts` frees the pages, and `parts` is borrowed. No reference into
+        // the pages exists.
         unsafe { parts.system.write(to, from) }
     }
 }

@@ -1,7 +1,7 @@
 //! `hmem check`: registers memory of every kind with every NIC, moves bytes, and compares them.
 //!
-//! `plan` lists what there is to check, `run` checks one combination, `stale` tortures the
-//! registration cache, `report` says what came of it.
+//! `plan` lists the combinations, `run` checks one of them, `stale` checks the registration cache
+//! under each monitor, and `report` has the results.
 
 mod link;
 mod memory;
@@ -19,38 +19,45 @@ use hmem::{Error, ErrorKind, Path, Result};
 pub(crate) use self::memory::heap;
 pub use self::{
     memory::Memory,
-    plan::{Case, Plan, Way, plan},
+    plan::{Case, PathVariant, Plan, plan},
     report::{Atomic, Report, Row, text},
     stale::StaleRow,
 };
-use crate::{args::CheckArgs, json::Skipped, machine::Machine};
+use crate::{
+    Failure,
+    args::CheckArgs,
+    json::Skipped,
+    machine::Machine,
+    problem::{Problem, unknown},
+};
 
-/// One transfer: so many bytes, so far into a region that is larger.
+/// The bytes of one transfer, and its place in a larger region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Bytes of the allocation before the region, and as many behind it; 0 registers all of the
-    /// allocation. Buffers that are no allocation of an iface are registered whole.
+    /// Bytes of the allocation before the region, and as many after it. With 0 the whole allocation
+    /// is registered, as is every buffer that no iface allocated.
     pub margin: u64,
-    /// Bytes from the start of the region.
+    /// Bytes from the start of the region to the transfer.
     pub offset: u64,
-    /// Bytes.
+    /// Bytes of the transfer.
     pub len: u64,
 }
 
-/// Combinations and transfers to check.
+/// The selected combinations and transfers.
 #[derive(Clone, Debug)]
 pub struct Selection {
-    /// Only this iface.
+    /// Only memory of this iface.
     pub iface: Option<String>,
     /// Only this provider or NIC.
     pub provider: Option<String>,
     /// Only this path.
     pub path: Option<Path>,
-    /// The transfers, the last of which tells the throughput.
+    /// The transfers. The last one measures the throughput.
     pub extents: Vec<Extent>,
-    /// Nanoseconds to spend on throughput for each combination; one transfer is always measured.
+    /// Nanoseconds of the throughput measurement of each combination. At least one transfer is
+    /// measured.
     pub measure_ns: u64,
-    /// How often each cache monitor sees memory go and come back; 0 leaves that out.
+    /// Rounds of freeing and allocating memory under each cache monitor; 0 skips them.
     pub stale_rounds: u64,
 }
 
@@ -64,7 +71,7 @@ const SMALL: [Extent; 5] = [
 const LARGE: Extent = Extent { margin: 0, offset: 0, len: 8 << 20 };
 
 impl Default for Selection {
-    /// Everything, with small transfers, unaligned ones, and a large one.
+    /// Selects every combination, with small transfers, unaligned ones, and a large one.
     fn default() -> Self {
         let extents = SMALL.into_iter().chain([LARGE]).collect();
         Self {
@@ -82,16 +89,15 @@ impl Selection {
     /// Returns the selection that the command line asks for.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for an iface or provider that this machine does not know,
-    /// naming those that it does; [`ErrorKind::OutOfResources`] for more bytes than its memory
-    /// allows.
-    pub fn new(args: &CheckArgs, machine: &Machine) -> Result<Self> {
+    /// [`Failure::Usage`] for an iface or provider that this machine does not know, and for more
+    /// bytes than its memory allows.
+    pub fn new(args: &CheckArgs, machine: &Machine) -> Result<Self, Failure> {
         if let Some(name) = args.iface.as_deref().filter(|name| !machine.knows_iface(name)) {
-            return Err(unknown("check --iface", name, &machine.iface_names()));
+            return Err(unknown("iface", name, "--iface", &machine.iface_names()).into());
         }
         let providers = machine.provider_names();
         if let Some(name) = args.provider.as_ref().filter(|name| !providers.contains(name)) {
-            return Err(unknown("check --provider", name, &providers));
+            return Err(unknown_nic(name, "--provider", &providers).into());
         }
         let mut selection = Self {
             iface: args.iface.clone(),
@@ -112,11 +118,11 @@ impl Selection {
     }
 }
 
-/// Copies of the bytes that one combination keeps, all together.
+/// Copies of the bytes that one combination keeps at a time.
 const COPIES: u64 = 6;
 
-/// Refuses what would drive the machine out of memory. Where the system does not say what it has,
-/// all is allowed.
+/// Refuses transfers that the available memory cannot hold. Without `/proc/meminfo` all are
+/// allowed.
 fn enough_memory_for(bytes: u64) -> Result<()> {
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
@@ -133,14 +139,14 @@ fn enough_memory_for(bytes: u64) -> Result<()> {
     }
 }
 
-pub(crate) fn unknown(option: &'static str, name: &str, known: &[String]) -> Error {
-    Error::new(ErrorKind::InvalidArgument, option)
-        .context("name", name)
-        .remedy(format!("known here: {}", known.join(", ")))
+/// Returns the problem of a provider or NIC that this machine does not know.
+pub(crate) fn unknown_nic(name: &str, option: &str, known: &[String]) -> Problem {
+    let sort = if name.contains('/') { "NIC" } else { "provider" };
+    unknown(sort, name, option, known)
 }
 
-/// Checks everything selected; `progress` is told before each combination how many are done, of how
-/// many, and which is next.
+/// Checks the selected combinations. Calls `progress` before each of them with the number that is
+/// done, the number of all, and the name of the next.
 #[must_use]
 pub fn check(
     machine: &Machine,
@@ -153,7 +159,10 @@ pub fn check(
         _ => stale::plan(machine, selection, &mut skipped),
     };
     let all = cases.len() + stale.len();
-    let mut report = Report::new(skipped);
+    let missing = machine.hmem.missing_ifaces();
+    let missing =
+        missing.map(|(kind, why)| Skipped::new(machine.iface_name(kind), machine.problem(why)));
+    let mut report = Report::new(skipped, missing.collect());
     for (done, case) in cases.iter().enumerate() {
         progress(done, all, &case.to_string());
         run::case(machine, case, selection, &mut report);
@@ -168,10 +177,5 @@ pub fn check(
     progress(all, all, "");
     report.skipped.sort();
     report.skipped.dedup();
-    report
-}
-
-/// Something that was not checked.
-fn skip(what: impl Into<String>, why: impl ToString) -> Skipped {
-    Skipped { what: what.into(), why: why.to_string() }
+    report.renamed(|text| machine.named(text))
 }

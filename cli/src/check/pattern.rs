@@ -1,4 +1,4 @@
-//! Bytes that tell where they belong: no run of them repeats, and two seeds never agree for long.
+//! Byte patterns that reveal misplaced bytes: no run repeats, and two seeds give different bytes.
 
 /// Fills `into` with the pattern of `seed`.
 pub(crate) fn fill(into: &mut [u8], seed: u64) {
@@ -8,7 +8,7 @@ pub(crate) fn fill(into: &mut [u8], seed: u64) {
     }
 }
 
-/// SplitMix64's finaliser.
+/// Mixes the bits of a word (the finaliser of SplitMix64).
 fn mix(word: u64) -> u64 {
     let z = word.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -16,9 +16,10 @@ fn mix(word: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Where two equally long runs of bytes differ: the first place, and at how many.
+/// Returns the index of the first differing byte and the number of differing bytes, or `None` if
+/// both slices are equal.
 pub(crate) fn difference(expected: &[u8], found: &[u8]) -> Option<(usize, usize)> {
-    // At once first: nearly always nothing is wrong.
+    // The usual case is fast.
     if expected == found {
         return None;
     }
@@ -33,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_seeds_give_different_bytes_of_any_length() {
+    fn two_seeds_give_different_bytes_at_any_length() {
         for len in [1usize, 7, 8, 9, 4099] {
             let (mut one, mut two) = (vec![0; len], vec![0; len]);
             fill(&mut one, 1);

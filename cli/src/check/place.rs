@@ -1,9 +1,6 @@
-//! Memory that goes and comes back at the same address: what a stale registration is caught by.
+//! Memory that is freed and allocated again at the same address, which reveals stale registrations.
 
-#![allow(
-    unsafe_code,
-    reason = "pages are taken away by the C library's calls, as applications take them"
-)]
+#![allow(unsafe_code, reason = "pages are unmapped by calls of the C library, as applications do")]
 
 use std::{
     io,
@@ -16,63 +13,64 @@ use hmem::{
     iface::AllocRequest, system::monitor::ImportMonitor,
 };
 
-/// Bytes of a place: a page of the smallest size that there is.
+/// Bytes of reusable memory: the smallest page.
 const LEN: u64 = 4096;
 
-/// Memory that can be freed and had again.
-pub(super) trait Place {
-    /// Where it is now.
+/// Memory that can be freed and allocated again.
+pub(super) trait ReusableMemory {
+    /// Returns the present address range.
     fn range(&self) -> Result<AddressRange>;
 
-    /// Frees it and takes other memory; `round` varies how.
+    /// Frees the memory and allocates other memory, in a way that depends on `round`.
     fn renew(&mut self, round: u64) -> Result<()>;
 
-    /// Copies into its first bytes.
+    /// Copies `from` to the first bytes.
     fn write(&self, from: &[u8]) -> Result<()>;
 
-    /// Copies its first bytes out.
+    /// Copies the first bytes to `into`.
     fn read(&self, into: &mut [u8]) -> Result<()>;
 }
 
 /// Pages of the operating system.
 #[derive(Debug)]
 pub(super) struct Pages {
-    /// Null where there are none, after a refusal.
+    /// The address of the page; null if none is mapped.
     at: *mut libc::c_void,
-    /// Told of what goes, where that is the application's task.
-    told: Option<Arc<ImportMonitor>>,
+    /// The monitor that the application has to notify, if it is an imported one.
+    import: Option<Arc<ImportMonitor>>,
 }
 
 const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
 const OWN: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 
 impl Pages {
-    pub(super) fn map(told: Option<Arc<ImportMonitor>>) -> Result<Self> {
-        Ok(Self { at: map(ptr::null_mut(), OWN)?, told })
+    pub(super) fn map(import: Option<Arc<ImportMonitor>>) -> Result<Self> {
+        Ok(Self { at: map(ptr::null_mut(), OWN)?, import })
     }
 
     fn change(&mut self, round: u64) -> Result<()> {
         match round % 4 {
             0 => {
-                // SAFETY: the pages are this value's own, and nobody refers into them.
+                // SAFETY: this value mapped the page and makes no reference into it.
                 done("munmap", unsafe { libc::munmap(self.at, LEN as usize) })?;
                 self.map_again()?;
             }
             1 => self.at = map(self.at, OWN | libc::MAP_FIXED)?,
-            // SAFETY: as above.
+            // SAFETY: this value mapped the page and makes no reference into it.
             2 => done("madvise", unsafe {
                 libc::madvise(self.at, LEN as usize, libc::MADV_DONTNEED)
             })?,
             _ => {
                 let elsewhere = map(ptr::null_mut(), OWN)?;
-                // SAFETY: as above, for both; the pages at `elsewhere` are replaced and then given
-                // back.
+                // SAFETY: this value mapped both pages and makes no reference into them. The page
+                // at `elsewhere` is replaced here and unmapped below.
                 let moved = unsafe {
                     let how = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
                     libc::mremap(self.at, LEN as usize, LEN as usize, how, elsewhere)
                 };
                 let last = io::Error::last_os_error();
-                // SAFETY: as above; after a refusal too, these are pages of its own.
+                // SAFETY: this value mapped the page at `elsewhere`, whether or not it was
+                // replaced, and makes no reference into it.
                 done("munmap", unsafe { libc::munmap(elsewhere, LEN as usize) })?;
                 if moved == libc::MAP_FAILED {
                     return Err(refused("mremap", &last));
@@ -83,7 +81,7 @@ impl Pages {
         Ok(())
     }
 
-    /// Maps where the pages just were, unless another thread has taken the addresses meanwhile.
+    /// Maps a page at the previous address, or elsewhere if another thread has mapped that address.
     fn map_again(&mut self) -> Result<()> {
         let at = std::mem::replace(&mut self.at, ptr::null_mut());
         self.at =
@@ -92,10 +90,10 @@ impl Pages {
     }
 }
 
-/// Maps pages. With MAP_FIXED, the caller owns what is there.
+/// Maps a page. With `MAP_FIXED`, the caller owns the page at `at`, which is replaced.
 fn map(at: *mut libc::c_void, flags: i32) -> Result<*mut libc::c_void> {
-    // SAFETY: new pages, where the kernel likes or where the caller says that nothing of others is
-    // replaced.
+    // SAFETY: the kernel chooses a free address; or `MAP_FIXED_NOREPLACE` replaces nothing; or the
+    // caller owns the page that `MAP_FIXED` replaces.
     let mapped = unsafe { libc::mmap(at, LEN as usize, RW, flags, -1, 0) };
     if mapped == libc::MAP_FAILED {
         return Err(refused("mmap", &io::Error::last_os_error()));
@@ -111,13 +109,13 @@ fn refused(call: &'static str, why: &io::Error) -> Error {
     Error::new(ErrorKind::OutOfResources, call).context("why", why)
 }
 
-impl Place for Pages {
+impl ReusableMemory for Pages {
     fn range(&self) -> Result<AddressRange> {
         AddressRange::new(Address::of_ptr(self.at), LEN)
     }
 
     fn renew(&mut self, round: u64) -> Result<()> {
-        match self.told.clone() {
+        match self.import.clone() {
             Some(import) => {
                 let range = self.range()?;
                 import.while_changing(range, || self.change(round))
@@ -128,14 +126,16 @@ impl Place for Pages {
 
     fn write(&self, from: &[u8]) -> Result<()> {
         assert!(from.len() as u64 <= LEN);
-        // SAFETY: the pages are mapped, and written by nobody else now: transfers have ended.
+        // SAFETY: the page is mapped and longer than `from`, as asserted. The caller has ended all
+        // transfers, so that nothing else accesses it.
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), self.at.cast(), from.len()) };
         Ok(())
     }
 
     fn read(&self, into: &mut [u8]) -> Result<()> {
         assert!(into.len() as u64 <= LEN);
-        // SAFETY: as above.
+        // SAFETY: the page is mapped and longer than `into`, as asserted. The caller has ended all
+        // transfers, so that nothing else writes it.
         unsafe { ptr::copy_nonoverlapping(self.at.cast(), into.as_mut_ptr(), into.len()) };
         Ok(())
     }
@@ -146,9 +146,9 @@ impl Drop for Pages {
         if self.at.is_null() {
             return;
         }
-        // SAFETY: the pages are this value's own.
+        // SAFETY: this value mapped the page and makes no reference into it.
         if let Err(error) = done("munmap", unsafe { libc::munmap(self.at, LEN as usize) }) {
-            tracing::error!(%error, "pages of a check were not given back");
+            tracing::error!(%error, "cannot unmap a page of a check");
         }
     }
 }
@@ -157,15 +157,15 @@ impl Drop for Pages {
 #[derive(Debug)]
 pub(super) struct OnDevice {
     iface: Arc<dyn Iface>,
-    /// `None` between two allocations.
+    /// The allocation; `None` between two of them.
     buffer: Option<DeviceBuffer>,
 }
 
 impl OnDevice {
     pub(super) fn allocate(iface: &Arc<dyn Iface>) -> Result<Self> {
-        let mut place = Self { iface: Arc::clone(iface), buffer: None };
-        place.renew(0)?;
-        Ok(place)
+        let mut memory = Self { iface: Arc::clone(iface), buffer: None };
+        memory.renew(0)?;
+        Ok(memory)
     }
 
     fn buffer(&self) -> Result<&DeviceBuffer> {
@@ -175,7 +175,7 @@ impl OnDevice {
     }
 }
 
-impl Place for OnDevice {
+impl ReusableMemory for OnDevice {
     fn range(&self) -> Result<AddressRange> {
         Ok(self.buffer()?.allocation().range)
     }

@@ -1,4 +1,4 @@
-//! What there is to check on this machine, and what cannot be.
+//! The combinations of memory, NIC and path that a check covers, and those that it skips.
 
 use std::{fmt, sync::Arc};
 
@@ -7,25 +7,25 @@ use hmem::{
     system::System,
 };
 
-use super::{Memory, Selection, memory::HugeBuffer, skip};
+use super::{Memory, Selection, memory::HugeBuffer};
 use crate::{
     json::Skipped,
     machine::{Fabric, Machine},
 };
 
-/// How the NIC should get at the memory.
+/// The expected path from the memory to the NIC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
-    /// As host pages.
+pub enum PathVariant {
+    /// Host pages.
     Host,
-    /// Straight from the device, over this path.
+    /// Direct access to device memory, over this path.
     Direct(Path),
-    /// Through copies.
+    /// Copies through staging buffers.
     Staged,
 }
 
-impl Way {
-    /// The path that the decision should come to.
+impl PathVariant {
+    /// Returns the path that the decision should have.
     #[must_use]
     pub const fn path(self) -> Path {
         match self {
@@ -35,7 +35,7 @@ impl Way {
         }
     }
 
-    /// The policy that leaves no other.
+    /// Returns the policy that allows no other path.
     #[must_use]
     pub const fn policy(self) -> P2pPolicy {
         match self {
@@ -46,35 +46,35 @@ impl Way {
     }
 }
 
-/// One combination.
+/// One combination of memory, NIC and path.
 #[derive(Clone, Debug)]
 pub struct Case<'a> {
     /// The memory.
     pub memory: Memory,
     /// The NIC.
     pub nic: &'a Fabric,
-    /// The way between them.
-    pub way: Way,
-    /// Whether both are software, which has no excuse for refusing.
+    /// The path between them.
+    pub variant: PathVariant,
+    /// Set if memory and NIC are software: then every refusal is a failure.
     pub software: bool,
 }
 
 impl fmt::Display for Case<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} to {} over {}", self.memory, self.nic.attr.nic, self.way.path())
+        write!(f, "{} to {} over {}", self.memory, self.nic.attr.nic, self.variant.path())
     }
 }
 
-/// What to check, and what not.
+/// The combinations to check, and the skipped ones.
 #[derive(Debug, Default)]
 pub struct Plan<'a> {
-    /// In the order of the report.
+    /// The combinations, in the order of the report.
     pub cases: Vec<Case<'a>>,
-    /// With reasons.
+    /// The skipped subjects, with reasons.
     pub skipped: Vec<Skipped>,
 }
 
-/// Lists every combination of memory, NIC and way that was selected.
+/// Lists the selected combinations of memory, NIC and path.
 #[must_use]
 pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
     let mut plan = Plan::default();
@@ -84,10 +84,10 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
     for (kind, why) in registry.absent() {
         let name = machine.iface_name(kind);
         if wanted(&name) {
-            plan.skipped.push(skip(format!("iface {name}"), why));
+            plan.skipped.push(Skipped::new(format!("iface {name}"), why));
         }
     }
-    // What is only looked at is not there to be checked.
+    // The topology is shown and not checked.
     for absent in machine.absent.iter().filter(|absent| absent.sort != "topology") {
         let by = if absent.sort == "iface" { &selection.iface } else { &selection.provider };
         let narrowed = selection.iface.is_some() || selection.provider.is_some();
@@ -117,13 +117,14 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
         |nic: &Fabric| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
     for nic in machine.nics.iter().filter(|nic| wanted(nic)) {
         for memory in &memories {
-            let simulated = matches!(memory, Memory::Allocated { iface, .. } if machine.is_software(iface.kind()));
-            for way in ways(memory, simulated, nic, machine.hmem.p2p_disabled(), &mut plan.skipped)
+            let simulated = machine.is_software(memory.iface_kind());
+            for variant in
+                variants(memory, simulated, nic, machine.hmem.p2p_disabled(), &mut plan.skipped)
             {
-                if selection.path.is_none_or(|path| path == way.path()) {
+                if selection.path.is_none_or(|path| path == variant.path()) {
                     let software =
                         nic.software && (simulated || memory.iface_kind() == IfaceKind::SYSTEM);
-                    plan.cases.push(Case { memory: memory.clone(), nic, way, software });
+                    plan.cases.push(Case { memory: memory.clone(), nic, variant, software });
                 }
             }
         }
@@ -131,36 +132,33 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
     plan
 }
 
-/// Huge pages, if the machine gives one out.
+/// Returns huge pages, if the machine has a free one.
 fn huge_pages(skipped: &mut Vec<Skipped>) -> Option<Memory> {
     let system = Arc::new(System::new());
     match HugeBuffer::allocate(&system, 1) {
         Ok(_) => Some(Memory::HugePages(system)),
         Err(error) => {
-            skipped.push(skip("system huge-pages", error));
+            skipped.push(Skipped::new("system huge-pages", error));
             None
         }
     }
 }
 
-/// What a device iface allocates: each kind on each device, and host memory once.
+/// Returns the memory of a device iface: each kind on each device, and host memory once.
 fn of_devices(iface: &Arc<dyn Iface>, skipped: &mut Vec<Skipped>) -> Vec<Memory> {
     let name = iface.name();
     if iface.allocator().is_none() {
-        skipped.push(skip(
-            format!("iface {name}"),
-            "it started, but does not allocate memory in this version",
-        ));
+        skipped.push(Skipped::new(format!("iface {name}"), "this iface cannot allocate memory"));
         return Vec::new();
     }
     let devices = match iface.devices() {
         Ok(devices) if devices.is_empty() => {
-            skipped.push(skip(format!("iface {name}"), "it has no device"));
+            skipped.push(Skipped::new(format!("iface {name}"), "the iface has no device"));
             return Vec::new();
         }
         Ok(devices) => devices,
         Err(error) => {
-            skipped.push(skip(format!("iface {name}"), error));
+            skipped.push(Skipped::new(format!("iface {name}"), error));
             return Vec::new();
         }
     };
@@ -183,46 +181,49 @@ fn of_devices(iface: &Arc<dyn Iface>, skipped: &mut Vec<Skipped>) -> Vec<Memory>
     memories
 }
 
-/// The ways that could be there between memory and NIC.
-fn ways(
+/// Returns the paths that the memory and the NIC may have in common.
+fn variants(
     memory: &Memory,
     simulated: bool,
     nic: &Fabric,
     p2p_disabled: bool,
     skipped: &mut Vec<Skipped>,
-) -> Vec<Way> {
-    let Memory::Allocated { iface, .. } = memory else { return vec![Way::Host] };
+) -> Vec<PathVariant> {
+    let Memory::Allocated { iface, .. } = memory else { return vec![PathVariant::Host] };
     if memory.is_host() {
-        return vec![Way::Host];
+        return vec![PathVariant::Host];
     }
     let (imports, can) = (nic.attr.imports, iface.capability());
-    // Peer-memory clients are the kernel's, and it knows no simulated device.
+    // Peer-memory clients are kernel modules, and the kernel does not know simulated devices.
     let peer_memory = can.peer_memory && (nic.software || !simulated);
-    let mut ways = Vec::new();
+    let mut variants = Vec::new();
     let between = || format!("{} to {}", iface.name(), nic.attr.nic);
     if p2p_disabled {
-        let why = "direct access to device memory is switched off (FI_HMEM_DISABLE_P2P)";
-        skipped.push(skip(format!("{} directly", between()), why));
+        let why = "FI_HMEM_DISABLE_P2P forbids direct access to device memory";
+        skipped.push(Skipped::new(format!("{} directly", between()), why));
     } else if imports.dma_buf && can.dma_buf {
-        ways.push(Way::Direct(Path::DmaBuf));
+        variants.push(PathVariant::Direct(Path::DmaBuf));
     } else if imports.peer_memory && peer_memory {
-        ways.push(Way::Direct(Path::PeerMemory));
+        variants.push(PathVariant::Direct(Path::PeerMemory));
     } else {
-        let why = format!(
-            "no direct way: dma-buf needs export ({}) and import ({}), peer memory needs both sides too",
-            can.dma_buf, imports.dma_buf
-        );
-        skipped.push(skip(format!("{} directly", between()), why));
+        let why = match (can.dma_buf, imports.dma_buf) {
+            (false, true) => "the device does not export dma-bufs, and they share no peer memory",
+            (true, false) => "the NIC does not import dma-bufs, and they share no peer memory",
+            _ => "neither exchanges dma-bufs, and they share no peer memory",
+        };
+        skipped.push(Skipped::new(format!("{} directly", between()), why));
     }
     let exposed = Access::REMOTE_READ | Access::REMOTE_WRITE;
     if imports.staged && nic.attr.staged_access.contains(exposed) {
-        ways.push(Way::Staged);
+        variants.push(PathVariant::Staged);
     } else if imports.staged {
-        let why =
-            "peers cannot reach memory that this NIC is given copies of, and a check lets them";
-        skipped.push(skip(format!("{} over staged", between()), why));
+        let why = "peers cannot access staged memory of this NIC, which the check requires";
+        skipped.push(Skipped::new(format!("{} over staged", between()), why));
     } else {
-        skipped.push(skip(format!("{} over staged", between()), "this NIC takes no staged copies"));
+        skipped.push(Skipped::new(
+            format!("{} over staged", between()),
+            "this NIC has no staged copies",
+        ));
     }
-    ways
+    variants
 }

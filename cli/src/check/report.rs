@@ -1,35 +1,34 @@
-//! What came of a check: rows, what was skipped, and whether all is well.
+//! The report of a check: results, skipped subjects, and the verdict.
 
 use std::io::{self, Write};
 
-use comfy_table::{Cell, CellAlignment};
 use serde::Serialize;
 
 use super::StaleRow;
 use crate::{
     json::{Attempt, SCHEMA, Skipped},
-    table::{Style, Tone, bytes, some},
+    table::{Cell, Style, Table, Tone, bytes, some},
 };
 
-/// What came of a fetch-add.
+/// The result of a fetch-add.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Atomic {
     /// Not tried.
     #[default]
     NotTested,
-    /// Old and new value were right.
+    /// Old and new value were correct.
     Verified,
-    /// Refused as not supported, as it must be on staged paths.
+    /// Refused as not supported, as staged paths must do.
     Refused,
 }
 
-/// One combination of memory, NIC and path.
+/// The result of one combination of memory, NIC and path.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
     /// The iface.
     pub iface: String,
-    /// The device; null for memory of none.
+    /// The device; null for memory without one.
     pub device: Option<u32>,
     /// The sort of memory.
     pub memory: &'static str,
@@ -43,64 +42,88 @@ pub struct Row {
     pub bytes: u64,
     /// Bytes of each transfer that was verified.
     pub sizes: Vec<u64>,
-    /// Whether all of it worked and nothing was left behind.
+    /// Set if all transfers were verified and nothing leaked.
     pub verified: bool,
-    /// RMA writes of the last verified size, in GiB/s; null unless verified.
+    /// Throughput of RMA writes of the last verified size, in GiB/s; null unless verified.
     pub gib_per_s: Option<f64>,
-    /// What came of a fetch-add.
+    /// The result of a fetch-add.
     pub atomic: Atomic,
-    /// What went wrong.
+    /// The failure.
     pub error: Option<String>,
     /// The attempts of the path decision.
     pub trace: Vec<Attempt>,
 }
 
-/// The whole check.
+/// The results of a check.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     /// The schema number.
     pub schema: u32,
-    /// What was checked.
+    /// The results of combinations.
     pub rows: Vec<Row>,
-    /// What came of the registration cache's monitors.
+    /// The results of cache monitors.
     pub stale: Vec<StaleRow>,
-    /// What was not, and why.
+    /// The skipped subjects, with reasons.
     pub skipped: Vec<Skipped>,
+    /// The ifaces that `FI_HMEM` names and that are unavailable, with reasons.
+    pub missing: Vec<Skipped>,
 }
 
 impl Report {
-    pub(super) fn new(skipped: Vec<Skipped>) -> Self {
-        Self { schema: SCHEMA, rows: Vec::new(), stale: Vec::new(), skipped }
+    pub(super) fn new(skipped: Vec<Skipped>, missing: Vec<Skipped>) -> Self {
+        Self { schema: SCHEMA, rows: Vec::new(), stale: Vec::new(), skipped, missing }
     }
 
-    /// Whether something was checked and all of it works: what was skipped is no success.
+    /// Returns whether at least one combination was checked, all were verified, and no iface is
+    /// missing.
     #[must_use]
     pub fn passed(&self) -> bool {
-        self.outcomes().next().is_some() && self.outcomes().all(|verified| verified)
+        self.missing.is_empty()
+            && self.outcomes().next().is_some()
+            && self.outcomes().all(|verified| verified)
     }
 
-    /// Whether each row is verified.
+    /// Returns whether each row is verified.
     fn outcomes(&self) -> impl Iterator<Item = bool> {
         self.rows.iter().map(|row| row.verified).chain(self.stale.iter().map(|row| row.verified))
     }
 
-    /// One line that says how it went.
+    /// Returns the verdict on one line.
     #[must_use]
     pub fn summary(&self) -> String {
         let (rows, skipped) = (self.outcomes().count(), self.skipped.len());
         let failed = self.outcomes().filter(|verified| !verified).count();
-        match (rows, failed) {
+        let summary = match (rows, failed) {
             (0, _) => format!("nothing was checked: {skipped} skipped"),
             (_, 0) => format!("all {rows} combinations verified, {skipped} skipped"),
             _ => format!("{failed} of {rows} combinations FAILED, {skipped} skipped"),
+        };
+        if self.missing.is_empty() {
+            return summary;
         }
+        let missing: Vec<_> = self.missing.iter().map(|missing| missing.what.clone()).collect();
+        format!("{summary}; FAILED: FI_HMEM names {}, which is unavailable", missing.join(", "))
+    }
+
+    /// Replaces names in all texts.
+    pub(super) fn renamed(mut self, rename: impl Fn(String) -> String + Copy) -> Self {
+        for row in &mut self.rows {
+            row.error = row.error.take().map(rename);
+            let trace = std::mem::take(&mut row.trace).into_iter();
+            row.trace = trace.map(|attempt| attempt.renamed(rename)).collect();
+        }
+        for row in &mut self.stale {
+            row.error = row.error.take().map(rename);
+        }
+        self.skipped = self.skipped.into_iter().map(|skipped| skipped.renamed(rename)).collect();
+        self
     }
 }
 
-/// Prints the report for a person.
+/// Prints the report for people.
 ///
 /// # Errors
-/// What the writer reported.
+/// The error of the writer.
 pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()> {
     let mut nics: Vec<_> = report.rows.iter().map(Row::full_nic).collect();
     nics.dedup();
@@ -121,33 +144,58 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
         let what = format!("stale registrations of {} under {}", row.iface, row.monitor);
         (row.error.as_deref().unwrap_or("unknown"), what)
     });
-    reasons(out, "Failed", failed.chain(caught), style)?;
-    let skipped = report.skipped.iter().map(|skipped| (skipped.why.as_str(), skipped.what.clone()));
-    reasons(out, "Skipped", skipped, style)?;
+    let groups = grouped(failed.chain(caught));
+    if !groups.is_empty() {
+        style.heading(out, "Failed")?;
+        for (error, subjects) in groups {
+            style.item(out, &format!("{}:", some(&subjects)), error)?;
+        }
+        writeln!(out)?;
+    }
+    if !report.missing.is_empty() {
+        style.heading(out, "Missing (named by FI_HMEM)")?;
+        for missing in &report.missing {
+            missing.problem.item(out, &format!("{}:", missing.what), style)?;
+        }
+        writeln!(out)?;
+    }
+    skipped(out, &report.skipped, style)?;
     let tone = if report.passed() { Tone::Good } else { Tone::Bad };
-    writeln!(out, "{}", style.word(&report.summary(), tone))
+    style.indented(out, ["", "  "], &style.word(&report.summary(), tone))
 }
 
-/// Each reason once, with what it holds for.
-fn reasons<'a>(
-    out: &mut dyn Write,
-    heading: &str,
-    all: impl Iterator<Item = (&'a str, String)>,
-    style: Style,
-) -> io::Result<()> {
-    let mut reasons: Vec<(&str, Vec<String>)> = Vec::new();
-    for (reason, what) in all {
-        match reasons.iter_mut().find(|(known, _)| *known == reason) {
-            Some((_, whats)) => whats.push(what),
-            None => reasons.push((reason, vec![what])),
+/// Groups subjects by a key that they share. Groups keep the order of their first subjects.
+fn grouped<K: PartialEq, T>(all: impl Iterator<Item = (K, T)>) -> Vec<(K, Vec<T>)> {
+    let mut groups: Vec<(K, Vec<T>)> = Vec::new();
+    for (key, subject) in all {
+        match groups.iter_mut().find(|(known, _)| *known == key) {
+            Some((_, subjects)) => subjects.push(subject),
+            None => groups.push((key, vec![subject])),
         }
     }
-    if reasons.is_empty() {
+    groups
+}
+
+/// Prints skipped subjects, those of one cause together.
+fn skipped(out: &mut dyn Write, skipped: &[Skipped], style: Style) -> io::Result<()> {
+    if skipped.is_empty() {
         return Ok(());
     }
-    style.heading(out, heading)?;
-    for (reason, whats) in reasons {
-        style.item(out, &format!("{}:", some(&whats)), reason)?;
+    style.heading(out, "Skipped")?;
+    let by_cause = skipped.iter().map(|skipped| (skipped.problem.group.as_str(), skipped));
+    for (cause, members) in grouped(by_cause) {
+        if let [only] = members.as_slice() {
+            only.problem.item(out, &format!("{}:", only.what), style)?;
+            continue;
+        }
+        let names: Vec<_> = members.iter().map(|skipped| skipped.what.clone()).collect();
+        style.item(out, &format!("{cause} ({} skipped):", names.len()), &some(&names))?;
+        let remedies = members.iter().map(|skipped| (skipped.problem.remedy.as_deref(), ()));
+        match grouped(remedies).as_slice() {
+            [(None, _)] => {}
+            [(Some(remedy), _)] => style.detail(out, "remedy:", remedy)?,
+            _ => style.detail(out, "remedies:", "run `hmem info`, or `hmem check --json`")?,
+        }
     }
     writeln!(out)
 }
@@ -165,64 +213,47 @@ impl Row {
     }
 }
 
+fn verdict(verified: bool) -> Cell {
+    if verified { Cell::in_tone("yes", Tone::Good) } else { Cell::in_tone("FAILED", Tone::Bad) }
+}
+
 fn rows<'a>(
     out: &mut dyn Write,
     rows: impl Iterator<Item = &'a Row>,
     style: Style,
 ) -> io::Result<()> {
-    let mut table =
-        style.table(&["Memory", "Kind", "Path", "Up to", "Verified", "Atomics", "GiB/s"]);
-    for column in [3, 6] {
-        if let Some(column) = table.column_mut(column) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
+    let header = ["Memory", "Path", "Up to", "Verified", "Atomics", "GiB/s"];
+    let mut table = Table::new(&header).numbers([2, 5]);
     for row in rows {
-        let atomic = match row.atomic {
-            Atomic::NotTested => style.cell("-", Tone::Dim),
-            Atomic::Verified => style.cell("yes", Tone::Good),
-            Atomic::Refused => style.cell("refused", Tone::Dim),
-        };
-        table.add_row([
-            Cell::new(row.place()),
-            Cell::new(row.memory),
+        table.row([
+            Cell::new(format!("{} {}", row.place(), row.memory)),
             Cell::new(row.path),
-            style.number(bytes(row.bytes)),
-            if row.verified {
-                style.cell("yes", Tone::Good)
-            } else {
-                style.cell("FAILED", Tone::Bad)
+            Cell::new(bytes(row.bytes)),
+            verdict(row.verified),
+            match row.atomic {
+                Atomic::NotTested => Cell::none(),
+                Atomic::Verified => Cell::in_tone("yes", Tone::Good),
+                Atomic::Refused => Cell::in_tone("refused", Tone::Dim),
             },
-            atomic,
-            style.number(row.gib_per_s.map_or_else(|| "-".into(), |speed| format!("{speed:.2}"))),
+            row.gib_per_s.map_or_else(Cell::none, |speed| Cell::new(format!("{speed:.2}"))),
         ]);
     }
     style.print(out, &table)
 }
 
 fn stale(out: &mut dyn Write, rows: &[StaleRow], style: Style) -> io::Result<()> {
-    let mut table = style
-        .table(&["Memory", "Monitor", "Path", "Rounds", "Reused", "Hits", "Stale", "Verified"]);
-    for column in 3..7 {
-        if let Some(column) = table.column_mut(column) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
+    let header = ["Memory", "Monitor", "Path", "Rounds", "Reused", "Hits", "Stale", "Verified"];
+    let mut table = Table::new(&header).numbers(3..7);
     for row in rows {
-        let count = |count: u64| style.number(count.to_string());
-        table.add_row([
+        table.row([
             Cell::new(&row.iface),
             Cell::new(&row.monitor),
             Cell::new(row.path),
-            count(row.rounds),
-            count(row.reused),
-            count(row.hits),
-            count(row.stale),
-            if row.verified {
-                style.cell("yes", Tone::Good)
-            } else {
-                style.cell("FAILED", Tone::Bad)
-            },
+            Cell::new(row.rounds),
+            Cell::new(row.reused),
+            Cell::new(row.hits),
+            Cell::new(row.stale),
+            verdict(row.verified),
         ]);
     }
     style.print(out, &table)

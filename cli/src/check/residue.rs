@@ -1,24 +1,24 @@
-//! What a check must leave as it found it: open fds, and the counts that the ifaces keep.
+//! Detection of leaks: counts of open fds and of the ifaces' resources.
 
 use std::fs;
 
 use crate::machine::Machine;
 
-/// Counts at one moment.
+/// Counts of resources at one time.
 #[derive(Debug)]
 pub(super) struct Residue {
     counts: Vec<(&'static str, u64)>,
 }
 
 impl Residue {
-    /// Counts now.
+    /// Returns the present counts.
     pub(super) fn count(machine: &Machine) -> Self {
         let fds = fds().into_iter().map(|fds| ("open fds", fds));
         let watched = machine.watches.iter().map(|watch| (watch.what, (watch.count)()));
         Self { counts: fds.chain(watched).collect() }
     }
 
-    /// What is more now than it was then.
+    /// Returns the counts that have grown since `before`, or `None` if none has.
     pub(super) fn left_since(&self, before: &Self) -> Option<String> {
         let grown = self.counts.iter().filter_map(|(what, now)| {
             let (_, then) = before.counts.iter().find(|(known, _)| known == what)?;
@@ -29,7 +29,7 @@ impl Residue {
     }
 }
 
-/// Open fds of this process, where /proc tells. The one that reads the directory counts every time.
+/// Returns the number of open fds, including the one that reads the directory.
 fn fds() -> Option<u64> {
     Some(fs::read_dir("/proc/self/fd").ok()?.count() as u64)
 }

@@ -1,4 +1,4 @@
-//! One combination: allocate, register, move, compare, undo, and see that nothing is left.
+//! The check of one combination: allocate, register, transfer, compare, undo, and look for leaks.
 
 use std::{sync::Arc, time::Instant};
 
@@ -15,31 +15,30 @@ use super::{
     pattern,
     report::{Atomic, Report, Row},
     residue::Residue,
-    skip,
     target::{Borrowed, Registration},
 };
 use crate::{
-    json::Attempt,
+    json::{Attempt, Skipped},
     machine::{Machine, root},
 };
 
-/// Bytes behind each transfer that must stay as they were.
+/// Bytes after each transfer that must not change.
 const TAIL: u64 = 16;
 const BACKGROUND: u64 = 1 << 40;
 const PAYLOAD: u64 = 2 << 40;
 const ADDEND: u64 = 0x0101_0101_0101_0101;
 
-/// How a combination ends early.
+/// The reason why a combination ended early.
 enum Ended {
-    /// It cannot be had here, and that is nobody's fault.
-    Cannot(Error),
-    /// It should work and does not.
-    Wrong(String),
+    /// The machine does not support it.
+    Unsupported(Error),
+    /// It should work and failed.
+    Failed(String),
 }
 
 impl From<Error> for Ended {
     fn from(error: Error) -> Self {
-        Self::Wrong(error.to_string())
+        Self::Failed(error.to_string())
     }
 }
 
@@ -49,32 +48,32 @@ impl<T> From<hmem::Rejected<T>> for Ended {
     }
 }
 
-/// What a combination has shown so far.
+/// The results of a combination so far.
 #[derive(Default)]
-struct Shown {
+struct ProbeResult {
     sizes: Vec<u64>,
     gib_per_s: Option<f64>,
     atomic: Atomic,
     trace: Vec<Attempt>,
 }
 
-/// Checks one combination and enters what came of it.
+/// Checks one combination and adds the result to the report.
 ///
-/// What is left behind must be left behind twice: drivers keep what they opened at the first use.
+/// A leak counts if it happens twice: drivers keep what they opened at the first use.
 pub(super) fn case(machine: &Machine, case: &Case<'_>, selection: &Selection, report: &mut Report) {
     let (mut shown, mut ended, left) = attempt(machine, case, selection, report);
     if ended.is_ok() && left.is_some() {
         let left;
         (shown, ended, left) = attempt(machine, case, selection, report);
         if let Some(left) = left.filter(|_| ended.is_ok()) {
-            ended = Err(Ended::Wrong(format!("something was left behind: {left}")));
+            ended = Err(Ended::Failed(format!("left behind after the check: {left}")));
         }
     }
     let error = match ended {
         Ok(()) => None,
-        Err(Ended::Wrong(error)) => Some(error),
-        Err(Ended::Cannot(why)) => {
-            report.skipped.push(skip(case.to_string(), why));
+        Err(Ended::Failed(error)) => Some(error),
+        Err(Ended::Unsupported(why)) => {
+            report.skipped.push(Skipped::new(case.to_string(), why));
             return;
         }
     };
@@ -84,7 +83,7 @@ pub(super) fn case(machine: &Machine, case: &Case<'_>, selection: &Selection, re
         memory: case.memory.sort(),
         provider: case.nic.attr.nic.provider.clone(),
         nic: case.nic.attr.nic.name.clone(),
-        path: case.way.path().name(),
+        path: case.variant.path().name(),
         bytes: shown.sizes.iter().copied().max().unwrap_or(0),
         sizes: shown.sizes,
         verified: error.is_none(),
@@ -95,20 +94,19 @@ pub(super) fn case(machine: &Machine, case: &Case<'_>, selection: &Selection, re
     });
 }
 
-/// Tries a combination; also says what is left behind.
+/// Checks a combination once. The last part of the result is the leak, if there is one.
 fn attempt(
     machine: &Machine,
     case: &Case<'_>,
     selection: &Selection,
     report: &mut Report,
-) -> (Shown, Result<(), Ended>, Option<String>) {
+) -> (ProbeResult, Result<(), Ended>, Option<String>) {
     let before = Residue::count(machine);
-    let mut shown = Shown::default();
-    let ended = match machine.open(case.nic, case.way.policy()) {
+    let mut shown = ProbeResult::default();
+    let ended = match machine.open(case.nic, case.variant.policy()) {
         Ok(domain) => {
             let ended = on_domain(case, selection, &domain, &mut shown, report);
-            // What failed half-way has dropped its regions by now: the domain must be empty either
-            // way.
+            // A failed check has dropped its regions: the domain must be empty in any case.
             let closed = closed(domain);
             ended.and(closed)
         }
@@ -122,17 +120,17 @@ fn on_domain(
     case: &Case<'_>,
     selection: &Selection,
     domain: &Domain,
-    shown: &mut Shown,
+    shown: &mut ProbeResult,
     report: &mut Report,
 ) -> Result<(), Ended> {
     let mut link = Link::open(domain)?;
     for (at, extent) in selection.extents.iter().enumerate() {
-        let mut trial = Trial {
+        let mut size = SizeCheck {
             case,
             domain,
             link: &mut link,
             extent: *extent,
-            // The last but one for a moment, in case the last is more than a limit allows.
+            // The last but one is measured briefly, since a limit may refuse the last.
             measure_ns: match selection.extents.len() - at {
                 1 => Some(selection.measure_ns),
                 2 => Some(selection.measure_ns / 8),
@@ -140,15 +138,14 @@ fn on_domain(
             },
             shown: &mut *shown,
         };
-        match trial.allocate_and_run() {
+        match size.allocate_and_run() {
             Ok(()) => shown.sizes.push(extent.len),
-            // A limit on locked memory bounds how much a NIC that pins can take, not whether it
-            // works.
-            Err(Ended::Cannot(why)) if why.kind() == ErrorKind::OutOfResources => {
+            // A limit on locked memory bounds the size of registrations. It is not a failure.
+            Err(Ended::Unsupported(why)) if why.kind() == ErrorKind::OutOfResources => {
                 if shown.sizes.is_empty() {
                     return Err(why.into());
                 }
-                report.skipped.push(skip(format!("{case}, {} bytes", extent.len), why));
+                report.skipped.push(Skipped::new(format!("{case}, {} bytes", extent.len), why));
             }
             Err(ended) => return Err(ended),
         }
@@ -160,29 +157,29 @@ fn on_domain(
 fn closed(domain: Domain) -> Result<(), Ended> {
     let live = domain.live();
     if live != LiveObjects::default() {
-        return Err(Ended::Wrong(format!("left registered: {live:?}")));
+        return Err(Ended::Failed(format!("left registered: {live:?}")));
     }
     Ok(domain.close()?)
 }
 
-/// One size of one combination.
-struct Trial<'a> {
+/// The check of one size of one combination.
+struct SizeCheck<'a> {
     case: &'a Case<'a>,
     domain: &'a Domain,
     link: &'a mut Link,
     extent: Extent,
-    /// How long to measure; `None` not to.
+    /// Nanoseconds to measure throughput; `None` for no measurement.
     measure_ns: Option<u64>,
-    shown: &'a mut Shown,
+    shown: &'a mut ProbeResult,
 }
 
-impl Trial<'_> {
-    /// Bytes in the target region.
+impl SizeCheck<'_> {
+    /// Returns the bytes of the target region.
     fn region_len(&self) -> u64 {
         self.extent.offset.saturating_add(self.extent.len).saturating_add(TAIL)
     }
 
-    /// Bytes in the allocation around the target region.
+    /// Returns the bytes of the allocation around the target region.
     fn allocation_len(&self) -> u64 {
         self.region_len().saturating_add(self.extent.margin.saturating_mul(2))
     }
@@ -194,8 +191,8 @@ impl Trial<'_> {
             Memory::MemFd => self.own(FileBuffer(MemFd::new(len)?)),
             Memory::HugePages(system) => match HugeBuffer::allocate(system, len) {
                 Ok(buffer) => self.own(buffer),
-                // There may be some, and not enough.
-                Err(error) => Err(Ended::Cannot(error)),
+                // The machine may have fewer huge pages than needed.
+                Err(error) => Err(Ended::Unsupported(error)),
             },
             Memory::Mapped(iface) => self.own(mapped(iface, len)?),
             Memory::Borrowed(iface) => {
@@ -207,9 +204,9 @@ impl Trial<'_> {
                 match DeviceBuffer::allocate(iface, &AllocRequest { len, device, kind: *kind }) {
                     Ok(buffer) if self.extent.margin > 0 => self.borrow(buffer),
                     Ok(buffer) => self.own(buffer),
-                    // Not every iface has every kind.
+                    // Some ifaces do not have all kinds.
                     Err(error) if error.is_unsupported() && !self.case.software => {
-                        Err(Ended::Cannot(error))
+                        Err(Ended::Unsupported(error))
                     }
                     Err(error) => Err(error.into()),
                 }
@@ -229,7 +226,7 @@ impl Trial<'_> {
         self.move_bytes(target.map_err(|rejected| rejected.error))
     }
 
-    /// Everything that happens to one registration.
+    /// Transfers and compares bytes of one registration, and closes it.
     fn move_bytes(&mut self, target: Result<impl Registration, Error>) -> Result<(), Ended> {
         let target = target.map_err(|error| self.refused(error))?;
         self.look_at_decision(target.region())?;
@@ -267,7 +264,7 @@ impl Trial<'_> {
         Ok(target.close()?)
     }
 
-    /// A refusal is a failure, unless hardware (or a limit on a NIC that pins) is what refuses.
+    /// Returns whether a refusal is a failure. It is none if hardware or a limit refuses.
     fn refused(&mut self, error: Error) -> Ended {
         let lacks = matches!(
             error.kind(),
@@ -276,27 +273,27 @@ impl Trial<'_> {
                 | ErrorKind::Unavailable
                 | ErrorKind::Unreachable
         );
-        // No list says whether one answers for a device's addresses: it was tried.
+        // Only a registration shows whether a peer-memory client handles the device.
         let no_client = error
             .trace()
             .iter()
             .any(|attempt| attempt.cause_name == Some("peer-memory-module-missing"));
         if (lacks || no_client) && !self.case.software {
-            return Ended::Cannot(error);
+            return Ended::Unsupported(error);
         }
         if self.shown.sizes.is_empty() {
-            self.shown.trace = vec![Attempt::refused(self.case.way.path(), &error)];
+            self.shown.trace = vec![Attempt::refused(self.case.variant.path(), &error)];
         }
         if error.kind() == ErrorKind::OutOfResources {
-            return Ended::Cannot(error);
+            return Ended::Unsupported(error);
         }
-        Ended::Wrong(root(&error).to_string())
+        Ended::Failed(root(&error).to_string())
     }
 
     fn register_local(&mut self, buffer: Vec<u8>, key: u64) -> Result<OwnedRegion<Vec<u8>>, Ended> {
         self.domain.register_with(buffer, &attr(key), MrFlags::empty()).map_err(|rejected| {
             match rejected.error.kind() {
-                ErrorKind::OutOfResources => Ended::Cannot(rejected.error),
+                ErrorKind::OutOfResources => Ended::Unsupported(rejected.error),
                 _ => rejected.error.into(),
             }
         })
@@ -305,11 +302,11 @@ impl Trial<'_> {
     fn look_at_decision(&mut self, target: &MemoryRegion) -> Result<(), Ended> {
         let decision = target.decision()?;
         self.shown.trace = decision.attempts.iter().map(Attempt::from).collect();
-        if decision.path == self.case.way.path() {
+        if decision.path == self.case.variant.path() {
             return Ok(());
         }
-        let wanted = self.case.way.path();
-        Err(Ended::Wrong(format!(
+        let wanted = self.case.variant.path();
+        Err(Ended::Failed(format!(
             "registered over {} instead of {wanted}: {}",
             decision.path, decision.reason
         )))
@@ -321,8 +318,7 @@ impl Trial<'_> {
         same(expected, &found, how)
     }
 
-    /// Adds to an aligned word of the target; on a staged path that must be refused, and change
-    /// nothing.
+    /// Adds to an aligned word of the target. A staged path must refuse this and change nothing.
     fn fetch_add(
         &mut self,
         target: &impl Registration,
@@ -339,22 +335,23 @@ impl Trial<'_> {
         let result =
             self.link.fetch_add(self.domain, operands.slice(0, 8)?, operands.slice(8, 8)?, remote);
         match result {
-            Ok(()) if self.case.way.path() == Path::Staged => {
-                return Err(Ended::Wrong("an atomic on staged memory was not refused".into()));
+            Ok(()) if self.case.variant.path() == Path::Staged => {
+                return Err(Ended::Failed(
+                    "an atomic on staged memory succeeded, which must be refused".into(),
+                ));
             }
             Ok(()) => {
                 let mut old = [0; 8];
                 operands.read(8, &mut old)?;
                 if u64::from_ne_bytes(old) != word {
-                    return Err(Ended::Wrong("fetch-add returned a wrong old value".into()));
+                    return Err(Ended::Failed("fetch-add returned a wrong old value".into()));
                 }
                 expected[at..at + 8].copy_from_slice(&word.wrapping_add(ADDEND).to_le_bytes());
                 self.shown.atomic = Atomic::Verified;
             }
             Err(error) if error.kind() == ErrorKind::Unsupported => {
-                // The software NIC resolves peer memory by the iface's copies, so it has no atomics
-                // there either.
-                let copies = matches!(self.case.way.path(), Path::Staged | Path::PeerMemory);
+                // The software NIC accesses peer memory by copies of the iface, without atomics.
+                let copies = matches!(self.case.variant.path(), Path::Staged | Path::PeerMemory);
                 let may_refuse = copies || !self.case.nic.software;
                 if !may_refuse {
                     return Err(error.into());
@@ -367,7 +364,7 @@ impl Trial<'_> {
         self.compare(target, expected, "after a fetch-add")
     }
 
-    /// GiB/s of RMA writes into the target.
+    /// Measures RMA writes into the target, in GiB/s.
     fn throughput(
         &mut self,
         source: &OwnedRegion<Vec<u8>>,
@@ -389,13 +386,13 @@ impl Trial<'_> {
     }
 }
 
-/// All rights, and a key of its own for modes in which the application chooses.
+/// Returns attributes with all rights, and a key for modes in which the application chooses it.
 fn attr(key: u64) -> MrAttr<'static> {
     let access = Access::REMOTE_READ | Access::REMOTE_WRITE | Access::READ | Access::WRITE;
     MrAttr::new(&[], access).key(key)
 }
 
-/// Pages of their own.
+/// Allocates pages of host memory.
 fn mapped(iface: &Arc<dyn Iface>, len: u64) -> hmem::Result<DeviceBuffer> {
     let request = AllocRequest { len, device: DeviceId(0), kind: AllocationKind::System };
     DeviceBuffer::allocate(iface, &request)
@@ -404,7 +401,7 @@ fn mapped(iface: &Arc<dyn Iface>, len: u64) -> hmem::Result<DeviceBuffer> {
 fn same(expected: &[u8], found: &[u8], how: &str) -> Result<(), Ended> {
     match pattern::difference(expected, found) {
         None => Ok(()),
-        Some((first, count)) => Err(Ended::Wrong(format!(
+        Some((first, count)) => Err(Ended::Failed(format!(
             "{count} of {} bytes are wrong when {how}, the first at {first}",
             expected.len()
         ))),

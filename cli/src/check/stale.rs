@@ -1,9 +1,8 @@
-//! Stale registrations: memory goes, other memory comes to its address, and the registration cache
-//! must not hand out the old one.
+//! Stale registrations: a cached registration must not outlive its memory.
 //!
-//! A NIC keeps the pages that it registered, whatever becomes of the addresses. The loopback's
-//! pinned mode does as well, so that a registration which outlived its memory moves bytes of memory
-//! that is not there any more.
+//! Each round frees memory and allocates other memory at the same address. A NIC keeps the pages
+//! that were mapped at registration, as does the pinned mode of the loopback. A stale hit therefore
+//! moves bytes of the freed memory, which the check compares.
 
 use std::sync::Arc;
 
@@ -24,23 +23,22 @@ use super::{
     link::{Link, Target},
     memory::heap,
     pattern,
-    place::{OnDevice, Pages, Place},
-    skip,
+    place::{OnDevice, Pages, ReusableMemory},
 };
 use crate::{
     json::Skipped,
     machine::{Fabric, Machine},
 };
 
-/// Bytes of a transfer: what is stale is whole pages.
+/// Bytes of a transfer. Few are enough, since whole pages are stale.
 const MOVED: u64 = 64;
 
-/// What came of one monitor.
+/// The result of one monitor.
 #[derive(Clone, Debug, Serialize)]
 pub struct StaleRow {
     /// The iface of the memory.
     pub iface: String,
-    /// What watches the memory.
+    /// The monitor of the memory.
     pub monitor: String,
     /// The provider.
     pub provider: String,
@@ -48,34 +46,34 @@ pub struct StaleRow {
     pub nic: String,
     /// The path from memory to NIC.
     pub path: &'static str,
-    /// How often memory was freed and had again.
+    /// Rounds of freeing and allocating memory.
     pub rounds: u64,
-    /// In how many of them it came back to the address that it had.
+    /// Rounds in which the new memory had the previous address.
     pub reused: u64,
-    /// Lookups that found a registration.
+    /// Lookups that hit.
     pub hits: u64,
-    /// Rounds in which a transfer moved bytes of memory that was gone.
+    /// Rounds in which a transfer moved bytes of freed memory.
     pub stale: u64,
-    /// Whether no byte was stale, and one could have been.
+    /// Set if no byte was stale, although addresses were reused.
     pub verified: bool,
-    /// What went wrong.
+    /// The failure.
     pub error: Option<String>,
 }
 
-/// One monitor to torture.
+/// One monitor to check.
 pub(super) struct Case<'a> {
     machine: &'a Machine,
     nic: &'a Fabric,
     memory: Memory,
 }
 
-/// Memory with what watches it.
+/// Memory with its monitor.
 enum Memory {
     /// Host memory.
     Host(HostMonitor),
     /// Memory of an iface of the machine, watched by the iface's own monitor.
     Device(Arc<dyn Iface>),
-    /// Memory of a simulated device that calls back before memory goes, as ROCr does.
+    /// Memory of a simulated device that calls back before it frees memory, as ROCr does.
     Callback,
 }
 
@@ -86,29 +84,29 @@ enum HostMonitor {
     UserFaultFd,
     Both,
     Import,
-    /// One that is never told of anything: what a torture must catch.
+    /// A monitor that is never notified: the check must fail.
     #[cfg(test)]
     Deaf,
 }
 
-/// A monitor, and what the check tells of changes where that is the application's task.
+/// A monitor, and the imported monitor that the check has to notify, if there is one.
 type Started = (Arc<dyn Monitor>, Option<Arc<ImportMonitor>>);
 
 impl HostMonitor {
     const ALL: [Self; 4] = [Self::MemHooks, Self::UserFaultFd, Self::Both, Self::Import];
 
-    /// Starts it.
+    /// Starts the monitor.
     fn start(self) -> Result<Started> {
         Ok(match self {
             Self::MemHooks => (MemHooks::start()?, None),
             Self::UserFaultFd => (UserFaultFd::start()?, None),
             Self::Both => (Layered::new(MemHooks::start()?, UserFaultFd::start()?), None),
             Self::Import => {
-                let import = ImportMonitor::new(Arc::new(Told))?;
+                let import = ImportMonitor::new(Arc::new(IgnoreCallbacks))?;
                 (Arc::clone(&import) as _, Some(import))
             }
             #[cfg(test)]
-            Self::Deaf => (ImportMonitor::new(Arc::new(Told))?, None),
+            Self::Deaf => (ImportMonitor::new(Arc::new(IgnoreCallbacks))?, None),
         })
     }
 
@@ -124,12 +122,11 @@ impl HostMonitor {
     }
 }
 
-/// The application's side of an imported monitor: the check knows what it frees, and needs not be
-/// told what to watch.
+/// The callbacks of an imported monitor. The check notifies it of every free and needs none.
 #[derive(Debug)]
-struct Told;
+struct IgnoreCallbacks;
 
-impl ImportCallbacks for Told {
+impl ImportCallbacks for IgnoreCallbacks {
     fn subscribe(&self, _: hmem::AddressRange) -> Result<()> {
         Ok(())
     }
@@ -137,7 +134,7 @@ impl ImportCallbacks for Told {
     fn unsubscribe(&self, _: hmem::AddressRange) {}
 }
 
-/// Every monitor of every selected iface.
+/// Lists every monitor of every selected iface.
 pub(super) fn plan<'a>(
     machine: &'a Machine,
     selection: &Selection,
@@ -146,9 +143,9 @@ pub(super) fn plan<'a>(
     let wanted =
         |nic: &&Fabric| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
     let Some(nic) = machine.nics.iter().filter(wanted).find(|nic| nic.keeps_pages()) else {
-        skipped.push(skip(
+        skipped.push(Skipped::new(
             "stale registrations",
-            "no NIC that keeps pages (loopback with io_uring) is here and selected",
+            "no selected NIC keeps pages: select loopback/pinned, which needs io_uring",
         ));
         return Vec::new();
     };
@@ -162,11 +159,12 @@ pub(super) fn plan<'a>(
         if iface.kind() == IfaceKind::SYSTEM {
             cases.extend(HostMonitor::ALL.map(Memory::Host).map(of));
         } else if machine.hmem.p2p_disabled() {
-            let why = "staged copies follow the memory, and direct access is switched off (FI_HMEM_DISABLE_P2P)";
-            skipped.push(skip(format!("stale registrations of {name}"), why));
+            let why =
+                "FI_HMEM_DISABLE_P2P forbids direct access, and staged copies are never stale";
+            skipped.push(Skipped::new(format!("stale registrations of {name}"), why));
         } else if !(iface.capability().allocate && iface.capability().dma_buf) {
-            let why = "it takes an iface that allocates and exports dma-bufs";
-            skipped.push(skip(format!("stale registrations of {name}"), why));
+            let why = "the check needs an iface that allocates memory and exports dma-bufs";
+            skipped.push(Skipped::new(format!("stale registrations of {name}"), why));
         } else {
             cases.push(of(Memory::Device(Arc::clone(iface))));
             cases.extend(machine.is_software(iface.kind()).then(|| of(Memory::Callback)));
@@ -192,7 +190,7 @@ impl Case<'_> {
         }
     }
 
-    /// What watches the memory, as far as that is known before it is started.
+    /// Returns the name of the monitor, as far as it is known before the start.
     fn monitor(&self) -> &'static str {
         match &self.memory {
             Memory::Host(monitor) => monitor.name(),
@@ -201,7 +199,7 @@ impl Case<'_> {
         }
     }
 
-    /// What it is, for a person.
+    /// Returns a title for people.
     pub(super) fn title(&self) -> String {
         match &self.memory {
             Memory::Host(monitor) => {
@@ -212,24 +210,26 @@ impl Case<'_> {
         }
     }
 
-    /// Runs it.
+    /// Runs the rounds.
     ///
     /// # Errors
-    /// What is not here is skipped with its reason.
+    /// The subject with its reason, if this machine does not support it.
     pub(super) fn run(&self, rounds: u64) -> Result<StaleRow, Skipped> {
         let mut tally = Tally { monitor: self.monitor().to_owned(), ..Tally::default() };
         let done = self.prepare().and_then(|mut prepared| {
             tally.monitor = prepared.monitor.clone();
-            prepared.torture(self.nic, rounds, &mut tally)
+            prepared.run_rounds(self.nic, rounds, &mut tally)
         });
         let error = match done {
-            Err(why) if tally.rounds == 0 && lacks(&why) => return Err(skip(self.title(), why)),
+            Err(why) if tally.rounds == 0 && lacks(&why) => {
+                return Err(Skipped::new(self.title(), why));
+            }
             Err(error) => Some(error.to_string()),
-            // Not every allocator gives an address out again.
+            // Some allocators do not reuse addresses.
             Ok(()) if tally.stale == 0 && tally.reused == 0 => {
-                return Err(skip(
+                return Err(Skipped::new(
                     self.title(),
-                    "no address came back, so that nothing could be shown",
+                    "the allocator reused no address, so that no registration could be stale",
                 ));
             }
             Ok(()) => tally.shortcoming(),
@@ -255,17 +255,17 @@ impl Case<'_> {
             Memory::Host(kind) => {
                 let (monitor, told) = kind.start()?;
                 let hmem = host(Hmem::builder()).imported_cache_monitor(monitor).build()?;
-                let place = Box::new(Pages::map(told)?);
+                let memory = Box::new(Pages::map(told)?);
                 Ok(Prepared {
                     monitor: kind.name().to_owned(),
-                    hmem: Whose::Own(Box::new(hmem)),
-                    place,
+                    hmem: OwnOrShared::Own(Box::new(hmem)),
+                    memory,
                 })
             }
             Memory::Device(iface) => {
                 let monitor = iface.start_monitor()?.name().to_owned();
-                let place = Box::new(OnDevice::allocate(iface)?);
-                Ok(Prepared { monitor, hmem: Whose::Machine(self.machine), place })
+                let memory = Box::new(OnDevice::allocate(iface)?);
+                Ok(Prepared { monitor, hmem: OwnOrShared::Machine(self.machine), memory })
             }
             Memory::Callback => {
                 let device = Simulated::builder()
@@ -275,14 +275,14 @@ impl Case<'_> {
                 let monitor = iface.start_monitor()?.name().to_owned();
                 let hmem = Hmem::builder().without_vendor_ifaces().ifaces(iface.name());
                 let hmem = hmem.shared_iface(Arc::clone(&iface)).build()?;
-                let place = Box::new(OnDevice::allocate(&iface)?);
-                Ok(Prepared { monitor, hmem: Whose::Own(Box::new(hmem)), place })
+                let memory = Box::new(OnDevice::allocate(&iface)?);
+                Ok(Prepared { monitor, hmem: OwnOrShared::Own(Box::new(hmem)), memory })
             }
         }
     }
 }
 
-/// Whether the machine lacks something or sets a limit, which is no failure.
+/// Returns whether the machine lacks a feature or sets a limit, which is not a failure.
 fn lacks(why: &Error) -> bool {
     matches!(
         why.kind(),
@@ -296,7 +296,7 @@ fn lacks(why: &Error) -> bool {
     )
 }
 
-/// What was seen.
+/// The counts of one run.
 #[derive(Debug, Default)]
 struct Tally {
     monitor: String,
@@ -307,37 +307,37 @@ struct Tally {
 }
 
 impl Tally {
-    /// Why this is no success, where everything worked.
+    /// Returns the reason why a complete run is not a success.
     fn shortcoming(&self) -> Option<String> {
         if self.stale > 0 {
             return Some(format!(
-                "in {} of {} rounds a transfer moved bytes of memory that was gone",
+                "a transfer moved bytes of freed memory in {} of {} rounds",
                 self.stale, self.rounds
             ));
         }
-        (self.hits == 0).then(|| "no lookup found a registration: nothing was shown".to_owned())
+        (self.hits == 0).then(|| "no lookup hit, so that no registration could be stale".to_owned())
     }
 }
 
-enum Whose<'a> {
+enum OwnOrShared<'a> {
     Machine(&'a Machine),
     Own(Box<Hmem>),
 }
 
 struct Prepared<'a> {
     monitor: String,
-    /// Before the place: its regions go first.
-    hmem: Whose<'a>,
-    place: Box<dyn Place>,
+    /// Declared before the memory, so that its regions are dropped first.
+    hmem: OwnOrShared<'a>,
+    memory: Box<dyn ReusableMemory>,
 }
 
 impl Prepared<'_> {
-    fn torture(&mut self, nic: &Fabric, rounds: u64, tally: &mut Tally) -> Result<()> {
+    fn run_rounds(&mut self, nic: &Fabric, rounds: u64, tally: &mut Tally) -> Result<()> {
         let hmem = match &self.hmem {
-            Whose::Machine(machine) => &machine.hmem,
-            Whose::Own(hmem) => hmem,
+            OwnOrShared::Machine(machine) => &machine.hmem,
+            OwnOrShared::Own(hmem) => hmem,
         };
-        // Whatever the environment says of caches: this is about the monitor.
+        // The environment does not apply: the check is about the monitor.
         let cache = CacheAttr::default().max_count(1024).max_bytes(1 << 30).merge(false);
         let cache = cache.without_monitors([]);
         let domain = nic.open_with(hmem, P2pPolicy::Required, Some(cache))?;
@@ -345,8 +345,12 @@ impl Prepared<'_> {
             let access = Access::READ | Access::WRITE;
             let local = domain.register(heap(MOVED)?, access).map_err(|rejected| rejected.error)?;
             let mut link = Link::open(&domain)?;
-            let mut round =
-                Round { domain: &domain, link: &mut link, local: &local, place: &mut *self.place };
+            let mut round = Round {
+                domain: &domain,
+                link: &mut link,
+                local: &local,
+                memory: &mut *self.memory,
+            };
             for number in 0..rounds {
                 round.run(number, tally)?;
             }
@@ -362,28 +366,27 @@ struct Round<'a> {
     domain: &'a hmem::Domain,
     link: &'a mut Link,
     local: &'a hmem::OwnedRegion<Vec<u8>>,
-    place: &'a mut dyn Place,
+    memory: &'a mut dyn ReusableMemory,
 }
 
 impl Round<'_> {
-    /// Gives the memory new bytes, has a peer read or write it through the cache, and takes the
-    /// memory away.
+    /// Fills the memory, lets a peer read or write it through the cache, and frees it.
     fn run(&mut self, number: u64, tally: &mut Tally) -> Result<()> {
         let (mut before, mut after) = ([0; MOVED as usize], [0; MOVED as usize]);
         pattern::fill(&mut before, number << 16);
         pattern::fill(&mut after, (number << 16) + (1 << 15));
-        let range = self.place.range()?;
-        self.place.write(&before)?;
+        let range = self.memory.range()?;
+        self.memory.write(&before)?;
         let cache = self.domain.cache()?;
         {
-            // SAFETY: the place is plain addresses into which there are no references, and nothing
-            // is done with it while a transfer runs. What is cached when it goes is
-            // what the check is about: the NIC keeps the pages.
-            #[allow(unsafe_code, reason = "the region is of memory that the place owns")]
+            // SAFETY: no reference into the memory exists, and this function does not access it
+            // while a transfer runs. A cached region may outlive the memory: the NIC keeps pages,
+            // so that a stale hit reaches only the freed pages.
+            #[allow(unsafe_code, reason = "the memory is registered by address")]
             let region = unsafe {
                 cache.get_or_register(range, Access::REMOTE_READ | Access::REMOTE_WRITE)?
             };
-            // Busy: a change of the round before may not be over yet, as far as the monitor knows.
+            // Busy: for the monitor, a change of the previous round may still be in progress.
             if let Some(UncachedReason::Unwatched(why)) = region.lease().uncached_reason()
                 && !why.is_busy()
             {
@@ -400,16 +403,17 @@ impl Round<'_> {
             } else {
                 self.local.write(0, &after)?;
                 self.link.write(self.domain, whole, target)?;
-                self.place.read(&mut found)?;
+                self.memory.read(&mut found)?;
                 &after
             };
             tally.stale += u64::from(pattern::difference(expected, &found).is_some());
         }
-        // SAFETY: as above.
-        #[allow(unsafe_code, reason = "as above")]
+        // SAFETY: no reference into the memory exists, and no transfer runs. The lease ends at
+        // once, and the NIC keeps the pages of a region that stays cached.
+        #[allow(unsafe_code, reason = "the memory is registered by address")]
         drop(unsafe { cache.get_or_register(range, Access::REMOTE_READ | Access::REMOTE_WRITE)? });
-        self.place.renew(number)?;
-        tally.reused += u64::from(self.place.range()? == range);
+        self.memory.renew(number)?;
+        tally.reused += u64::from(self.memory.range()? == range);
         tally.rounds += 1;
         Ok(())
     }
@@ -420,7 +424,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_monitor_that_is_told_of_nothing_is_caught() {
+    fn monitor_that_is_never_notified_fails_the_check() {
         let machine = Machine::find().unwrap();
         let Some(nic) = machine.nics.iter().find(|nic| nic.keeps_pages()) else {
             panic!("no NIC that keeps pages: {:?}", machine.absent);
@@ -429,10 +433,10 @@ mod tests {
         let row = case.run(100).unwrap();
         assert!(!row.verified && row.stale > 50, "{row:?}");
         assert!(
-            row.error.as_deref().is_some_and(|error| error.contains("memory that was gone")),
+            row.error.as_deref().is_some_and(|error| error.contains("freed memory")),
             "{row:?}"
         );
-        // The same with one that is told.
+        // A notified monitor passes.
         let row = Case { memory: Memory::Host(HostMonitor::Import), ..case }.run(100).unwrap();
         assert!(row.verified && row.stale == 0 && row.reused > 0 && row.hits > 0, "{row:?}");
     }

@@ -1,19 +1,19 @@
-//! Registered memory that a check writes to, owned by its region or not.
+//! Registered memory that a check writes to.
 
 use hmem::{
     DeviceBuffer, Domain, Error, ErrorKind, MemoryRegion, MrAttr, MrFlags, OwnedBuffer,
     OwnedRegion, Rejected, Result,
 };
 
-/// A region, and the iface's way to its bytes.
+/// A region, and copies of its bytes through the iface.
 pub(super) trait Registration {
-    /// The region.
+    /// Returns the region.
     fn region(&self) -> &MemoryRegion;
 
-    /// Copies bytes out through the iface.
+    /// Copies bytes of the memory to `into`, through the iface.
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<()>;
 
-    /// Copies bytes in through the iface.
+    /// Copies `from` to the memory, through the iface.
     fn write(&self, offset: u64, from: &[u8]) -> Result<()>;
 
     /// Closes the region, then frees the memory.
@@ -39,14 +39,14 @@ impl<B: OwnedBuffer> Registration for OwnedRegion<B> {
     }
 }
 
-/// Memory registered by its address alone, as `fi_mr_reg` and `ibv_reg_mr` do: the NIC must cope
-/// with pages that nobody keeps for it.
+/// Memory registered by its address, as `fi_mr_reg` and `ibv_reg_mr` do. The region does not own
+/// it.
 #[derive(Debug)]
 pub(super) struct Borrowed {
-    /// Before the buffer, so that it is dropped first.
+    /// Declared before the buffer, and therefore dropped first.
     region: MemoryRegion,
     buffer: DeviceBuffer,
-    /// First byte of the region, from the start of the buffer.
+    /// Bytes of the buffer before the region.
     start: u64,
 }
 
@@ -65,9 +65,9 @@ impl Borrowed {
         };
         let ranges = [range];
         let attr = MrAttr { ranges: &ranges, ..*attr };
-        // SAFETY: the buffer is plain addresses to which no reference exists, and it is freed after
-        // the region is closed or dropped: `close` and the order of the fields see to that.
-        #[allow(unsafe_code, reason = "the region borrows what this value owns")]
+        // SAFETY: no reference into the buffer exists. `close` and the order of the fields free the
+        // buffer after the region is closed or dropped.
+        #[allow(unsafe_code, reason = "the region borrows memory of this value")]
         match unsafe { domain.regattr(&attr, MrFlags::empty()) } {
             Ok(region) => Ok(Self { region, buffer, start }),
             Err(error) => Err(Rejected::new(buffer, error)),

@@ -1,4 +1,4 @@
-//! `hmem explain`: which path a registration takes, why, and what would make it better.
+//! `hmem explain`: the path of each registration, the refused paths, and remedies.
 
 mod report;
 
@@ -12,33 +12,34 @@ use hmem::{
 
 pub use self::report::{Entry, FindingEntry, Report, Wiring, text};
 use crate::{
+    Failure,
     args::ExplainArgs,
-    check::unknown,
+    check::unknown_nic,
     json::Skipped,
-    machine::{Fabric, Machine, reason_and_remedy, root},
+    machine::{Fabric, Machine, root},
+    problem::{Problem, unknown},
 };
 
 /// A pair of memory and NIC.
 struct Pair<'a> {
     iface: &'a Arc<dyn Iface>,
     device: Option<DeviceId>,
-    /// The device's memory in bytes, and its PCI address.
+    /// The memory of the device, in bytes.
     memory: Option<u64>,
     nic: &'a Fabric,
 }
 
-/// Explains every pair that was asked for.
+/// Explains every selected pair of memory and NIC.
 ///
 /// # Errors
-/// [`ErrorKind::InvalidArgument`] for an iface, device or NIC that this machine does not know,
-/// naming those that it does.
-pub fn explain(machine: &Machine, args: &ExplainArgs) -> Result<Report> {
+/// [`Failure::Usage`] for an iface, device or NIC that this machine does not know.
+pub fn explain(machine: &Machine, args: &ExplainArgs) -> Result<Report, Failure> {
     if let Some(name) = args.iface.as_deref().filter(|name| !machine.knows_iface(name)) {
-        return Err(unknown("explain --iface", name, &machine.iface_names()));
+        return Err(unknown("iface", name, "--iface", &machine.iface_names()).into());
     }
     let nics = machine.provider_names();
     if let Some(name) = args.nic.as_ref().filter(|name| !nics.contains(name)) {
-        return Err(unknown("explain --nic", name, &nics));
+        return Err(unknown_nic(name, "--nic", &nics).into());
     }
     let mut skipped = Vec::new();
     let mut explanations = Vec::new();
@@ -53,20 +54,19 @@ pub fn explain(machine: &Machine, args: &ExplainArgs) -> Result<Report> {
                 explanations.push(Entry::new(machine, &pair.into_names(machine), &explanation))
             }
             Err(error) => {
-                let (why, remedy) = reason_and_remedy(root(&error));
-                let why = remedy.map_or_else(|| why.clone(), |remedy| format!("{why} -> {remedy}"));
-                skipped.push(Skipped { what: pair.name(machine), why });
+                skipped.push(Skipped::new(pair.name(machine), machine.problem(root(&error))));
             }
         }
     }
-    Ok(Report::new(explanations, skipped))
+    let missing = machine.hmem.missing_ifaces().count();
+    Ok(Report::new(explanations, skipped, missing > 0))
 }
 
 fn found(machine: &Machine, pair: &Pair<'_>, request: &ExplainRequest) -> Result<Explanation> {
     if pair.device.is_some() && pair.iface.allocator().is_none() {
         return Err(Error::new(ErrorKind::Unsupported, "allocate")
             .iface(pair.iface.kind())
-            .remedy("this iface does not allocate yet, so that nothing can be tried"));
+            .remedy("choose another iface: this one cannot allocate memory to test with"));
     }
     pair.nic.explain(&machine.hmem, request)
 }
@@ -75,7 +75,7 @@ fn pairs<'a>(
     machine: &'a Machine,
     args: &ExplainArgs,
     skipped: &mut Vec<Skipped>,
-) -> Result<Vec<Pair<'a>>> {
+) -> Result<Vec<Pair<'a>>, Failure> {
     let wanted = |iface: &str| args.iface.as_deref().is_none_or(|wanted| wanted == iface);
     let nics: Vec<_> = machine
         .nics
@@ -90,10 +90,10 @@ fn pairs<'a>(
     skipped.extend(absent.map(Skipped::from));
     for (kind, why) in machine.hmem.registry().absent() {
         let name = machine.iface_name(kind);
-        // All are absent on most machines; who asks for one by name wants to know.
-        if args.iface.as_ref() == Some(&name) {
-            let why = machine.explained(Step::OpenDevice, why);
-            skipped.push(Skipped { what: format!("iface {name}"), why });
+        let missing = machine.hmem.missing_ifaces().any(|(missing, _)| missing == kind);
+        // Most machines lack most ifaces. Only those that the user names are listed.
+        if missing || args.iface.as_ref() == Some(&name) {
+            skipped.push(Skipped::new(format!("iface {name}"), machine.explained(Step::OpenDevice, why)));
         }
     }
     let mut pairs = Vec::new();
@@ -105,10 +105,10 @@ fn pairs<'a>(
             match iface.devices() {
                 Ok(found) => devices
                     .extend(found.iter().map(|device| (Some(device.id), Some(device.memory)))),
-                Err(error) => skipped.push(Skipped {
-                    what: format!("devices of {}", iface.name()),
-                    why: error.to_string(),
-                }),
+                Err(error) => {
+                    let what = format!("devices of {}", iface.name());
+                    skipped.push(Skipped::new(what, machine.problem(&error)));
+                }
             }
         }
         if let Some(number) = args.device {
@@ -118,7 +118,8 @@ fn pairs<'a>(
                 .collect();
             devices.retain(|(device, _)| *device == Some(DeviceId(number)));
             if devices.is_empty() {
-                return Err(unknown("explain --device", &number.to_string(), &known));
+                let problem = Problem::new(format!("{} has no device {number}", iface.name()));
+                return Err(problem.remedy(format!("--device takes {}", known.join(", "))).into());
             }
         }
         for (device, memory) in devices {
@@ -128,7 +129,7 @@ fn pairs<'a>(
     Ok(pairs)
 }
 
-/// A pair by its names.
+/// The names of a pair, and the memory of the device in bytes.
 pub(crate) struct Names {
     iface: String,
     provider: String,

@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use hmem::{p2p::path::Explanation, path::Attempt as Tried};
+use hmem::p2p::path::Explanation;
 use serde::Serialize;
 
 use super::Names;
@@ -13,17 +13,20 @@ use crate::{
     topo::TopoPathEntry,
 };
 
-/// Explanations of all pairs that were asked for.
+/// Explanations of all selected pairs.
 #[derive(Debug, Serialize)]
 pub struct Report {
     /// The schema number.
     pub schema: u32,
     /// The version of the command.
     pub version: &'static str,
-    /// What was found out.
+    /// The explanations.
     pub explanations: Vec<Entry>,
-    /// What was not.
+    /// The pairs without an explanation, with reasons.
     pub skipped: Vec<Skipped>,
+    /// Set if an iface that `FI_HMEM` names is unavailable.
+    #[serde(skip)]
+    missing: bool,
 }
 
 /// The path of one pair of memory and NIC.
@@ -43,66 +46,71 @@ pub struct Entry {
     pub nic: String,
     /// The policy.
     pub policy: &'static str,
-    /// Whether device memory is kept from every NIC.
+    /// Set if direct access to device memory is forbidden for every NIC.
     pub p2p_disabled: bool,
-    /// The path; null if every way was refused.
+    /// The path; null if every path was refused.
     pub path: Option<&'static str>,
     /// The mapping of the dma-buf.
     pub mapping: Option<String>,
-    /// Why that path, or why none.
+    /// The reason for the path, or for none.
     pub reason: String,
-    /// What would make it better, or work at all.
+    /// The changes that would enable a better path, or any path.
     pub remedies: Vec<String>,
-    /// Everything that was tried.
+    /// The attempts, in order.
     pub trace: Vec<Attempt>,
-    /// What lies between the two.
+    /// The wiring between memory and NIC.
     pub wiring: Wiring,
 }
 
-/// What lies between a device and a NIC.
+/// The wiring between a device and a NIC.
 #[derive(Debug, Default, Serialize)]
 pub struct Wiring {
-    /// Where the device is plugged in.
+    /// The PCI address of the device.
     pub device_pci_bus_id: Option<String>,
-    /// Where the NIC is plugged in.
+    /// The PCI address of the NIC.
     pub nic_pci_bus_id: Option<String>,
-    /// The way; null where it is not known.
+    /// The PCIe path; null if it is unknown.
     pub topo_path: Option<TopoPathEntry>,
-    /// Why it is not.
+    /// The reason why the PCIe path is unknown.
     pub unknown: Option<String>,
-    /// What the IOMMU does.
+    /// The mode of the IOMMU.
     pub iommu: Option<&'static str>,
-    /// The device's largest BAR, in bytes.
+    /// The size of the device's largest BAR, in bytes.
     pub largest_bar: Option<u64>,
-    /// What stands in the way.
+    /// The obstacles.
     pub findings: Vec<FindingEntry>,
 }
 
-/// Something that stands in the way.
+/// An obstacle in the wiring.
 #[derive(Clone, Debug, Serialize)]
 pub struct FindingEntry {
-    /// Its name.
+    /// The name.
     pub name: &'static str,
-    /// What was found.
+    /// A description.
     pub what: String,
-    /// What to do about it.
+    /// The change that removes the obstacle.
     pub remedy: &'static str,
 }
 
 impl Report {
-    pub(super) fn new(explanations: Vec<Entry>, skipped: Vec<Skipped>) -> Self {
-        Self { schema: SCHEMA, version: env!("CARGO_PKG_VERSION"), explanations, skipped }
+    pub(super) fn new(explanations: Vec<Entry>, skipped: Vec<Skipped>, missing: bool) -> Self {
+        let version = env!("CARGO_PKG_VERSION");
+        Self { schema: SCHEMA, version, explanations, skipped, missing }
     }
 
-    /// Whether each pair has a path, and there is one.
+    /// Returns whether there is a pair, each pair has a path, and no iface is missing.
     #[must_use]
     pub fn passed(&self) -> bool {
-        !self.explanations.is_empty() && self.explanations.iter().all(|entry| entry.path.is_some())
+        !self.missing
+            && !self.explanations.is_empty()
+            && self.explanations.iter().all(|entry| entry.path.is_some())
     }
 }
 
 impl Entry {
     pub(super) fn new(machine: &Machine, names: &Names, found: &Explanation) -> Self {
+        let named = |text| machine.named(text);
+        let attempts = found.attempts.iter().map(Attempt::from);
         Self {
             iface: names.iface.clone(),
             device: found.device,
@@ -114,14 +122,14 @@ impl Entry {
             p2p_disabled: found.p2p_disabled,
             path: found.path.map(hmem::Path::name),
             mapping: found.mapping.map(|mapping| format!("{mapping:?}").to_lowercase()),
-            reason: found.reason.clone(),
-            remedies: found.remedies.clone(),
-            trace: found.attempts.iter().map(|tried: &Tried| Attempt::from(tried)).collect(),
+            reason: machine.named(found.reason.clone()),
+            remedies: found.remedies.iter().cloned().map(named).collect(),
+            trace: attempts.map(|attempt| attempt.renamed(named)).collect(),
             wiring: Wiring::new(machine, names, found),
         }
     }
 
-    /// Whose memory, in words.
+    /// Returns the memory in words.
     fn memory(&self) -> String {
         match self.device {
             Some(device) => format!("{}:{device}", self.iface),
@@ -139,7 +147,7 @@ impl Wiring {
             ..Self::default()
         };
         let Some(device) = found.device else {
-            wiring.unknown = Some("host memory is behind no PCI function".to_owned());
+            wiring.unknown = Some("host memory is not behind a PCI function".to_owned());
             return wiring;
         };
         let device = machine
@@ -171,18 +179,18 @@ impl Wiring {
     }
 }
 
-/// Prints explanations for a person.
+/// Prints explanations for people.
 ///
 /// # Errors
-/// What the writer reported.
+/// The error of the writer.
 pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()> {
     for entry in &report.explanations {
         one(out, entry, style)?;
     }
     if !report.skipped.is_empty() {
-        style.heading(out, "Not found out")?;
+        style.heading(out, "Not explained")?;
         for skipped in &report.skipped {
-            style.item(out, &format!("{}:", skipped.what), &skipped.why)?;
+            skipped.problem.item(out, &format!("{}:", skipped.what), style)?;
         }
         writeln!(out)?;
     }
@@ -214,41 +222,39 @@ fn one(out: &mut dyn Write, entry: &Entry, style: Style) -> io::Result<()> {
     };
     style.item(out, "path:", &format!("{} ({}{mapping})", style.word(path, tone), entry.reason))?;
     if entry.p2p_disabled {
-        style.item(out, "direct access:", "switched off for every NIC (FI_HMEM_DISABLE_P2P)")?;
+        style.item(out, "direct access:", "forbidden for every NIC (FI_HMEM_DISABLE_P2P)")?;
     }
     for tried in &entry.trace {
         let head = format!("tried {}:", tried.path);
-        match &tried.error {
+        match &tried.reason {
             None => style.item(out, &head, &format!("{} succeeded", tried.call))?,
-            Some(error) => {
-                let cause = tried.cause.as_ref().map(|cause| format!("; probable cause: {cause}"));
-                let text = format!("{} refused: {error}{}", tried.call, cause.unwrap_or_default());
-                style.item(out, &head, &text)?;
+            Some(reason) => {
+                style.item(out, &head, &format!("{} refused: {reason}", tried.call))?;
+                if let Some(cause) = &tried.cause {
+                    style.detail(out, "probable cause:", cause)?;
+                }
             }
         }
     }
     wiring(out, &entry.wiring, style)?;
     for remedy in &entry.remedies {
-        style.item(out, "to do:", remedy)?;
+        style.item(out, "remedy:", remedy)?;
     }
     for finding in &entry.wiring.findings {
-        style.item(
-            out,
-            &format!("found ({}):", finding.name),
-            &format!("{} -> {}", finding.what, finding.remedy),
-        )?;
+        style.item(out, &format!("obstacle ({}):", finding.name), &finding.what)?;
+        style.detail(out, "remedy:", finding.remedy)?;
     }
     writeln!(out)
 }
 
 fn wiring(out: &mut dyn Write, wiring: &Wiring, style: Style) -> io::Result<()> {
     match (&wiring.topo_path, &wiring.unknown) {
-        (Some(way), _) => {
-            let guess = if way.numa_unknown { " (a guess: a NUMA node is not known)" } else { "" };
-            style.item(out, "distance:", &format!("{}{guess}", way.distance))?;
-            style.item(out, "by way of:", &way.hops.join(" -> "))?;
-            let ports = way.ports.join(", ");
-            let acs = match way.redirection {
+        (Some(path), _) => {
+            let guess = if path.numa_unknown { " (a guess: a NUMA node is unknown)" } else { "" };
+            style.item(out, "distance:", &format!("{}{guess}", path.distance))?;
+            style.item(out, "PCIe path:", &path.hops.join(" -> "))?;
+            let ports = path.ports.join(", ");
+            let acs = match path.redirection {
                 "none" => "no port redirects".to_owned(),
                 "unknown" => format!("cannot be read on {ports}"),
                 _ => format!("redirects at {ports}"),
@@ -263,7 +269,7 @@ fn wiring(out: &mut dyn Write, wiring: &Wiring, style: Style) -> io::Result<()> 
             Ok(())
         }
         (None, Some(why)) => {
-            style.item(out, "distance:", &style.word(&format!("not known: {why}"), Tone::Dim))
+            style.item(out, "distance:", &style.word(&format!("unknown: {why}"), Tone::Dim))
         }
         (None, None) => Ok(()),
     }

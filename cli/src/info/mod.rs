@@ -15,81 +15,85 @@ use serde::Serialize;
 pub use self::report::text;
 use crate::{
     json::{Attempt, SCHEMA, Skipped},
-    machine::{Fabric, Machine, reason_and_remedy, root},
+    machine::{Fabric, Machine, root},
     probe,
+    problem::Problem,
 };
 
-/// What the machine has.
+/// The ifaces, devices, NICs and settings of a machine.
 #[derive(Debug, Serialize)]
 pub struct Inventory {
     /// The schema number.
     pub schema: u32,
     /// The version of the command.
     pub version: &'static str,
-    /// The ifaces, those that did not start included.
+    /// The ifaces, unavailable ones included.
     pub ifaces: Vec<IfaceEntry>,
     /// The devices of all ifaces.
     pub devices: Vec<DeviceEntry>,
     /// The NICs of all providers.
     pub providers: Vec<NicEntry>,
-    /// From memory to NIC.
+    /// The path of each pair of memory and NIC.
     pub p2p: Vec<P2pEntry>,
-    /// How domains cache registrations.
+    /// The settings of registration caches.
     pub cache: CacheEntry,
-    /// What notices that host memory went under a cached registration.
+    /// The monitor of cached host memory.
     pub cache_monitor: CacheMonitorEntry,
-    /// The same for the memory of each device iface.
+    /// The monitor of each device iface.
     pub device_monitors: Vec<DeviceMonitorEntry>,
-    /// GDRCopy: the CPU's own access to memory of CUDA devices.
+    /// GDRCopy, with which the CPU accesses memory of CUDA devices.
     pub gdrcopy: GdrcopyEntry,
-    /// Providers and NICs that are not here, and what could not be listed.
+    /// Unavailable providers and NICs, and lists that failed.
     pub absent: Vec<Skipped>,
 }
 
 /// One iface.
 #[derive(Debug, Serialize)]
 pub struct IfaceEntry {
-    /// Its name.
+    /// The registered name.
     pub name: String,
-    /// Its number: libfabric's, or 256 and up.
+    /// The number: libfabric's, or 256 and up.
     pub kind: u32,
-    /// Whether it is a simulation.
+    /// Set for a simulation.
     pub software: bool,
-    /// Whether it started.
+    /// Set if the iface started.
     pub available: bool,
-    /// Why not.
+    /// The reason why it did not start.
     pub reason: Option<String>,
-    /// What would make it start.
+    /// The change that would make it start.
     pub remedy: Option<String>,
-    /// What it can do.
+    /// The facets that the iface has.
     pub capability: Vec<&'static str>,
+    /// The reason for text output.
+    #[serde(skip)]
+    pub problem: Option<Problem>,
 }
 
 /// The settings of the registration caches.
 #[derive(Debug, Serialize)]
 pub struct CacheEntry {
-    /// What turns caching off; null where it is on.
+    /// The setting that disables caching; null if caching is on.
     pub disabled_by: Option<&'static str>,
     /// Entries that a cache may hold.
     pub max_count: usize,
     /// Bytes that a cache may hold.
     pub max_bytes: u64,
-    /// Whether registrations that overlap or touch are joined.
+    /// Set if regions that overlap or touch are merged.
     pub merge: bool,
 }
 
 /// The monitor of host memory.
 #[derive(Debug, Serialize)]
 pub struct CacheMonitorEntry {
-    /// What was asked for.
+    /// The requested monitor.
     pub requested: &'static str,
-    /// What is used.
+    /// The monitor in use.
     pub name: &'static str,
-    /// Why that one.
+    /// The reason for the choice.
     pub why: String,
-    /// What it does not notice.
+    /// The changes that the monitor misses.
     pub limits: String,
-    /// What was tried, in order.
+    /// The monitors that were tried, in order.
     pub candidates: Vec<MonitorCandidateEntry>,
 }
 
@@ -98,95 +102,101 @@ pub struct CacheMonitorEntry {
 pub struct DeviceMonitorEntry {
     /// The iface.
     pub iface: String,
-    /// The monitor; null where the iface has none, or where it is left out.
+    /// The monitor; null if the iface has none, or if a setting disables it.
     pub name: Option<String>,
-    /// Why that one and what it does not see, or why none.
+    /// The reason for the choice with the changes that the monitor misses, or the reason for none.
     pub why: String,
-    /// What leaves it out of the caches; null where nothing does.
+    /// The setting that disables the monitor; null if none does.
     pub disabled_by: Option<&'static str>,
-    /// What would help where there is none.
+    /// The change that would start a monitor.
     pub remedy: Option<String>,
 }
 
-/// GDRCopy, without which the CPU copies through the driver.
+/// The state of GDRCopy. Without it the CPU copies through the driver.
 #[derive(Debug, Serialize)]
 pub struct GdrcopyEntry {
-    /// The library that was looked for.
+    /// The library.
     pub library: &'static str,
-    /// Whether it is there and its kernel module opened.
+    /// Set if the library and its kernel module opened.
     pub available: bool,
-    /// Why not.
+    /// The reason why it is unavailable.
     pub reason: Option<String>,
-    /// What would make it work.
+    /// The change that would make it work.
     pub remedy: Option<String>,
+    /// The reason for text output.
+    #[serde(skip)]
+    pub problem: Option<Problem>,
 }
 
 /// A monitor that was tried.
 #[derive(Debug, Serialize)]
 pub struct MonitorCandidateEntry {
-    /// Its name.
+    /// The name.
     pub name: &'static str,
-    /// Why it was not taken; null if it passed its test.
+    /// The reason why the monitor was rejected; null if it passed its test.
     pub refused: Option<String>,
-    /// What would make it work.
+    /// The change that would make it work.
     pub remedy: Option<String>,
+    /// The reason for text output.
+    #[serde(skip)]
+    pub problem: Option<Problem>,
 }
 
 /// One device.
 #[derive(Debug, Serialize)]
 pub struct DeviceEntry {
-    /// Its iface.
+    /// The iface.
     pub iface: String,
-    /// Its ordinal there.
+    /// The ordinal of the device in its iface.
     pub device: u32,
-    /// The driver's name for it.
+    /// The driver's name of the device.
     pub name: String,
-    /// Where it is plugged in.
+    /// The PCI address.
     pub pci_bus_id: Option<String>,
-    /// Its memory, in bytes.
+    /// The size of the memory, in bytes.
     pub memory: u64,
-    /// Whether it is simulated.
+    /// Set for a simulated device.
     pub software: bool,
 }
 
 /// One NIC.
 #[derive(Debug, Serialize)]
 pub struct NicEntry {
-    /// Its provider.
+    /// The provider.
     pub provider: String,
-    /// Its name there.
+    /// The name of the NIC in its provider.
     pub nic: String,
-    /// Whether it is software.
+    /// Set for a software NIC.
     pub software: bool,
-    /// What it stands for.
+    /// A short description.
     pub note: String,
-    /// Where it is plugged in.
+    /// The PCI address.
     pub pci_bus_id: Option<String>,
-    /// The mr_mode bits that an application must offer.
+    /// The mr_mode bits that an application must support.
     pub required_mr_mode: Vec<String>,
-    /// The mr_mode bits that it can run in if BASIC forces them.
+    /// The mr_mode bits that the NIC supports if BASIC forces them.
     pub basic_mr_mode: Vec<String>,
     /// Bytes of a key.
     pub key_size: usize,
     /// Bytes of a raw key.
     pub raw_key_size: usize,
-    /// Ranges in one region.
+    /// The most ranges of one region.
     pub mr_iov_limit: usize,
-    /// Bytes in one region.
+    /// The most bytes of one region.
     pub max_mr_size: u64,
-    /// Regions at once.
+    /// The most regions at a time.
     pub max_mr_count: u64,
-    /// Page sizes that can be asked for, in bytes.
+    /// The page sizes that a registration can request, in bytes.
     pub page_sizes: Vec<usize>,
-    /// What it imports.
+    /// The imports that the NIC supports.
     pub imports: Vec<&'static str>,
-    /// The registration flags that it honours.
+    /// The registration flags that the NIC supports.
     pub flags: Vec<String>,
     /// The agent that executes transfers.
     pub progress: &'static str,
-    /// The order that the requests of one endpoint keep.
+    /// The pairs of requests of one endpoint that stay in order.
     pub order: Vec<String>,
-    /// The facets of a domain; null where none can be opened.
+    /// The facets of a domain; null if no domain opens.
     pub features: Option<Vec<String>>,
     /// The types of memory windows.
     pub windows: Vec<&'static str>,
@@ -203,22 +213,21 @@ pub struct P2pEntry {
     pub provider: String,
     /// The NIC.
     pub nic: String,
-    /// How far they are apart, as `nvidia-smi topo` names it; null where that is not known.
+    /// The distance, as `nvidia-smi topo` names it; null if it is unknown.
     pub distance: Option<&'static str>,
-    /// Why it is not known; null for host memory, which is no device.
+    /// The reason why the distance is unknown; null for host memory, which is no device.
     pub distance_unknown: Option<String>,
-    /// The path that a registration took just now; null if every way was refused.
+    /// The path that a registration took just now; null if every path was refused.
     pub path: Option<&'static str>,
-    /// Why that way, or why none.
+    /// The reason for the path, or for none.
     pub reason: String,
-    /// What would make it work, if nothing did.
+    /// The change that would make a path work, if none did.
     pub remedy: Option<String>,
-    /// Everything that was tried.
+    /// The attempts, in order.
     pub trace: Vec<Attempt>,
 }
 
-/// Looks at the machine: starts nothing that is not started, registers a page for each pair of
-/// device and NIC.
+/// Lists the machine, and registers a page of each device with each NIC.
 #[must_use]
 pub fn inventory(machine: &Machine) -> Inventory {
     let mut absent: Vec<_> = machine.absent.iter().map(Skipped::from).collect();
@@ -249,21 +258,19 @@ fn ifaces(machine: &Machine) -> Vec<IfaceEntry> {
         reason: None,
         remedy: None,
         capability: capability(iface.capability()),
+        problem: None,
     });
     let absent = registry.absent().map(|(kind, why)| {
-        let (mut reason, mut remedy) = reason_and_remedy(why);
-        if let Some(found) = machine.hmem.paths().explain_unavailable(Step::OpenDevice, why) {
-            reason = format!("{reason}; probable cause: {}", found.cause);
-            remedy = Some(found.remedy.to_owned());
-        }
+        let problem = machine.explained(Step::OpenDevice, why);
         IfaceEntry {
             name: machine.iface_name(kind),
             kind: kind.0,
             software: machine.is_software(kind),
             available: false,
-            reason: Some(reason),
-            remedy,
+            reason: Some(problem.reason()),
+            remedy: problem.remedy.clone(),
             capability: Vec::new(),
+            problem: Some(problem),
         }
     });
     let mut ifaces: Vec<_> = present.chain(absent).collect();
@@ -284,8 +291,13 @@ fn cache(machine: &Machine) -> CacheEntry {
 fn cache_monitor(machine: &Machine) -> CacheMonitorEntry {
     let choice = machine.hmem.cache_monitor().choice();
     let candidates = choice.candidates.iter().map(|tried| {
-        let (refused, remedy) = tried.refused.as_ref().map(reason_and_remedy).unzip();
-        MonitorCandidateEntry { name: tried.name, refused, remedy: remedy.flatten() }
+        let problem = tried.refused.as_ref().map(|error| machine.problem(error));
+        MonitorCandidateEntry {
+            name: tried.name,
+            refused: problem.as_ref().map(Problem::reason),
+            remedy: problem.as_ref().and_then(|problem| problem.remedy.clone()),
+            problem,
+        }
     });
     CacheMonitorEntry {
         requested: choice.requested.name(),
@@ -304,16 +316,19 @@ fn device_monitors(machine: &Machine) -> Vec<DeviceMonitorEntry> {
 fn device_monitor(machine: &Machine, iface: &dyn Iface) -> DeviceMonitorEntry {
     let disabled_by = machine.hmem.cache_monitor_left_out_by(iface.kind());
     let (name, why, remedy) = match disabled_by {
-        // What is left out is not started to be shown.
+        // A disabled monitor is not started.
         Some(setting) => {
-            let why = format!("left out by {setting}: its memory is registered uncached");
-            (None, why, Some(format!("change {setting} to have it cached")))
+            let why = format!("disabled by {setting}: memory is registered uncached");
+            (None, why, Some(format!("change {setting} to cache registrations")))
         }
         None => match iface.start_monitor() {
-            Ok(monitor) => (Some(monitor.name().to_owned()), monitor.rationale(), None),
+            Ok(monitor) => {
+                let why = machine.named(monitor.rationale());
+                (Some(monitor.name().to_owned()), why, None)
+            }
             Err(error) => {
-                let (why, remedy) = reason_and_remedy(&error);
-                (None, why, remedy)
+                let problem = machine.problem(&error);
+                (None, problem.reason(), problem.remedy)
             }
         },
     };
@@ -321,13 +336,13 @@ fn device_monitor(machine: &Machine, iface: &dyn Iface) -> DeviceMonitorEntry {
 }
 
 fn gdrcopy() -> GdrcopyEntry {
-    let opened = Gdrcopy::open();
-    let (reason, remedy) = opened.as_ref().err().map(reason_and_remedy).unzip();
+    let problem = Gdrcopy::open().err().map(Problem::from);
     GdrcopyEntry {
         library: Gdrcopy::LIBRARY,
-        available: opened.is_ok(),
-        reason,
-        remedy: remedy.flatten(),
+        available: problem.is_none(),
+        reason: problem.as_ref().map(Problem::reason),
+        remedy: problem.as_ref().and_then(|problem| problem.remedy.clone()),
+        problem,
     }
 }
 
@@ -358,10 +373,10 @@ fn devices(machine: &Machine, absent: &mut Vec<Skipped>) -> Vec<DeviceEntry> {
                 memory: device.memory,
                 software: machine.is_software(iface.kind()),
             })),
-            Err(error) => absent.push(Skipped {
-                what: format!("devices of {}", iface.name()),
-                why: error.to_string(),
-            }),
+            Err(error) => {
+                let what = format!("devices of {}", iface.name());
+                absent.push(Skipped::new(what, machine.problem(&error)));
+            }
         }
     }
     entries
@@ -381,12 +396,12 @@ fn imports(imports: Imports) -> Vec<&'static str> {
     all.into_iter().filter(|(has, _)| *has).map(|(_, name)| name).collect()
 }
 
-/// Only an open domain has facets, so that one is opened for them.
+/// Lists a NIC. Opens a domain, since only a domain has facets.
 fn nic(machine: &Machine, fabric: &Fabric, absent: &mut Vec<Skipped>) -> NicEntry {
     let domain = fabric.open(&machine.hmem, P2pPolicy::default());
     if let Err(error) = &domain {
         let subject = format!("domain on {}", fabric.attr.nic);
-        absent.push(Skipped { what: subject, why: error.to_string() });
+        absent.push(Skipped::new(subject, machine.problem(error)));
     }
     let domain = domain.ok();
     let windows = domain.as_ref().and_then(|domain| domain.provider_domain().windows());
@@ -457,15 +472,15 @@ fn entry(
     nic: &Fabric,
     decision: Result<&Decision, &Error>,
 ) -> P2pEntry {
-    let way = if device.is_some() { Path::Staged } else { Path::PlainHost };
+    let assumed = if device.is_some() { Path::Staged } else { Path::PlainHost };
     let (path, reason, remedy, trace) = match decision {
         Ok(decision) => {
             let trace = decision.attempts.iter().map(Attempt::from).collect();
-            (Some(decision.path.name()), decision.reason.clone(), None, trace)
+            (Some(decision.path.name()), machine.named(decision.reason.clone()), None, trace)
         }
         Err(error) => {
-            let (reason, remedy) = reason_and_remedy(root(error));
-            (None, reason, remedy, vec![Attempt::refused(way, error)])
+            let problem = machine.problem(root(error));
+            (None, problem.reason(), problem.remedy, vec![Attempt::refused(assumed, error)])
         }
     };
     let (distance, distance_unknown) = match device.map(|device| distance(machine, device, nic)) {
@@ -473,6 +488,7 @@ fn entry(
         Some(Ok(distance)) => (Some(distance), None),
         Some(Err(why)) => (None, Some(why)),
     };
+    let trace: Vec<Attempt> = trace;
     P2pEntry {
         iface: iface.to_owned(),
         device: device.map(|device| device.device),
@@ -483,11 +499,14 @@ fn entry(
         path,
         reason,
         remedy,
-        trace,
+        trace: trace
+            .into_iter()
+            .map(|attempt| attempt.renamed(|text| machine.named(text)))
+            .collect(),
     }
 }
 
-/// How far a device and a NIC are apart, or why that is not known.
+/// Returns the distance of a device and a NIC, or the reason why it is unknown.
 fn distance(machine: &Machine, device: &DeviceEntry, nic: &Fabric) -> Result<&'static str, String> {
     let name = format!("{}:{}", device.iface, device.device);
     let (topology, from) = machine.function(&name, device.pci_bus_id.as_deref())?;

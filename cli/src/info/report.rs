@@ -1,22 +1,23 @@
-//! The inventory as tables.
+//! The inventory as text.
 
 use std::{
     collections::BTreeMap,
     io::{self, Write},
 };
 
-use comfy_table::Cell;
-
 use super::{
     CacheEntry, CacheMonitorEntry, DeviceMonitorEntry, GdrcopyEntry, IfaceEntry, Inventory,
     NicEntry, P2pEntry,
 };
-use crate::table::{Style, Tone, bytes, some};
+use crate::{
+    problem::Problem,
+    table::{Cell, Style, Table, Tone, bytes, some},
+};
 
-/// Prints the inventory for a person.
+/// Prints the inventory for people.
 ///
 /// # Errors
-/// What the writer reported.
+/// The error of the writer.
 pub fn text(out: &mut dyn Write, inventory: &Inventory, style: Style) -> io::Result<()> {
     ifaces(out, &inventory.ifaces, style)?;
     devices(out, inventory, style)?;
@@ -26,10 +27,16 @@ pub fn text(out: &mut dyn Write, inventory: &Inventory, style: Style) -> io::Res
     cache_monitor(out, &inventory.cache_monitor, style)?;
     device_monitors(out, &inventory.device_monitors, style)?;
     gdrcopy(out, &inventory.gdrcopy, style)?;
-    if !inventory.absent.is_empty() {
-        style.heading(out, "Not here")?;
+    let ifaces = inventory.ifaces.iter();
+    let unavailable: Vec<_> =
+        ifaces.filter_map(|iface| Some((&iface.name, iface.problem.as_ref()?))).collect();
+    if !inventory.absent.is_empty() || !unavailable.is_empty() {
+        style.heading(out, "Unavailable")?;
+        for (name, problem) in unavailable {
+            problem.item(out, &format!("iface {name}:"), style)?;
+        }
         for absent in &inventory.absent {
-            style.item(out, &format!("{}:", absent.what), &absent.why)?;
+            absent.problem.item(out, &format!("{}:", absent.what), style)?;
         }
     }
     Ok(())
@@ -37,30 +44,29 @@ pub fn text(out: &mut dyn Write, inventory: &Inventory, style: Style) -> io::Res
 
 fn ifaces(out: &mut dyn Write, ifaces: &[IfaceEntry], style: Style) -> io::Result<()> {
     style.heading(out, "Ifaces")?;
-    let mut table = style.table(&["Name", "Kind", "State", "Can do"]);
+    let mut table = Table::new(&["Name", "Kind", "State", "Features"]).numbers([1]);
     for iface in ifaces {
         let state = match (iface.available, iface.software) {
-            (true, false) => style.cell("available", Tone::Good),
-            (true, true) => style.cell("simulation", Tone::Good),
-            (false, _) => style.cell("absent", Tone::Dim),
+            (true, false) => Cell::in_tone("available", Tone::Good),
+            (true, true) => Cell::in_tone("simulation", Tone::Good),
+            (false, _) => Cell::in_tone("unavailable", Tone::Dim),
         };
         let kind =
             if iface.kind < 0x100 { iface.kind.to_string() } else { format!("{:#x}", iface.kind) };
-        let can = match (&iface.reason, &iface.remedy) {
-            (Some(reason), Some(remedy)) => format!("{reason}\n-> {remedy}"),
-            (Some(reason), None) => reason.clone(),
-            (None, _) => iface.capability.join(", "),
+        let features = match &iface.problem {
+            Some(_) => Cell::none(),
+            None => Cell::new(iface.capability.join(", ")),
         };
-        let tone = if iface.available { Cell::new(can) } else { style.cell(can, Tone::Dim) };
-        table.add_row([Cell::new(&iface.name), style.number(kind), state, tone]);
+        table.row([Cell::new(&iface.name), Cell::new(kind), state, features]);
     }
     style.print(out, &table)
 }
 
 fn cache(out: &mut dyn Write, cache: &CacheEntry, style: Style) -> io::Result<()> {
-    style.heading(out, "Registration cache of domains that have one")?;
+    style.heading(out, "Registration caches")?;
     if let Some(setting) = cache.disabled_by {
-        style.item(out, "off:", &format!("{setting} is 0: memory is registered anew each time"))?;
+        let text = format!("{setting} is 0: each registration is a new one");
+        style.item(out, "off:", &text)?;
     }
     let bytes = match cache.max_bytes {
         u64::MAX => "any number of bytes".to_owned(),
@@ -74,16 +80,15 @@ fn cache(out: &mut dyn Write, cache: &CacheEntry, style: Style) -> io::Result<()
 
 fn cache_monitor(out: &mut dyn Write, monitor: &CacheMonitorEntry, style: Style) -> io::Result<()> {
     style.heading(out, "Cache monitor of host memory")?;
-    let asked = if monitor.requested == monitor.name { "" } else { ", picked" };
-    style.item(out, &format!("{}{asked}:", monitor.name), &monitor.why)?;
+    let chosen = if monitor.requested == monitor.name { "" } else { ", chosen" };
+    style.item(out, &format!("{}{chosen}:", monitor.name), &monitor.why)?;
     style.item(out, "limits:", &monitor.limits)?;
     for tried in &monitor.candidates {
-        let verdict = match (&tried.refused, &tried.remedy) {
-            (None, _) => "passed its test".to_owned(),
-            (Some(refused), Some(remedy)) => format!("refused: {refused} -> {remedy}"),
-            (Some(refused), None) => format!("refused: {refused}"),
-        };
-        style.item(out, &format!("tried {}:", tried.name), &verdict)?;
+        let head = format!("tried {}:", tried.name);
+        match &tried.problem {
+            None => style.item(out, &head, "passed its test")?,
+            Some(problem) => problem.item(out, &format!("{head} rejected:"), style)?,
+        }
     }
     writeln!(out)
 }
@@ -99,24 +104,20 @@ fn device_monitors(
     style.heading(out, "Cache monitors of devices")?;
     for monitor in monitors {
         let name = monitor.name.as_deref().unwrap_or("none");
-        let remedy =
-            monitor.remedy.as_ref().map(|remedy| format!(" -> {remedy}")).unwrap_or_default();
-        style.item(
-            out,
-            &format!("{}:", monitor.iface),
-            &format!("{name}: {}{remedy}", monitor.why),
-        )?;
+        style.item(out, &format!("{}: {name}:", monitor.iface), &monitor.why)?;
+        if let Some(remedy) = &monitor.remedy {
+            style.detail(out, "remedy:", remedy)?;
+        }
     }
     writeln!(out)
 }
 
 fn gdrcopy(out: &mut dyn Write, gdrcopy: &GdrcopyEntry, style: Style) -> io::Result<()> {
-    style.heading(out, "GDRCopy (the CPU's own access to CUDA memory)")?;
+    style.heading(out, "GDRCopy (CPU access to CUDA memory)")?;
     let head = format!("{}:", gdrcopy.library);
-    let remedy = gdrcopy.remedy.as_ref().map(|remedy| format!(" -> {remedy}")).unwrap_or_default();
-    match &gdrcopy.reason {
-        None => style.item(out, &head, "there, and its kernel module opens")?,
-        Some(reason) => style.item(out, &head, &format!("absent: {reason}{remedy}"))?,
+    match &gdrcopy.problem {
+        None => style.item(out, &head, "available, and its kernel module opens")?,
+        Some(problem) => problem.item(out, &format!("{head} unavailable:"), style)?,
     }
     writeln!(out)
 }
@@ -126,13 +127,13 @@ fn devices(out: &mut dyn Write, inventory: &Inventory, style: Style) -> io::Resu
         return Ok(());
     }
     style.heading(out, "Devices")?;
-    let mut table = style.table(&["Device", "Name", "PCI bus id", "Memory"]);
+    let mut table = Table::new(&["Device", "Name", "PCI address", "Memory"]).numbers([3]);
     for device in &inventory.devices {
-        table.add_row([
+        table.row([
             Cell::new(format!("{}:{}", device.iface, device.device)),
             Cell::new(&device.name),
-            Cell::new(device.pci_bus_id.as_deref().unwrap_or("-")),
-            style.number(bytes(device.memory)),
+            device.pci_bus_id.as_ref().map_or_else(Cell::none, Cell::new),
+            Cell::new(bytes(device.memory)),
         ]);
     }
     style.print(out, &table)
@@ -143,16 +144,45 @@ fn list<T: AsRef<str>>(names: &[T]) -> String {
     if names.is_empty() { "none".into() } else { names.join(", ") }
 }
 
-/// A line of the table of NICs.
-type Attribute = fn(&NicEntry) -> String;
-
-/// One column for each NIC: there are few of them, and much to say of each.
-/// Names the ordered pairs of requests; those of RMA and atomics alone are parts of them.
+/// Returns the ordered pairs of requests. Those of RMA and atomics alone are parts of them.
 fn order(nic: &NicEntry) -> String {
     let pairs: Vec<_> = nic.order.iter().filter(|name| name.len() == 3).cloned().collect();
     if pairs.len() == 9 { "all".to_owned() } else { list(&pairs) }
 }
 
+/// Returns the text of one attribute of a NIC.
+type Attribute = fn(&NicEntry) -> String;
+
+/// The attributes of a NIC, each with its name.
+const ATTRIBUTES: [(&str, Attribute); 15] = [
+    ("kind", |nic| if nic.software { "software" } else { "hardware" }.to_owned()),
+    ("description", |nic| nic.note.clone()),
+    ("PCI address", |nic| nic.pci_bus_id.clone().unwrap_or_else(|| "-".into())),
+    ("required mr_mode", |nic| list(&nic.required_mr_mode)),
+    ("imports", |nic| list(&nic.imports)),
+    ("key, raw key", |nic| format!("{} B, {} B", nic.key_size, nic.raw_key_size)),
+    ("region: ranges", |nic| nic.mr_iov_limit.to_string()),
+    ("region: size", |nic| bytes(nic.max_mr_size)),
+    ("regions", |nic| nic.max_mr_count.to_string()),
+    ("page sizes", |nic| {
+        list(&nic.page_sizes.iter().map(|size| bytes(*size as u64)).collect::<Vec<_>>())
+    }),
+    ("windows", |nic| match &nic.features {
+        Some(_) => format!("types {}", list(&nic.windows)),
+        None => "unknown".to_owned(),
+    }),
+    ("progress", |nic| nic.progress.to_owned()),
+    ("order", order),
+    ("features", |nic| {
+        nic.features.as_ref().map_or_else(|| "unknown".to_owned(), |features| list(features))
+    }),
+    ("flags", |nic| list(&nic.flags)),
+];
+
+/// Prints NICs with an attribute on each line, since there are few NICs and many attributes.
+///
+/// Attributes that all NICs share are printed once. If the columns do not fit, each NIC gets a
+/// list.
 fn nics(out: &mut dyn Write, nics: &[NicEntry], style: Style) -> io::Result<()> {
     if nics.is_empty() {
         return Ok(());
@@ -160,51 +190,38 @@ fn nics(out: &mut dyn Write, nics: &[NicEntry], style: Style) -> io::Result<()> 
     style.heading(out, "NICs")?;
     let names: Vec<_> = nics.iter().map(|nic| format!("{}/{}", nic.provider, nic.nic)).collect();
     let header: Vec<_> = std::iter::once("").chain(names.iter().map(String::as_str)).collect();
-    let mut table = style.table(&header);
-    let attributes: [(&str, Attribute); 15] = [
-        ("kind", |nic| {
-            if nic.software { "software, in this process" } else { "hardware" }.to_owned()
-        }),
-        ("stands for", |nic| nic.note.clone()),
-        ("PCI bus id", |nic| nic.pci_bus_id.clone().unwrap_or_else(|| "-".into())),
-        ("needs mr_mode", |nic| list(&nic.required_mr_mode)),
-        ("imports", |nic| list(&nic.imports)),
-        ("key, raw key", |nic| format!("{} B, {} B", nic.key_size, nic.raw_key_size)),
-        ("region: ranges", |nic| nic.mr_iov_limit.to_string()),
-        ("region: size", |nic| bytes(nic.max_mr_size)),
-        ("regions at once", |nic| nic.max_mr_count.to_string()),
-        ("page sizes", |nic| {
-            list(&nic.page_sizes.iter().map(|size| bytes(*size as u64)).collect::<Vec<_>>())
-        }),
-        ("windows", |nic| match &nic.features {
-            Some(_) => format!("types {}", list(&nic.windows)),
-            None => "unknown".to_owned(),
-        }),
-        ("progress", |nic| nic.progress.to_owned()),
-        ("order", order),
-        ("features", |nic| {
-            nic.features.as_ref().map_or_else(|| "unknown".to_owned(), |features| list(features))
-        }),
-        ("flags", |nic| list(&nic.flags)),
-    ];
-    for (name, value) in attributes {
-        let values: Vec<_> = nics.iter().map(value).collect();
+    let mut table = Table::new(&header);
+    let mut shared = Vec::new();
+    for (name, attribute) in ATTRIBUTES {
+        let values: Vec<_> = nics.iter().map(attribute).collect();
         if values.iter().all(|value| value == "-") {
             continue;
         }
-        table.add_row(std::iter::once(name.to_owned()).chain(values));
+        if nics.len() > 1 && values.iter().all(|value| *value == values[0]) {
+            shared.push((name, values[0].clone()));
+            continue;
+        }
+        table.row([name.to_owned()].into_iter().chain(values).map(Cell::new));
     }
-    style.print(out, &table)
+    table.print_columns(out, style)?;
+    if !shared.is_empty() {
+        style.item(out, "all", "NICs")?;
+        for (name, value) in shared {
+            style.detail(out, &format!("{name}:"), &value)?;
+        }
+        writeln!(out)?;
+    }
+    Ok(())
 }
 
 fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()> {
     if entries.is_empty() {
         return Ok(());
     }
-    style.heading(out, "Paths (a page of each was registered just now)")?;
+    style.heading(out, "Paths (a page was registered for each)")?;
     let mut nics: Vec<String> = Vec::new();
     let mut rows: Vec<(String, BTreeMap<String, Cell>)> = Vec::new();
-    let mut reasons: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    let mut reasons: BTreeMap<Problem, Vec<String>> = BTreeMap::new();
     let mut unknown: Vec<String> = Vec::new();
     for entry in entries {
         let nic = format!("{}/{}", entry.provider, entry.nic);
@@ -217,27 +234,12 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
         let shown = entry
             .distance
             .map_or_else(|| path.to_owned(), |distance| format!("{path} ({distance})"));
-        let cell = style.cell(shown, if direct { Tone::Good } else { Tone::Dim });
+        let cell = Cell::in_tone(shown, if direct { Tone::Good } else { Tone::Dim });
         if let Some(why) = entry.distance_unknown.clone().filter(|why| !unknown.contains(why)) {
             unknown.push(why);
         }
-        let mut reason = format!("{}: {}", entry.path.unwrap_or("none"), entry.reason);
-        // The whole errors, with their addresses, are in the JSON.
-        for attempt in
-            entry.trace.iter().filter(|attempt| entry.path.is_some() && attempt.error.is_some())
-        {
-            let cause =
-                attempt.cause.as_ref().map(|cause| format!(": {cause}")).unwrap_or_default();
-            reason.push_str(&format!("; {} refused{cause}", attempt.path));
-            if let Some(remedy) = &attempt.remedy {
-                reason.push_str(&format!(" -> {remedy}"));
-            }
-        }
-        if let Some(remedy) = &entry.remedy {
-            reason.push_str(&format!(" -> {remedy}"));
-        }
         let between = format!("{memory} to {nic}");
-        reasons.entry(reason).or_default().extend((!direct).then_some(between));
+        reasons.entry(reason(entry)).or_default().extend((!direct).then_some(between));
         if !nics.contains(&nic) {
             nics.push(nic.clone());
         }
@@ -249,20 +251,34 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
         }
     }
     let header: Vec<_> = std::iter::once("Memory").chain(nics.iter().map(String::as_str)).collect();
-    let mut table = style.table(&header);
+    let mut table = Table::new(&header);
     for (memory, mut cells) in rows {
-        let paths = nics.iter().map(|nic| cells.remove(nic).unwrap_or_else(|| Cell::new("-")));
-        table.add_row(std::iter::once(Cell::new(memory)).chain(paths));
+        let paths = nics.iter().map(|nic| cells.remove(nic).unwrap_or_else(Cell::none));
+        table.row(std::iter::once(Cell::new(memory)).chain(paths));
     }
     style.print(out, &table)?;
-    for (reason, pairs) in &reasons {
-        match pairs.as_slice() {
-            [] => style.item(out, "", reason)?,
-            pairs => style.item(out, "", &format!("{reason} ({})", some(pairs)))?,
-        }
+    for (problem, pairs) in &reasons {
+        let pairs = if pairs.is_empty() { String::new() } else { format!(" ({})", some(pairs)) };
+        style.item(out, "", &format!("{}{pairs}", problem.headline))?;
+        problem.details(out, style)?;
     }
     if !unknown.is_empty() {
         style.item(out, "no distance:", &some(&unknown))?;
     }
     writeln!(out)
+}
+
+/// Returns the reason for a path with the refused paths beneath. The JSON has the whole errors.
+fn reason(entry: &P2pEntry) -> Problem {
+    let headline = format!("{}: {}", entry.path.unwrap_or("none"), entry.reason);
+    let refused = entry.trace.iter().filter(|_| entry.path.is_some());
+    let refused: Vec<_> = refused.filter(|attempt| attempt.error.is_some()).collect();
+    let mut problem = Problem::new(headline);
+    for attempt in &refused {
+        let cause = attempt.cause.as_ref().map(|cause| format!(": {cause}")).unwrap_or_default();
+        problem.causes.push(format!("{} refused{cause}", attempt.path));
+    }
+    problem.remedy = refused.iter().rev().find_map(|attempt| attempt.remedy.clone());
+    problem.remedy = problem.remedy.or_else(|| entry.remedy.clone());
+    problem
 }

@@ -1,4 +1,4 @@
-//! The client: moves bytes, counts, and takes the time.
+//! The client: posts transfers, counts them, and measures their time.
 
 use std::{
     net::{SocketAddr, TcpStream},
@@ -12,7 +12,8 @@ use hmem::{
 };
 
 use super::{
-    end::{End, Idle, Place, Role, completed},
+    Event,
+    end::{End, EndConfig, Idle, Role, completed},
     figures::{Bandwidth, Latency, Row},
     layout::{ADDEND, Layout, WORD, same},
     report::Report,
@@ -23,9 +24,9 @@ use crate::{
     check::heap,
 };
 
-/// What the client was asked for.
+/// The measurements that the command line selects.
 #[derive(Clone, Debug)]
-pub(super) struct Wish {
+pub(super) struct Plan {
     pub(super) op: PerfOp,
     pub(super) sizes: Vec<u64>,
     pub(super) depth: u32,
@@ -34,31 +35,42 @@ pub(super) struct Wish {
     pub(super) seed: u64,
 }
 
-/// How much to transfer.
+impl Plan {
+    /// Returns the number of measurements.
+    pub(super) fn measurements(&self) -> usize {
+        self.sizes.len() * if self.measure == Measure::Both { 2 } else { 1 }
+    }
+}
+
+/// The extent of one measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Amount {
-    /// So many times.
+    /// A number of transfers.
     Transfers(u64),
-    /// For so long, once at least.
+    /// A duration, and at least one transfer.
     For(Duration),
 }
 
-/// Bytes that a warm-up moves, where that is more than one transfer.
+/// Bytes of a warm-up of more than one transfer.
 const WARM_UP: u64 = 64 << 20;
-/// The longest latency that is told apart, in nanoseconds.
+/// The longest latency that the histogram distinguishes, in nanoseconds.
 const SLOWEST: u64 = 100_000_000_000;
-/// Turns of the loop between looks at the clock.
+/// Turns of the loop between reads of the clock.
 const CLOCK: u32 = 64;
+
+/// Called with each event of a measurement. An error ends the measurement.
+pub(super) type Observer<'a> = dyn FnMut(Event<'_>) -> Result<()> + 'a;
 
 /// Measures with the server at the other end of `stream`.
 pub(super) fn measure(
-    place: &Place<'_>,
-    wish: &Wish,
+    config: &EndConfig<'_>,
+    plan: &Plan,
     stream: TcpStream,
     address: SocketAddr,
+    observer: &mut Observer<'_>,
 ) -> Result<Report> {
     let mut peer = Peer::greet(stream, address)?;
-    match converse(place, wish, &mut peer) {
+    match converse(config, plan, &mut peer, observer) {
         Ok(report) => Ok(report),
         Err(error) => {
             peer.give_up(&error);
@@ -67,18 +79,23 @@ pub(super) fn measure(
     }
 }
 
-fn converse(place: &Place<'_>, wish: &Wish, peer: &mut Peer) -> Result<Report> {
+fn converse(
+    config: &EndConfig<'_>,
+    plan: &Plan,
+    peer: &mut Peer,
+    observer: &mut Observer<'_>,
+) -> Result<Report> {
     let mut request = Request {
-        op: wish.op,
-        sizes: wish.sizes.clone(),
-        depth: wish.depth,
-        seed: wish.seed,
+        op: plan.op,
+        sizes: plan.sizes.clone(),
+        depth: plan.depth,
+        seed: plan.seed,
         endpoint: Vec::new(),
         side: Default::default(),
     };
     let room =
         request.sizes.iter().map(|size| request.layout(*size).room()).max().unwrap_or_default();
-    let end = End::open(place, Role::Client, wish.op, room, wish.depth as usize)?;
+    let end = End::open(config, Role::Client, plan.op, room, plan.depth as usize)?;
     request.endpoint = end.endpoint.name().0;
     request.side = end.side.clone();
     peer.send(&Message::Request(request.clone()))?;
@@ -86,30 +103,34 @@ fn converse(place: &Place<'_>, wish: &Wish, peer: &mut Peer) -> Result<Report> {
         Message::Ready(ready) => ready,
         other => return Err(peer.out_of_turn("ready", &other)),
     };
-    let key = match (wish.op, ready.key) {
+    let key = match (plan.op, ready.key) {
         (PerfOp::Send, _) => None,
         (_, Some(bytes)) => Some(check_key(&bytes, room, peer)?),
         (_, None) => return Err(peer.malformed("ready").context("wrong", "no key")),
     };
     let theirs = ready.side.plain();
     let target = end.connect(ready.endpoint, &theirs)?;
-    let operand = (wish.op == PerfOp::Atomic).then(|| end.register_word(ADDEND)).transpose()?;
-    let mut client = Client { peer, end, target, key, operand, wish, request, runs: 0 };
-    let mut results = Vec::with_capacity(wish.sizes.len());
-    for size in &wish.sizes {
-        results.push(client.size(*size)?);
+    let operand = (plan.op == PerfOp::Atomic).then(|| end.register_word(ADDEND)).transpose()?;
+    let (local, role) = (end.side.clone(), super::report::Role::Client);
+    let mut report = Report::new(role, peer.address(), &request, local, theirs);
+    let depth = (plan.measure != Measure::Latency).then_some(plan.depth);
+    observer(Event::Connected { report: &report, depth })?;
+    let mut client = Client { peer, end, target, key, operand, plan, request, runs: 0 };
+    for size in &plan.sizes {
+        let row = client.size(*size, observer)?;
+        observer(Event::Row(&row))?;
+        report.results.push(row);
     }
-    client.peer.send(&Message::Results(results.clone()))?;
-    let Client { peer, end, operand, request, .. } = client;
+    client.peer.send(&Message::Results(report.results.clone()))?;
+    let Client { end, operand, .. } = client;
     if let Some(operand) = operand {
         drop(operand.close()?);
     }
-    let local = end.side.clone();
     end.close()?;
-    Ok(Report::new(super::report::Role::Client, peer.address(), &request, local, theirs, results))
+    Ok(report)
 }
 
-/// Reads a key, which must cover what will be written.
+/// Decodes a key. It must cover `room` bytes.
 fn check_key(bytes: &[u8], room: u64, peer: &Peer) -> Result<RemoteKey> {
     let key = RemoteKey::from_bytes(bytes)?;
     let covers = key
@@ -119,7 +140,7 @@ fn check_key(bytes: &[u8], room: u64, peer: &Peer) -> Result<RemoteKey> {
     if !covers || key.base().0.checked_add(room).is_none() {
         return Err(peer
             .malformed("ready")
-            .context("wrong", "the key does not cover the memory asked for"));
+            .context("wrong", "the key does not cover the requested memory"));
     }
     Ok(key)
 }
@@ -129,40 +150,42 @@ struct Client<'a> {
     end: End,
     target: PeerId,
     key: Option<RemoteKey>,
-    /// What an atomic adds.
+    /// The addend of atomics.
     operand: Option<OwnedRegion<Vec<u8>>>,
-    wish: &'a Wish,
+    plan: &'a Plan,
     request: Request,
     runs: u64,
 }
 
 impl Client<'_> {
-    /// Everything for one size: a warm-up, and what was asked for.
-    fn size(&mut self, size: u64) -> Result<Row> {
-        let depth = u64::from(self.wish.depth);
+    /// Measures transfers of one size, after a warm-up.
+    fn size(&mut self, size: u64, observer: &mut Observer<'_>) -> Result<Row> {
+        let depth = u64::from(self.plan.depth);
         let warm_up = (WARM_UP / size).clamp(1, depth.max(16));
-        let warm_up = match self.wish.amount {
+        let warm_up = match self.plan.amount {
             Amount::Transfers(most) => warm_up.min(most),
             Amount::For(_) => warm_up,
         };
         self.run(size, depth, Amount::Transfers(warm_up), None)?;
         let mut row = Row { bytes: size, verified: true, bandwidth: None, latency: None };
-        if self.wish.measure != Measure::Latency {
-            let (transfers, took) = self.run(size, depth, self.wish.amount, None)?;
-            row.bandwidth = Some(Bandwidth::new(self.wish.depth, transfers, size, took));
+        if self.plan.measure != Measure::Latency {
+            observer(Event::Next { size, figure: "bandwidth" })?;
+            let (transfers, took) = self.run(size, depth, self.plan.amount, None)?;
+            row.bandwidth = Some(Bandwidth::new(self.plan.depth, transfers, size, took));
         }
-        if self.wish.measure != Measure::Bandwidth {
+        if self.plan.measure != Measure::Bandwidth {
+            observer(Event::Next { size, figure: "latency" })?;
             let mut histogram = Histogram::new_with_bounds(1, SLOWEST, 3).map_err(|error| {
                 Error::new(ErrorKind::OutOfResources, "histogram").caused_by(error)
             })?;
-            self.run(size, 1, self.wish.amount, Some(&mut histogram))?;
+            self.run(size, 1, self.plan.amount, Some(&mut histogram))?;
             row.latency = Some(Latency::new(&histogram));
         }
         Ok(row)
     }
 
-    /// One run of transfers, from preparing the memory to verifying it; how many there were, and
-    /// how long they took.
+    /// Prepares the memory, runs transfers, and verifies the memory. Returns the number of
+    /// transfers and their duration.
     fn run(
         &mut self,
         size: u64,
@@ -171,11 +194,11 @@ impl Client<'_> {
         latency: Option<&mut Histogram<u64>>,
     ) -> Result<(u64, Duration)> {
         self.runs += 1;
-        let seed = self.wish.seed.wrapping_add(self.runs << 56);
+        let seed = self.plan.seed.wrapping_add(self.runs << 56);
         let layout = self.request.layout(size);
         let mut content = heap(layout.room())?;
         let sources =
-            if matches!(self.wish.op, PerfOp::Write | PerfOp::Send) { layout.slots } else { 0 };
+            if matches!(self.plan.op, PerfOp::Write | PerfOp::Send) { layout.slots } else { 0 };
         layout.fill(&mut content, seed, sources, 0);
         self.end.region.write(0, &content)?;
 
@@ -190,7 +213,7 @@ impl Client<'_> {
             Message::Verified => {}
             other => return Err(self.peer.out_of_turn("verified", &other)),
         }
-        match self.wish.op {
+        match self.plan.op {
             PerfOp::Write | PerfOp::Send => {}
             PerfOp::Read => layout.fill(&mut content, seed, transfers, 0),
             PerfOp::Atomic => layout.fill_fetched(&mut content, seed, transfers),
@@ -199,7 +222,7 @@ impl Client<'_> {
         Ok((transfers, took))
     }
 
-    /// Keeps `depth` transfers outstanding until there were enough.
+    /// Keeps `depth` transfers in flight until the measurement is complete.
     fn transfer(
         &mut self,
         layout: Layout,
@@ -256,8 +279,8 @@ impl Client<'_> {
                 histogram.saturating_record(ns);
             }
             for completion in completions.drain(..) {
-                match self.wish.op {
-                    // Providers count an atomic's bytes in their own ways.
+                match self.plan.op {
+                    // Providers differ in the byte count of an atomic.
                     PerfOp::Atomic => drop(completion.result?),
                     _ => completed(completion, layout.size)?,
                 }
@@ -276,7 +299,7 @@ impl Client<'_> {
             len: layout.size,
             key,
         };
-        match (self.wish.op, &self.operand) {
+        match (self.plan.op, &self.operand) {
             (PerfOp::Read, _) => endpoint.read(&[slice], &[remote], self.target, context),
             (PerfOp::Atomic, Some(operand)) => {
                 let atomic = Atomic {

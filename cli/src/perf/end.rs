@@ -1,4 +1,4 @@
-//! One end of a measurement: a domain, registered memory, and an endpoint on it.
+//! One end of a measurement: a domain with registered memory and an endpoint.
 
 use std::{
     sync::Arc,
@@ -21,9 +21,9 @@ use super::{
 };
 use crate::{args::PerfOp, check::heap, json::Attempt, machine::Fabric};
 
-/// Which memory and which NIC this side uses.
+/// The memory and the NIC of this side.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place<'a> {
+pub(super) struct EndConfig<'a> {
     pub(super) hmem: &'a Hmem,
     pub(super) nic: &'a Fabric,
     pub(super) iface: &'a Arc<dyn Iface>,
@@ -31,7 +31,7 @@ pub(super) struct Place<'a> {
     pub(super) ordering: WriteOrdering,
 }
 
-/// Which of the two ends.
+/// The side of an end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Role {
     Client,
@@ -41,7 +41,7 @@ pub(super) enum Role {
 /// Registered memory and an endpoint.
 #[derive(Debug)]
 pub(super) struct End {
-    // In the order in which they are given back.
+    // In the order in which they are closed.
     pub(super) region: OwnedRegion<DeviceBuffer>,
     pub(super) endpoint: Endpoint,
     pub(super) queue: Arc<dyn CompletionQueue>,
@@ -52,22 +52,22 @@ pub(super) struct End {
 impl End {
     /// Allocates and registers `room` bytes, and opens an endpoint for `depth` requests.
     pub(super) fn open(
-        place: &Place<'_>,
+        config: &EndConfig<'_>,
         role: Role,
         op: PerfOp,
         room: u64,
         depth: usize,
     ) -> Result<Self> {
-        let kind = if place.iface.kind() == IfaceKind::SYSTEM {
+        let kind = if config.iface.kind() == IfaceKind::SYSTEM {
             AllocationKind::System
         } else {
             AllocationKind::Device
         };
         let buffer = DeviceBuffer::allocate(
-            place.iface,
-            &AllocRequest { len: room, device: place.device, kind },
+            config.iface,
+            &AllocRequest { len: room, device: config.device, kind },
         )?;
-        let domain = place.nic.open(place.hmem, P2pPolicy::Enabled)?;
+        let domain = config.nic.open(config.hmem, P2pPolicy::Enabled)?;
         let access = match (op, role) {
             (PerfOp::Write, Role::Client) => Access::WRITE,
             (PerfOp::Write, Role::Server) => Access::REMOTE_WRITE,
@@ -78,9 +78,9 @@ impl End {
             (PerfOp::Atomic, Role::Client) => Access::READ | Access::WRITE,
             (PerfOp::Atomic, Role::Server) => Access::REMOTE_READ | Access::REMOTE_WRITE,
         };
-        // The key is for modes in which the application chooses it.
+        // Modes in which the application chooses the key need one.
         let attr = MrAttr {
-            ordering: Some(place.ordering),
+            ordering: Some(config.ordering),
             ..MrAttr::new(&[], access).key(if role == Role::Client { 2 } else { 1 })
         };
         let region = domain.register_with(buffer, &attr, MrFlags::empty())?;
@@ -88,15 +88,15 @@ impl End {
         let endpoint =
             domain.open_endpoint(&EndpointAttr { depth, ..EndpointAttr::new(&queue) })?;
         let decision = region.decision()?;
-        let nic = &place.nic.attr.nic;
+        let nic = &config.nic.attr.nic;
         let side = Side {
-            iface: place.iface.name().to_owned(),
-            device: (place.iface.kind() != IfaceKind::SYSTEM).then_some(place.device.0),
+            iface: config.iface.name().to_owned(),
+            device: (config.iface.kind() != IfaceKind::SYSTEM).then_some(config.device.0),
             provider: nic.provider.clone(),
             nic: nic.name.clone(),
             path: decision.path.name().to_owned(),
             reason: decision.reason.clone(),
-            ordering: match place.ordering {
+            ordering: match config.ordering {
                 WriteOrdering::Relaxed => "relaxed".to_owned(),
                 WriteOrdering::Strict => "strict".to_owned(),
             },
@@ -105,7 +105,7 @@ impl End {
         Ok(Self { region, endpoint, queue, domain, side })
     }
 
-    /// Registers a word of host memory, for what providers take by value.
+    /// Registers a word of host memory.
     pub(super) fn register_word(&self, word: u64) -> Result<OwnedRegion<Vec<u8>>> {
         let attr = MrAttr::new(&[], Access::READ | Access::WRITE).key(3);
         Ok(self.domain.register_with(word.to_ne_bytes().to_vec(), &attr, MrFlags::empty())?)
@@ -123,21 +123,21 @@ impl End {
         self.endpoint.resolve(&EndpointName(name)).map_err(|error| {
             if mine.provider == "loopback" {
                 return error.remedy(
-                    "the software NIC reaches only its own process: use --loopback, or an RDMA NIC",
+                    "use --loopback, or an RDMA NIC: the software NIC reaches only its own process",
                 );
             }
             error
         })
     }
 
-    /// The first `len` bytes of the memory.
+    /// Returns the first `len` bytes of the memory.
     pub(super) fn content(&self, len: usize) -> Result<Vec<u8>> {
         let mut found = heap(len as u64)?;
         self.region.read(0, &mut found)?;
         Ok(found)
     }
 
-    /// Gives everything back.
+    /// Closes all resources.
     pub(super) fn close(self) -> Result<()> {
         self.endpoint.close()?;
         drop(self.queue);
@@ -146,8 +146,8 @@ impl End {
     }
 }
 
-/// The waiting of a side without work: it first retries, then yields, and at times checks that the
-/// other side is still connected.
+/// The wait of a side without work. It retries, then yields, and now and then checks that the other
+/// side is connected.
 #[derive(Debug)]
 pub(super) struct Idle {
     turns: u32,
@@ -164,12 +164,13 @@ impl Idle {
         Self { turns: 0, since: now, looked: now }
     }
 
-    /// Something happened.
+    /// Resets the wait after some work.
     pub(super) fn busy(&mut self) {
         self.turns = 0;
     }
 
-    /// Nothing happened. `true` if the other side has said something (or hung up).
+    /// Waits for a moment. Returns true if the other side has sent a message or closed the
+    /// connection.
     pub(super) fn wait(&mut self, domain: &Domain, peer: &Peer) -> Result<bool> {
         if domain.progress()? > 0 {
             return Ok(false);
@@ -192,13 +193,13 @@ impl Idle {
             return Err(Error::new(ErrorKind::Unreachable, "wait for completion")
                 .context("peer", peer.address())
                 .context("seconds", PATIENCE.as_secs())
-                .remedy("nothing completes: is the network between the NICs up?"));
+                .remedy("check the network between the NICs: no transfer completes"));
         }
         peer.has_spoken()
     }
 }
 
-/// The bytes that a completion of a transfer of `size` bytes moved, which are all of them.
+/// Checks that a completion moved all `size` bytes of its transfer.
 pub(super) fn completed(completion: Completion, size: u64) -> Result<()> {
     let moved = completion.result?;
     if moved != size {

@@ -1,4 +1,4 @@
-//! The figures of a measurement and its two sides: reports print them, and peers exchange them.
+//! The figures of a measurement and its two sides, which reports print and peers exchange.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::json::Attempt;
 
-/// Characters of a peer's words that are passed on.
+/// The most characters of a peer's text that are printed.
 const WORDS: usize = 400;
 
 /// The memory and the NIC of one side, and the path between them.
@@ -16,7 +16,7 @@ const WORDS: usize = 400;
 pub struct Side {
     /// The iface of the memory.
     pub iface: String,
-    /// The device; null for memory of none.
+    /// The device; null for memory without one.
     pub device: Option<u32>,
     /// The provider.
     pub provider: String,
@@ -26,7 +26,7 @@ pub struct Side {
     pub path: String,
     /// The reason for the path.
     pub reason: String,
-    /// The ordering that the memory was registered with: `relaxed` or `strict`.
+    /// The write ordering of the registration: `relaxed` or `strict`.
     #[serde(default)]
     pub ordering: String,
     /// The attempts of the path decision.
@@ -34,7 +34,7 @@ pub struct Side {
 }
 
 impl Side {
-    /// Removes control characters, which a terminal would act on, from the words of a peer.
+    /// Removes control characters from the texts of a peer, since a terminal would obey them.
     pub(super) fn plain(self) -> Self {
         let line = |text: Option<String>| text.as_deref().map(plain);
         Self {
@@ -54,6 +54,7 @@ impl Side {
                     error: line(attempt.error),
                     cause: line(attempt.cause),
                     remedy: line(attempt.remedy),
+                    reason: None,
                 })
                 .collect(),
         }
@@ -68,13 +69,13 @@ impl Side {
     }
 }
 
-/// The bandwidth of many transfers at once.
+/// The bandwidth with many transfers in flight.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Bandwidth {
-    /// Transfers outstanding.
+    /// Transfers in flight.
     pub depth: u32,
-    /// Transfers.
+    /// The number of transfers.
     pub transfers: u64,
     /// Seconds from the first post to the last completion.
     pub seconds: f64,
@@ -93,23 +94,23 @@ impl Bandwidth {
     }
 }
 
-/// The time of single transfers from post to completion, in microseconds.
+/// Times of single transfers from post to completion, in microseconds.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Latency {
-    /// Transfers.
+    /// The number of transfers.
     pub transfers: u64,
-    /// The quickest.
+    /// The shortest time.
     pub min_us: f64,
-    /// Half took no longer.
+    /// The median.
     pub p50_us: f64,
-    /// 90% took no longer.
+    /// The 90th percentile.
     pub p90_us: f64,
-    /// 99% took no longer.
+    /// The 99th percentile.
     pub p99_us: f64,
-    /// 99.9% took no longer.
+    /// The 99.9th percentile.
     pub p999_us: f64,
-    /// The slowest.
+    /// The longest time.
     pub max_us: f64,
 }
 
@@ -135,15 +136,15 @@ impl Latency {
 pub struct Row {
     /// Bytes of a transfer.
     pub bytes: u64,
-    /// Set if every byte was right after each run of transfers. There is no report otherwise.
+    /// Set if every byte was correct after each run of transfers. Otherwise there is no report.
     pub verified: bool,
-    /// With many transfers outstanding; null if not asked for.
+    /// The bandwidth; null if it was not measured.
     pub bandwidth: Option<Bandwidth>,
-    /// With one; null if not asked for.
+    /// The latency; null if it was not measured.
     pub latency: Option<Latency>,
 }
 
-/// Returns a peer's words on one line, without control characters.
+/// Returns a peer's text on one line, without control characters.
 pub(super) fn plain(words: &str) -> String {
     let clean = words.chars().map(|c| if c.is_control() { ' ' } else { c });
     clean.take(WORDS).collect::<String>().split_whitespace().collect::<Vec<_>>().join(" ")

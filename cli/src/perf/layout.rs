@@ -1,15 +1,15 @@
-//! Where transfers lie in the memory of either side, and which bytes belong there.
+//! The places of transfers in the memory of each side, and the bytes expected there.
 
 use hmem::{Error, ErrorKind, Result};
 
 use crate::{args::PerfOp, check::pattern};
 
-/// Bytes that the slots of small transfers take together: they should stay in caches, as an
-/// application's would.
+/// Bytes of all slots of small transfers. They fit into the processor's caches, as an application's
+/// buffers do.
 const BUDGET: u64 = 4 << 20;
 const PAGE: u64 = 4096;
 const LINE: u64 = 64;
-/// What the server adds to with each fetch-add.
+/// The addend of each fetch-add.
 pub(super) const ADDEND: u64 = 0x0101_0101_0101_0101;
 /// Bytes of an atomic's target.
 pub(super) const WORD: u64 = 8;
@@ -24,32 +24,32 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// For transfers of `size` bytes, none of which is longer than `largest`.
+    /// Returns the layout for transfers of `size` bytes. No transfer is longer than `largest`.
     pub(super) fn new(op: PerfOp, size: u64, largest: u64, depth: u32) -> Self {
-        // Receives are posted before it is known how long the message will be: their slots fit
-        // every message.
+        // A receive is posted before the length of its message is known: each slot fits every
+        // message.
         let room = if op == PerfOp::Send { largest } else { size };
         let stride = room.next_multiple_of(if room < PAGE { LINE } else { PAGE });
         Self { size, slots: (BUDGET / stride).clamp(1, u64::from(depth)), stride }
     }
 
-    /// Bytes of the slots, and of a line behind them that must stay as it is.
+    /// Returns the bytes of all slots and of a line after them that must not change.
     pub(super) fn room(self) -> u64 {
         self.slots * self.stride + LINE
     }
 
-    /// Where slot `slot` starts.
+    /// Returns the offset of a slot.
     pub(super) fn offset(self, slot: u64) -> u64 {
         slot % self.slots * self.stride
     }
 
-    /// How many of `transfers` went to `slot`.
+    /// Returns how many of `transfers` used `slot`.
     fn share(self, transfers: u64, slot: u64) -> u64 {
         transfers / self.slots + u64::from(slot < transfers % self.slots)
     }
 
-    /// Fills the slots that `transfers` reach with the pattern of `seed`, the first of them going
-    /// to slot `first`, and everything else with a background.
+    /// Fills the slots of `transfers` with the pattern of `seed`, and the rest with a background.
+    /// The first transfer uses slot `first`.
     pub(super) fn fill(self, into: &mut [u8], seed: u64, transfers: u64, first: u64) {
         pattern::fill(into, !seed);
         for number in 0..transfers.min(self.slots) {
@@ -58,8 +58,8 @@ impl Layout {
         }
     }
 
-    /// Fills the slots with the words that `transfers` fetch-adds brought back, and everything else
-    /// with a background.
+    /// Fills the slots with the old values that `transfers` fetch-adds returned, and the rest with
+    /// a background.
     pub(super) fn fill_fetched(self, into: &mut [u8], seed: u64, transfers: u64) {
         pattern::fill(into, !seed);
         for slot in 0..transfers.min(self.slots) {
@@ -69,7 +69,8 @@ impl Layout {
         }
     }
 
-    /// Fills the slots with the words that fetch-adds find there, after `transfers` of them.
+    /// Fills the slots with the words that `transfers` fetch-adds leave, and the rest with a
+    /// background.
     pub(super) fn fill_words(self, into: &mut [u8], seed: u64, transfers: u64) {
         pattern::fill(into, !seed);
         for slot in 0..self.slots {
@@ -80,7 +81,7 @@ impl Layout {
     }
 }
 
-/// The word of a slot after so many fetch-adds.
+/// Returns the word of a slot after `added` fetch-adds.
 fn sum(seed: u64, slot: u64, added: u64) -> u64 {
     slot_seed(seed, slot).wrapping_add(ADDEND.wrapping_mul(added))
 }
@@ -89,7 +90,7 @@ fn slot_seed(seed: u64, slot: u64) -> u64 {
     seed.wrapping_add(slot << 40)
 }
 
-/// Holds what was found against what should be there.
+/// Compares the memory of a side with the expected bytes.
 pub(super) fn same(expected: &[u8], found: &[u8], whose: &'static str) -> Result<()> {
     match pattern::difference(expected, found) {
         None => Ok(()),
@@ -99,7 +100,8 @@ pub(super) fn same(expected: &[u8], found: &[u8], whose: &'static str) -> Result
             .context("first", first)
             .context("of", expected.len())
             .remedy(
-                "the transfers completed and the content is wrong: suspect the path or the NIC's driver",
+                "run `hmem check` to find the path that corrupts data: the transfers completed \
+                 with wrong content",
             )),
     }
 }
@@ -127,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_add_up() {
+    fn shares_of_all_slots_add_up() {
         let layout = Layout { size: 8, slots: 7, stride: 64 };
         for transfers in [0, 1, 6, 7, 8, 1000] {
             assert_eq!((0..7).map(|slot| layout.share(transfers, slot)).sum::<u64>(), transfers);
@@ -135,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn one_lost_transfer_is_seen() {
+    fn one_lost_transfer_is_detected() {
         let layout = Layout::new(PerfOp::Write, 100, 100, 4);
         let len = layout.room() as usize;
         let (mut all, mut fewer) = (vec![0; len], vec![0; len]);

@@ -1,7 +1,7 @@
-//! `hmem perf`: moves verified bytes between two hosts, and measures how fast.
+//! `hmem perf`: measures transfers between two hosts and verifies their content.
 //!
-//! `wire` is what the sides say over TCP, `layout` is which bytes belong where, `end` is the memory
-//! and endpoint of a side, `client` and `server` are the sides, `report` is what both print.
+//! `client` and `server` are the two sides. `end` is the memory and the endpoint of a side, `wire`
+//! the protocol over TCP, `layout` the expected bytes, and `report` the output.
 
 mod client;
 mod end;
@@ -13,7 +13,7 @@ mod wire;
 
 use std::{
     hash::{BuildHasher, Hasher, RandomState},
-    io,
+    io::{self, Write},
     net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
     sync::{Arc, mpsc},
     thread,
@@ -23,8 +23,8 @@ use std::{
 use hmem::{DeviceId, Errno, Error, ErrorKind, Result, WriteOrdering};
 
 use self::{
-    client::{Amount, Wish},
-    end::Place,
+    client::{Amount, Observer, Plan},
+    end::EndConfig,
     layout::{Layout, WORD},
     server::Client,
     wire::Request,
@@ -35,13 +35,18 @@ pub use self::{
 };
 use crate::{
     Failure,
-    args::{PerfArgs, PerfOp, Sizes},
+    args::{Measure, PerfArgs, PerfOp, Sizes},
+    check::unknown_nic,
+    json,
     machine::{Fabric, Machine},
+    problem::{Problem, unknown},
+    progress::Progress,
+    table::{Style, bytes},
 };
 
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// Number of clients whose requests a persistent server awaits at once.
+/// The number of clients from which a persistent server awaits requests at a time.
 const ACCEPTORS: usize = 64;
 
 impl Request {
@@ -54,44 +59,125 @@ impl Request {
     }
 }
 
-/// Runs one side, or both, and prints what came of it.
+/// An event of a measurement, at the client.
+#[derive(Debug)]
+enum Event<'a> {
+    /// Both sides are connected. The report has no results yet.
+    Connected {
+        report: &'a Report,
+        /// Transfers in flight, if bandwidth is measured.
+        depth: Option<u32>,
+    },
+    /// The next measurement starts.
+    Next { size: u64, figure: &'static str },
+    /// All measurements of a size are complete.
+    Row(&'a Row),
+}
+
+/// Runs one side, or both, and prints the report. A client prints each row as it completes.
 ///
 /// # Errors
-/// [`Failure::Usage`] for a NIC, iface or device that is not here; [`Failure::Measurement`] for
-/// what went wrong with the other side; [`Failure::Output`] for a report that cannot be printed.
+/// [`Failure::Usage`] for an unknown or unavailable NIC, iface or device; [`Failure::Measurement`]
+/// for a failed connection or measurement; [`Failure::Output`] for a report that cannot be printed.
 pub fn run(
     machine: &Machine,
     args: &PerfArgs,
-    mut print: impl FnMut(&Report) -> io::Result<()>,
+    style: Style,
+    out: &mut dyn Write,
 ) -> Result<(), Failure> {
-    let place = place(machine, args)?;
+    let config = end_config(machine, args)?;
     if args.server {
-        let listener =
-            listen(SocketAddr::new(args.bind, args.port)).map_err(Failure::Measurement)?;
-        return serve(&place, listener, args.persistent, &mut print);
+        let address = SocketAddr::new(args.bind, args.port);
+        let listener = listen(address).map_err(Failure::measurement)?;
+        return serve(&config, listener, args.persistent, &mut |report| {
+            let report = report.renamed(|text| machine.named(text));
+            if args.json {
+                json::write(out, &report)?
+            } else {
+                report::text(out, &report, style)?
+            }
+            out.flush()
+        });
     }
-    let wish = wish(args)?;
-    let report = match &args.host {
-        Some(host) => connect(host, args.port)
-            .and_then(|(stream, address)| client::measure(&place, &wish, stream, address)),
-        None => both(&place, &wish),
+    let plan = plan(args)?;
+    let mut live = LiveReport::new(args.json, plan.measurements(), style, out);
+    let mut observer = |event: Event<'_>| live.show(machine, event);
+    let measured = match &args.host {
+        Some(host) => connect(host, args.port).and_then(|(stream, address)| {
+            client::measure(&config, &plan, stream, address, &mut observer)
+        }),
+        None => both(&config, &plan, &mut observer),
     };
-    Ok(print(&report.map_err(Failure::Measurement)?)?)
+    live.progress.end();
+    if let Some(error) = live.unprintable {
+        return Err(Failure::Output(error));
+    }
+    let report = measured.map_err(Failure::measurement)?;
+    if args.json {
+        json::write(live.out, &report.renamed(|text| machine.named(text)))?;
+    } else {
+        writeln!(live.out)?;
+    }
+    Ok(())
 }
 
+/// The output of a client while it measures: rows on stdout, and a progress bar on a terminal.
+struct LiveReport<'a> {
+    json: bool,
+    style: Style,
+    out: &'a mut dyn Write,
+    progress: Progress,
+    measurements: usize,
+    started: usize,
+    /// The error of the output, which ended the measurement.
+    unprintable: Option<io::Error>,
+}
+
+impl<'a> LiveReport<'a> {
+    fn new(json: bool, measurements: usize, style: Style, out: &'a mut dyn Write) -> Self {
+        let progress = Progress::at_once();
+        Self { json, style, out, progress, measurements, started: 0, unprintable: None }
+    }
+
+    /// Shows an event.
+    fn show(&mut self, machine: &Machine, event: Event<'_>) -> Result<()> {
+        let (out, style) = (&mut *self.out, self.style);
+        let printed = match event {
+            Event::Next { size, figure } => {
+                let next = format!("{figure} of {}", bytes(size));
+                self.progress.show(self.started, self.measurements, &next);
+                self.started += 1;
+                return Ok(());
+            }
+            _ if self.json => return Ok(()),
+            Event::Connected { report, depth } => {
+                let report = report.clone().renamed(|text| machine.named(text));
+                self.progress.suspend(|| report::heading(out, &report, depth, style))
+            }
+            Event::Row(row) => self.progress.suspend(|| report::row(out, row, style)),
+        };
+        printed.and_then(|()| self.out.flush()).map_err(|error| {
+            let ended = Error::os(Errno::of(&error), "print");
+            self.unprintable = Some(error);
+            ended
+        })
+    }
+}
+
+/// Serves one client, or with `persistent` one after another, and prints each report.
 fn serve(
-    place: &Place<'_>,
+    config: &EndConfig<'_>,
     listener: TcpListener,
     persistent: bool,
-    print: &mut dyn FnMut(&Report) -> io::Result<()>,
+    print: &mut dyn FnMut(Report) -> io::Result<()>,
 ) -> Result<(), Failure> {
     if !persistent {
-        let client = accept(&listener).map_err(Failure::Measurement)?;
-        return Ok(print(&client.serve(place).map_err(Failure::Measurement)?)?);
+        let client = accept(&listener).map_err(Failure::measurement)?;
+        return Ok(print(client.serve(config).map_err(Failure::measurement)?)?);
     }
-    for client in accepted(listener).map_err(Failure::Measurement)? {
-        match client.and_then(|client| client.serve(place)) {
-            Ok(report) => print(&report)?,
+    for client in accepted(listener).map_err(Failure::measurement)? {
+        match client.and_then(|client| client.serve(config)) {
+            Ok(report) => print(report)?,
             Err(error) => eprintln!("error: {error}"),
         }
     }
@@ -104,13 +190,13 @@ fn accept(listener: &TcpListener) -> Result<Client> {
     accepted.and_then(|(stream, address)| Client::accept(stream, address))
 }
 
-/// Returns the clients that connect, without end, each once its request has arrived.
+/// Returns an endless iterator of clients with requests.
 ///
-/// [`ACCEPTORS`] threads accept them, so that a client which says nothing holds up no other. The
-/// threads end when the iterator is dropped, each at its next connection.
+/// [`ACCEPTORS`] threads accept clients, so that a silent client does not delay others. After the
+/// iterator is dropped, each thread ends at its next connection.
 fn accepted(listener: TcpListener) -> Result<mpsc::IntoIter<Result<Client>>> {
     let listener = Arc::new(listener);
-    // Without room: a thread whose client waits for its turn accepts no other meanwhile.
+    // Without a buffer, a thread accepts the next client only after its last one is served.
     let (sender, clients) = mpsc::sync_channel(0);
     for _ in 0..ACCEPTORS {
         let (listener, sender) = (Arc::clone(&listener), sender.clone());
@@ -122,8 +208,8 @@ fn accepted(listener: TcpListener) -> Result<mpsc::IntoIter<Result<Client>>> {
     Ok(clients.into_iter())
 }
 
-/// Client and server in this process, which talk over TCP all the same.
-fn both(place: &Place<'_>, wish: &Wish) -> Result<Report> {
+/// Measures between a client and a server in this process, which also talk over TCP.
+fn both(config: &EndConfig<'_>, plan: &Plan, observer: &mut Observer<'_>) -> Result<Report> {
     let os = |operation| move |error: io::Error| Error::os(Errno::of(&error), operation);
     let listener = TcpListener::bind(("127.0.0.1", 0)).map_err(os("listen"))?;
     let address = listener.local_addr().map_err(os("listen"))?;
@@ -131,7 +217,7 @@ fn both(place: &Place<'_>, wish: &Wish) -> Result<Report> {
     let near_address = near.local_addr().map_err(os("connect"))?;
     let (far, far_address) = loop {
         let (far, from) = listener.accept().map_err(os("accept"))?;
-        // Anybody on this machine may have been quicker.
+        // Another process of this machine may have connected first.
         if from == near_address {
             break (far, from);
         }
@@ -139,9 +225,9 @@ fn both(place: &Place<'_>, wish: &Wish) -> Result<Report> {
     thread::scope(|scope| {
         let server = thread::Builder::new()
             .name("hmem-perf-server".into())
-            .spawn_scoped(scope, || Client::accept(far, far_address)?.serve(place))
+            .spawn_scoped(scope, || Client::accept(far, far_address)?.serve(config))
             .map_err(os("start a thread"))?;
-        let report = client::measure(place, wish, near, address);
+        let report = client::measure(config, plan, near, address, observer);
         let served =
             server.join().unwrap_or_else(|_| Err(Error::new(ErrorKind::Driver, "server thread")));
         let report = report?;
@@ -165,7 +251,10 @@ fn connect(host: &str, port: u16) -> Result<(TcpStream, SocketAddr)> {
         Error::new(ErrorKind::Unreachable, "connect")
             .context("host", host)
             .context("port", port)
-            .remedy("start `hmem perf --server` there first, and let the firewall pass its port (--port)")
+            .remedy(
+                "start `hmem perf --server` on that host, and open its port (--port) in the \
+                 firewall",
+            )
     };
     let addresses =
         (host, port).to_socket_addrs().map_err(|error| unreachable().caused_by(error))?;
@@ -179,21 +268,22 @@ fn connect(host: &str, port: u16) -> Result<(TcpStream, SocketAddr)> {
     Err(last)
 }
 
-fn wish(args: &PerfArgs) -> Result<Wish> {
+fn plan(args: &PerfArgs) -> Result<Plan, Failure> {
     let sizes = match (args.op, &args.size) {
         (PerfOp::Atomic, size) if is_default(size) || size.0 == [WORD] => vec![WORD],
         (PerfOp::Atomic, _) => {
-            return Err(usage("--size").remedy("an atomic has 8 bytes: leave --size out"));
+            let problem = Problem::new("--size does not apply to atomics");
+            return Err(problem.remedy("leave --size out: an atomic has 8 bytes").into());
         }
         (_, size) => size.0.clone(),
     };
-    Ok(Wish {
+    Ok(Plan {
         op: args.op,
         sizes,
-        depth: if args.measure == crate::args::Measure::Latency { 1 } else { args.depth },
+        depth: if args.measure == Measure::Latency { 1 } else { args.depth },
         measure: args.measure,
         amount: args.duration.map_or(Amount::Transfers(args.iterations), Amount::For),
-        // So short that every reader of JSON keeps it.
+        // 53 bits, which every reader of JSON keeps.
         seed: args.seed.unwrap_or_else(|| RandomState::new().build_hasher().finish() >> 11),
     })
 }
@@ -202,81 +292,65 @@ fn is_default(size: &Sizes) -> bool {
     size.0 == [8, 4 << 10, 64 << 10, 1 << 20]
 }
 
-fn usage(option: &'static str) -> Error {
-    Error::new(ErrorKind::InvalidArgument, "perf").context("option", option)
-}
-
-fn place<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<Place<'a>> {
+fn end_config<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<EndConfig<'a>, Failure> {
     let registry = machine.hmem.registry();
     let name = args.iface.as_str();
     let Some(iface) = registry.iter().find(|iface| iface.name() == name) else {
-        if let Some((_, why)) =
-            registry.absent().find(|(kind, _)| machine.iface_name(*kind) == name)
-        {
-            return Err(Error::new(why.kind(), "perf --iface")
-                .context("name", name)
-                .context("why", why));
+        let absent = registry.absent().find(|(kind, _)| machine.iface_name(*kind) == name);
+        return Err(match absent {
+            Some((_, why)) => Problem::new(format!("the iface {name} is unavailable"))
+                .caused_by(machine.problem(why)),
+            None => unknown("iface", name, "--iface", &machine.iface_names()),
         }
-        return Err(usage("--iface").context("name", name).remedy(one_of(&machine.iface_names())));
+        .into());
     };
     let device = DeviceId(args.device);
     let devices = iface.devices()?;
-    let has_it = if devices.is_empty() {
+    let exists = if devices.is_empty() {
         args.device == 0
     } else {
         devices.iter().any(|known| known.id == device)
     };
-    if !has_it {
-        return Err(usage("--device")
-            .context("iface", name)
-            .context("device", device)
-            .context("devices", devices.len())
-            .remedy("name a device that `hmem info` lists"));
+    if !exists {
+        let known: Vec<_> = devices.iter().map(|known| known.id.to_string()).collect();
+        let problem = Problem::new(format!("{name} has no device {device}"));
+        return Err(problem.remedy(format!("--device takes {}", known.join(", "))).into());
     }
     let ordering =
         if args.strict_ordering { WriteOrdering::Strict } else { WriteOrdering::Relaxed };
-    Ok(Place { hmem: &machine.hmem, nic: nic(machine, args)?, iface, device, ordering })
+    Ok(EndConfig { hmem: &machine.hmem, nic: nic(machine, args)?, iface, device, ordering })
 }
 
-fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a Fabric> {
+fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a Fabric, Problem> {
     if let Some(name) = args.nic.as_deref() {
         if let Some(nic) = machine.nics.iter().find(|nic| nic.answers_to(name)) {
             return Ok(nic);
         }
-        if let Some(absent) =
-            machine.absent.iter().find(|absent| absent.sort != "iface" && absent.name == name)
-        {
-            return Err(Error::new(ErrorKind::Unavailable, "perf --nic")
-                .context("name", name)
-                .context("why", &absent.why));
-        }
-        return Err(usage("--nic").context("name", name).remedy(one_of(&machine.provider_names())));
+        let mut absent = machine.absent.iter().filter(|absent| absent.sort != "iface");
+        return Err(match absent.find(|absent| absent.name == name) {
+            Some(absent) => Problem::new(format!("the {} {name} is unavailable", absent.sort))
+                .caused_by(absent.why.clone()),
+            None => unknown_nic(name, "--nic", &machine.provider_names()),
+        });
     }
     if args.loopback {
         let software = || machine.nics.iter().filter(|nic| nic.software);
-        // The one that is most like hardware.
+        // The software NIC that resembles hardware most.
         let nic =
             software().find(|nic| nic.attr.nic.name == "hardware").or_else(|| software().next());
         return nic.ok_or_else(|| {
-            Error::new(ErrorKind::Unavailable, "perf --loopback")
-                .remedy("the software NIC does not start here: see `hmem info`")
+            Problem::new("the software NIC is unavailable").remedy("run `hmem info` for the reason")
         });
     }
     machine.nics.iter().find(|nic| !nic.software).ok_or_else(|| {
-        let why = machine
-            .absent
-            .iter()
-            .find(|absent| absent.name == "verbs")
-            .map(|absent| absent.why.as_str());
-        Error::new(ErrorKind::Unavailable, "perf")
-            .context("NIC", "no RDMA NIC on this machine")
-            .context("why", why.unwrap_or("no provider has one"))
-            .remedy("try the command without one: hmem perf --loopback")
+        let none = Problem::new("this machine has no RDMA NIC")
+            .remedy("run `hmem perf --loopback` to use the software NIC");
+        let verbs = machine.absent.iter().find(|absent| absent.name == "verbs");
+        match verbs {
+            Some(verbs) => none.caused_by(verbs.why.clone()),
+            None => none,
+        }
     })
-}
-
-fn one_of(names: &[String]) -> String {
-    format!("use one of {}", names.join(", "))
 }
 
 #[cfg(test)]
@@ -284,11 +358,10 @@ mod tests {
     use std::io::Read;
 
     use super::*;
-    use crate::args::Measure;
 
-    fn place(machine: &Machine) -> Place<'_> {
+    fn config(machine: &Machine) -> EndConfig<'_> {
         let hardware = |nic: &&Fabric| nic.software && nic.attr.nic.name == "hardware";
-        Place {
+        EndConfig {
             hmem: &machine.hmem,
             nic: machine.nics.iter().find(hardware).expect("the software NIC"),
             iface: machine.hmem.registry().iter().next().expect("an iface"),
@@ -297,13 +370,12 @@ mod tests {
         }
     }
 
-    /// Several clients say nothing, and the server still waits for each when another was served.
     #[test]
-    fn silent_clients_hold_up_no_other() {
-        // A failed test leaves the server waiting for clients.
+    fn silent_clients_do_not_delay_others() {
+        // Leaked, since a failed test leaves the server thread waiting for clients.
         let machine = Box::leak(Box::new(Machine::find().expect("the software NIC at least")));
-        let place = place(machine);
-        let wish = Wish {
+        let config = config(machine);
+        let plan = Plan {
             op: PerfOp::Write,
             sizes: vec![8],
             depth: 1,
@@ -319,19 +391,19 @@ mod tests {
         let (sender, reports) = mpsc::channel();
         let server = thread::spawn(move || {
             // The first report cannot be printed, which ends the server.
-            serve(&place, listener, true, &mut |report| {
+            serve(&config, listener, true, &mut |report| {
                 sender.send(report.role).expect("the test waits for it");
                 Err(io::ErrorKind::BrokenPipe.into())
             })
         });
         let stream = TcpStream::connect(address).expect("it listens");
-        client::measure(&place, &wish, stream, address).expect("it is served");
+        client::measure(&config, &plan, stream, address, &mut |_| Ok(())).expect("it is served");
         assert_eq!(reports.recv(), Ok(Role::Server));
         let ended = server.join().expect("no panic");
         assert!(matches!(ended, Err(Failure::Output(_))), "{ended:?}");
 
         for stream in &mut silent {
-            // The server has greeted it, and neither refused it nor hung up.
+            // The server has greeted the client, and has neither refused it nor closed.
             let mut greeting = [0; 12];
             stream.read_exact(&mut greeting).expect("a greeting");
             assert!(greeting.starts_with(b"hmemperf"));

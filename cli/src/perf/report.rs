@@ -1,11 +1,10 @@
-//! The report of a measurement, as both sides print it.
+//! The report of a measurement, which both sides print.
 
 use std::{
     io::{self, Write},
     net::SocketAddr,
 };
 
-use comfy_table::{Cell, CellAlignment};
 use serde::Serialize;
 
 use super::{
@@ -15,50 +14,50 @@ use super::{
 use crate::{
     args::PerfOp,
     json::SCHEMA,
-    table::{Style, Tone, bytes},
+    table::{Style, bytes},
 };
 
 /// The side that printed the report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Role {
-    /// The one that measured.
+    /// The side that measured.
     Client,
-    /// The one that was measured with.
+    /// The side that served the client.
     Server,
 }
 
-/// A measurement.
+/// The results of a measurement.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     /// The schema number.
     pub schema: u32,
-    /// The command's version.
+    /// The version of the command.
     pub version: &'static str,
-    /// Which side this is.
+    /// The side that printed the report.
     pub role: Role,
-    /// The other side's TCP address.
+    /// The TCP address of the other side.
     pub peer: String,
-    /// What was measured.
+    /// The operation.
     pub op: PerfOp,
-    /// The seed of what was moved.
+    /// The seed of the pattern.
     pub seed: u64,
     /// This side.
     pub local: Side,
     /// The other side.
     pub remote: Side,
-    /// The measurements, in the order asked for.
+    /// The results, in the order of the sizes on the command line.
     pub results: Vec<Row>,
 }
 
 impl Report {
+    /// Returns a report without results.
     pub(super) fn new(
         role: Role,
         peer: SocketAddr,
         request: &Request,
         local: Side,
         remote: Side,
-        results: Vec<Row>,
     ) -> Self {
         Self {
             schema: SCHEMA,
@@ -69,16 +68,57 @@ impl Report {
             seed: request.seed,
             local,
             remote,
-            results,
+            results: Vec::new(),
         }
+    }
+
+    /// Replaces names in all texts.
+    pub(super) fn renamed(mut self, rename: impl Fn(String) -> String + Copy) -> Self {
+        for side in [&mut self.local, &mut self.remote] {
+            side.reason = rename(std::mem::take(&mut side.reason));
+            let trace = std::mem::take(&mut side.trace).into_iter();
+            side.trace = trace.map(|attempt| attempt.renamed(rename)).collect();
+        }
+        self
     }
 }
 
-/// Prints the report for a person.
+/// The columns of the table with their widths. They are fixed, since each row is printed before the
+/// next one is measured.
+const COLUMNS: [(&str, usize); 10] = [
+    ("Size", 8),
+    ("GiB/s", 6),
+    ("Transfers/s", 11),
+    ("min us", 6),
+    ("50%", 6),
+    ("90%", 6),
+    ("99%", 6),
+    ("99.9%", 6),
+    ("max us", 6),
+    ("Verified", 8),
+];
+
+/// Prints a whole report for people.
 ///
 /// # Errors
-/// What the writer reported.
+/// The error of the writer.
 pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()> {
+    let bandwidth = report.results.iter().find_map(|row| row.bandwidth);
+    heading(out, report, bandwidth.map(|bandwidth| bandwidth.depth), style)?;
+    report.results.iter().try_for_each(|row| self::row(out, row, style))?;
+    writeln!(out)
+}
+
+/// Prints the two sides, and the header of the table if it fits.
+///
+/// # Errors
+/// The error of the writer.
+pub(super) fn heading(
+    out: &mut dyn Write,
+    report: &Report,
+    depth: Option<u32>,
+    style: Style,
+) -> io::Result<()> {
     let (op, role) = match (report.op, report.role) {
         (PerfOp::Write, Role::Client) => ("RMA write to", "server"),
         (PerfOp::Write, Role::Server) => ("RMA write from", "client"),
@@ -89,56 +129,83 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
         (PerfOp::Atomic, Role::Client) => ("64-bit fetch-add to", "server"),
         (PerfOp::Atomic, Role::Server) => ("64-bit fetch-add from", "client"),
     };
-    let depth =
-        report.results.iter().find_map(|row| row.bandwidth).map(|bandwidth| bandwidth.depth);
-    let depth =
-        depth.map_or_else(String::new, |depth| format!(", {depth} outstanding (latency: 1)"));
+    let depth = depth.map_or_else(String::new, |depth| format!(", {depth} in flight (latency: 1)"));
     style.heading(out, &format!("{op} {role} {}{depth}", report.peer))?;
     style.item(out, "this side:", &report.local.summary())?;
     style.item(out, "other side:", &report.remote.summary())?;
     writeln!(out)?;
-    let header = [
-        "Size",
-        "GiB/s",
-        "Transfers/s",
-        "min us",
-        "50%",
-        "90%",
-        "99%",
-        "99.9%",
-        "max us",
-        "Verified",
-    ];
-    let mut table = style.table(&header);
-    for column in 0..header.len() - 1 {
-        if let Some(column) = table.column_mut(column) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
+    let header = line(&COLUMNS.map(|(name, _)| name.to_owned()));
+    if header.chars().count() <= style.width() {
+        let rule = "\u{2500}".repeat(header.chars().count());
+        writeln!(out, "{}\n{rule}", style.bold(&header))?;
     }
-    for row in &report.results {
-        let mut cells = vec![style.number(bytes(row.bytes))];
-        match row.bandwidth {
-            Some(bandwidth) => {
-                cells.push(style.number(significant(bandwidth.gib_per_s)));
-                cells.push(style.number(format!("{:.0}", bandwidth.transfers_per_s)));
-            }
-            None => cells.extend((0..2).map(|_| style.cell("-", Tone::Dim))),
-        }
-        match row.latency {
-            Some(us) => cells.extend(
-                [us.min_us, us.p50_us, us.p90_us, us.p99_us, us.p999_us, us.max_us]
-                    .map(|us| style.number(significant(us))),
-            ),
-            None => cells.extend((0..6).map(|_| style.cell("-", Tone::Dim))),
-        }
-        let (verified, tone) = if row.verified { ("yes", Tone::Good) } else { ("NO", Tone::Bad) };
-        cells.push(style.cell(verified, tone));
-        table.add_row::<Vec<Cell>>(cells);
-    }
-    style.print(out, &table)
+    Ok(())
 }
 
-/// Three significant digits or all of the integer part.
+/// Prints one row of the table, or one item if the columns do not fit.
+///
+/// # Errors
+/// The error of the writer.
+pub(super) fn row(out: &mut dyn Write, row: &Row, style: Style) -> io::Result<()> {
+    let none = || "-".to_owned();
+    let verified = if row.verified { "yes" } else { "NO" };
+    let us = row.latency.map(|latency| {
+        [
+            latency.min_us,
+            latency.p50_us,
+            latency.p90_us,
+            latency.p99_us,
+            latency.p999_us,
+            latency.max_us,
+        ]
+        .map(significant)
+    });
+    let mut cells = COLUMNS.map(|_| none());
+    cells[0] = bytes(row.bytes);
+    if let Some(bandwidth) = row.bandwidth {
+        cells[1] = significant(bandwidth.gib_per_s);
+        cells[2] = format!("{:.0}", bandwidth.transfers_per_s);
+    }
+    if let Some(us) = us {
+        cells[3..9].clone_from_slice(&us);
+    }
+    cells[9] = verified.to_owned();
+    let text = line(&cells);
+    if text.chars().count().max(line_width()) <= style.width() {
+        return writeln!(out, "{text}");
+    }
+    let mut fields = vec![format!("{}: verified: {verified}", cells[0])];
+    if row.bandwidth.is_some() {
+        fields.push(format!("{} GiB/s", cells[1]));
+        fields.push(format!("{} transfers/s", cells[2]));
+    }
+    if row.latency.is_some() {
+        let names = ["min", "50%", "90%", "99%", "99.9%", "max"];
+        let times = names.iter().zip(&cells[3..9]).map(|(name, us)| format!("{name}\u{a0}{us}"));
+        fields.push(format!("latency in us: {}", times.collect::<Vec<_>>().join(", ")));
+    }
+    style.indented(out, ["  ", "    "], &fields.join("; "))
+}
+
+/// Returns the cells of a line, numbers aligned to the right.
+fn line(cells: &[String; COLUMNS.len()]) -> String {
+    let mut line = " ".to_owned();
+    for (at, (cell, (_, width))) in cells.iter().zip(COLUMNS).enumerate() {
+        if at + 1 == COLUMNS.len() {
+            line.push_str(&format!(" {cell}"));
+        } else {
+            line.push_str(&format!(" {cell:>width$}"));
+        }
+    }
+    line
+}
+
+/// Returns the columns of the table's header.
+fn line_width() -> usize {
+    1 + COLUMNS.iter().map(|(_, width)| width + 1).sum::<usize>()
+}
+
+/// Returns a number with three significant digits, or with its whole integer part.
 fn significant(number: f64) -> String {
     match number {
         number if number >= 100.0 => format!("{number:.0}"),

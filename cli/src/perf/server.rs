@@ -1,11 +1,11 @@
-//! The server: gives its memory, takes what comes, and verifies it.
+//! The server: registers memory for a client, and verifies its content.
 
 use std::net::{SocketAddr, TcpStream};
 
 use hmem::{Error, ErrorKind, Result};
 
 use super::{
-    end::{End, Idle, Place, Role, completed},
+    end::{End, EndConfig, Idle, Role, completed},
     layout::{Layout, WORD, same},
     report::Report,
     wire::{Begin, HANDSHAKE, Message, PATIENCE, Peer, Ready, Request},
@@ -16,11 +16,10 @@ use crate::{
 };
 
 const MOST_DEPTH: u32 = 4096;
-/// Receives posted beyond what the client may have outstanding, so that it does not wait for a new
-/// one.
+/// Receives posted in addition to the depth, so that the client does not wait for new ones.
 const SPARE_RECEIVES: u32 = 256;
 
-/// A client that has sent a valid request and waits for the answer.
+/// A client with a valid request, which waits for the answer.
 #[derive(Debug)]
 pub(super) struct Client {
     peer: Peer,
@@ -40,9 +39,9 @@ impl Client {
         }
     }
 
-    /// Measures with this client until it sends its results.
-    pub(super) fn serve(mut self, place: &Place<'_>) -> Result<Report> {
-        let served = converse(place, &mut self.peer, self.request);
+    /// Serves this client until it sends its results.
+    pub(super) fn serve(mut self, config: &EndConfig<'_>) -> Result<Report> {
+        let served = converse(config, &mut self.peer, self.request);
         if let Err(error) = &served {
             self.peer.give_up(error);
         }
@@ -57,12 +56,12 @@ fn receive_request(peer: &mut Peer) -> Result<Request> {
     }
 }
 
-fn converse(place: &Place<'_>, peer: &mut Peer, request: Request) -> Result<Report> {
+fn converse(config: &EndConfig<'_>, peer: &mut Peer, request: Request) -> Result<Report> {
     let rooms = request.sizes.iter().map(|size| request.layout(*size).room());
     let room = rooms.max().unwrap_or_default();
     let receives = request.depth + SPARE_RECEIVES;
     let depth = if request.op == PerfOp::Send { receives } else { request.depth };
-    let end = End::open(place, Role::Server, request.op, room, depth as usize)?;
+    let end = End::open(config, Role::Server, request.op, room, depth as usize)?;
     let theirs = request.side.clone().plain();
     end.connect(request.endpoint.clone(), &theirs)?;
 
@@ -87,10 +86,12 @@ fn converse(place: &Place<'_>, peer: &mut Peer, request: Request) -> Result<Repo
     let Server { peer, end, request, .. } = server;
     let local = end.side.clone();
     end.close()?;
-    Ok(Report::new(super::report::Role::Server, peer.address(), &request, local, theirs, results))
+    let role = super::report::Role::Server;
+    let report = Report::new(role, peer.address(), &request, local, theirs);
+    Ok(Report { results, ..report })
 }
 
-/// Refuses a request that no client of this protocol sends.
+/// Refuses a request with values outside the protocol.
 fn check(request: &Request, peer: &Peer) -> Result<()> {
     let refuse = |what: &'static str, value: u64| {
         Err(peer
@@ -122,7 +123,7 @@ struct Server<'a> {
 }
 
 impl Server<'_> {
-    /// One run of transfers, from preparing the memory to verifying it.
+    /// Prepares the memory, waits for transfers, and verifies the memory.
     fn run(&mut self, begin: Begin) -> Result<()> {
         if !self.request.sizes.contains(&begin.size) {
             return Err(self.peer.malformed("begin").context("size", begin.size));
@@ -149,7 +150,7 @@ impl Server<'_> {
         self.peer.send(&Message::Verified)
     }
 
-    /// Waits for the client's end of a run that needs nothing of this side.
+    /// Waits until the client ends a run of one-sided transfers.
     fn wait(&mut self) -> Result<u64> {
         loop {
             match self.peer.receive("end", PATIENCE)? {
@@ -160,7 +161,7 @@ impl Server<'_> {
         }
     }
 
-    /// Takes messages until the client has said how many there were and all have come.
+    /// Receives messages until all that the client sent have arrived.
     fn receive(&mut self, layout: Layout) -> Result<u64> {
         let mut sent = None;
         let mut received = 0;
@@ -188,7 +189,7 @@ impl Server<'_> {
             Some(sent) if received > sent => Err(Error::new(ErrorKind::Driver, "receive")
                 .context("messages", received)
                 .context("sent", sent)
-                .remedy("the NIC delivered messages that were not sent")),
+                .remedy("update the NIC's driver: it delivered messages that were never sent")),
             _ => Ok(received),
         }
     }
@@ -200,7 +201,7 @@ impl Server<'_> {
             let slice = self.end.region.slice(layout.offset(self.posted), largest)?;
             match self.end.endpoint.receive(&[slice], None, self.posted) {
                 Ok(()) => self.posted += 1,
-                // The NIC has fewer than was hoped for.
+                // The queue of the NIC is full.
                 Err(error) if error.kind() == ErrorKind::Again && self.posted > self.received => {
                     return Ok(());
                 }

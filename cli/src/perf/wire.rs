@@ -1,9 +1,8 @@
-//! What both sides say to each other over TCP.
+//! The protocol of the two sides over TCP.
 //!
-//! A connection opens with a greeting in each direction: `hmemperf` and the protocol's version, 4
-//! bytes, big endian. Then come messages: their length, 4 bytes, big endian, and as many bytes of
-//! JSON. Whatever a peer sends, no more than [`LIMIT`] bytes are kept of it, and every read ends
-//! after a time.
+//! A connection opens with a greeting in each direction: `hmemperf` and the version of the
+//! protocol, 4 bytes, big endian. Messages follow: a length, 4 bytes, big endian, and as many bytes
+//! of JSON. A side keeps at most [`LIMIT`] bytes of a message, and every read has a timeout.
 
 use std::{
     io::{self, Read, Write},
@@ -17,44 +16,44 @@ use serde::{Deserialize, Serialize};
 use super::figures::{Row, Side, plain};
 use crate::args::PerfOp;
 
-/// The protocol's version: a change that the other side must know about takes a new one.
+/// The version of the protocol. An incompatible change gets a new one.
 pub(super) const VERSION: u32 = 1;
 const MAGIC: [u8; 8] = *b"hmemperf";
-/// Bytes of the longest message.
+/// The most bytes of a message.
 const LIMIT: usize = 256 << 10;
 
-/// How long a peer may take to answer while nothing is measured.
+/// The timeout of an answer while no transfer runs.
 pub(super) const HANDSHAKE: Duration = Duration::from_secs(10);
-/// How long a peer may be silent while transfers run, which it reports every [`HEARTBEAT`].
+/// The timeout of a message while transfers run. The client sends one every [`HEARTBEAT`].
 pub(super) const PATIENCE: Duration = Duration::from_secs(20);
-/// How often a client that measures says so.
+/// The interval of messages from a client that measures.
 pub(super) const HEARTBEAT: Duration = Duration::from_secs(1);
 
 /// One message.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(super) enum Message {
-    /// The client's first.
+    /// The first message of the client.
     Request(Request),
-    /// The server's answer: its end is connected.
+    /// The answer of the server: its end is connected.
     Ready(Ready),
-    /// The client will transfer as this says.
+    /// The client announces a run of transfers.
     Begin(Begin),
     /// The server has prepared its memory.
     Go,
     /// The client is still transferring.
     Running,
-    /// So many transfers have completed at the client.
+    /// The client has completed this many transfers.
     End { transfers: u64 },
-    /// The server has what it should have.
+    /// The memory of the server has the expected content.
     Verified,
-    /// The client's measurements: the end.
+    /// The results of the client, as its last message.
     Results(Vec<Row>),
-    /// What went wrong at the other side: the end.
+    /// The failure of a side, as its last message.
     Failed { why: String },
 }
 
-/// What the client wants.
+/// The measurements that a client requests.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Request {
@@ -62,16 +61,16 @@ pub(super) struct Request {
     pub(super) sizes: Vec<u64>,
     pub(super) depth: u32,
     pub(super) seed: u64,
-    /// The endpoint's name.
+    /// The name of the endpoint.
     pub(super) endpoint: Vec<u8>,
     pub(super) side: Side,
 }
 
-/// Where the server's memory is.
+/// The endpoint and the memory of the server.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Ready {
-    /// The endpoint's name.
+    /// The name of the endpoint.
     pub(super) endpoint: Vec<u8>,
     /// The bytes of the remote key, unless messages are sent.
     pub(super) key: Option<Vec<u8>>,
@@ -102,7 +101,7 @@ impl Message {
     }
 }
 
-/// The other side.
+/// The connection to the other side.
 #[derive(Debug)]
 pub(super) struct Peer {
     stream: TcpStream,
@@ -125,8 +124,8 @@ impl Peer {
         if theirs[..8] != MAGIC {
             return Err(peer
                 .malformed("greeting")
-                .context("wrong", "this is no hmem perf")
-                .remedy("is another program using this port?"));
+                .context("wrong", "the other side is not hmem perf")
+                .remedy("choose another port (--port): another program uses this one"));
         }
         let version = theirs.last_chunk().map_or(0, |bytes| u32::from_be_bytes(*bytes));
         if version != VERSION {
@@ -159,7 +158,7 @@ impl Peer {
         self.write(&frame, message.name())
     }
 
-    /// The next message; a peer's failure is an error.
+    /// Returns the next message. A failure of the peer is an error.
     pub(super) fn receive(&mut self, wanted: &'static str, patience: Duration) -> Result<Message> {
         let until = Instant::now() + patience;
         let len = u32::from_be_bytes(self.read_array(wanted, until)?) as usize;
@@ -168,7 +167,7 @@ impl Peer {
                 .malformed(wanted)
                 .context("bytes", len)
                 .context("limit", LIMIT)
-                .remedy("no message is that long: is the other side hmem perf?"));
+                .remedy("check that the other side is hmem perf: no message is that long"));
         }
         let mut json = vec![0; len];
         self.read(&mut json, wanted, until)?;
@@ -186,7 +185,7 @@ impl Peer {
         }
     }
 
-    /// Whether something has arrived, the end of the connection included.
+    /// Returns whether a message or the end of the connection has arrived.
     pub(super) fn has_spoken(&self) -> Result<bool> {
         let mut byte = [0];
         let peeked = self.stream.set_nonblocking(true).and_then(|()| self.stream.peek(&mut byte));
@@ -194,28 +193,28 @@ impl Peer {
         match (peeked, reset) {
             (Err(error), Ok(())) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
             (Ok(_), Ok(())) => Ok(true),
-            (Err(error), _) | (_, Err(error)) => Err(self.lost("look for messages", &error)),
+            (Err(error), _) | (_, Err(error)) => Err(self.lost("poll the connection", &error)),
         }
     }
 
-    /// An error for a message out of turn.
+    /// Returns the error of an unexpected message.
     pub(super) fn out_of_turn(&self, wanted: &'static str, message: &Message) -> Error {
         self.malformed(wanted)
             .context("message", message.name())
             .remedy("run the same version of hmem on both sides")
     }
 
-    /// An error for a message whose content cannot be.
+    /// Returns the error of a message with invalid content.
     pub(super) fn malformed(&self, what: &'static str) -> Error {
         Error::new(ErrorKind::Malformed, "talk to peer")
             .context("peer", self.address)
             .context("in", what)
     }
 
-    /// Tells the other side why this one gives up, and hangs up.
+    /// Sends the failure to the other side and closes the connection.
     pub(super) fn give_up(mut self, error: &Error) {
-        // A connection closed with bytes unread is reset, and what was sent last is lost: so read
-        // on for a moment.
+        // Closing a connection with unread bytes resets it and loses the last message: read for a
+        // moment.
         let told = self.send(&Message::Failed { why: error.to_string() }).is_ok();
         if told && self.stream.shutdown(Shutdown::Write).is_ok() {
             let until = Instant::now() + Duration::from_millis(300);
@@ -238,7 +237,7 @@ impl Peer {
         Ok(bytes)
     }
 
-    /// Fills `into`, whatever pace the bytes come at, by `until`.
+    /// Fills `into` before the deadline `until`, however slowly the bytes arrive.
     fn read(&mut self, into: &mut [u8], what: &'static str, until: Instant) -> Result<()> {
         let mut filled = 0;
         while filled < into.len() {
@@ -248,7 +247,7 @@ impl Peer {
                         .context("peer", self.address)
                         .context("in", what)
                         .context("wrong", "the other side hung up")
-                        .remedy("see what it said"));
+                        .remedy("read the error that the other side printed"));
                 }
                 Ok(read) => filled += read,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -274,11 +273,11 @@ impl Peer {
         match error.kind() {
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => lost
                 .context("wrong", "no answer in time")
-                .remedy("is the other side hmem perf, and alive?"),
+                .remedy("check that the other side runs hmem perf"),
             io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => lost
                 .errno(Errno::of(error))
                 .context("wrong", "the other side hung up")
-                .remedy("see what it said"),
+                .remedy("read the error that the other side printed"),
             _ => lost.errno(Errno::of(error)),
         }
     }
@@ -290,9 +289,9 @@ mod tests {
 
     use super::*;
 
-    /// The read has a deadline of its own, not one for each byte.
+    /// The deadline is that of the whole message and not of each byte.
     #[test]
-    fn a_peer_whose_bytes_trickle_is_given_up() {
+    fn peer_that_sends_too_slowly_times_out() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let trickle = thread::spawn(move || {

@@ -1,4 +1,4 @@
-//! Distances from accelerators to NICs, as a table.
+//! A table of distances from accelerators to NICs.
 
 use std::{
     collections::BTreeSet,
@@ -10,7 +10,7 @@ use hmem::p2p::topology::{BusId, Distance, Redirection, Topology};
 use super::report::{nic_functions, nic_names};
 use crate::table::{Style, Tone, some};
 
-/// The tone of a distance.
+/// Returns the tone of a distance.
 pub(crate) const fn tone(distance: Distance) -> Tone {
     match distance {
         Distance::Same | Distance::Pix | Distance::Pxb => Tone::Good,
@@ -19,6 +19,10 @@ pub(crate) const fn tone(distance: Distance) -> Tone {
     }
 }
 
+/// Prints the table, the meaning of the distances, and the nearest NICs.
+///
+/// # Errors
+/// The error of the writer.
 pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Result<()> {
     let accelerators: Vec<_> = topology.accelerators().map(|device| device.bus_id).collect();
     let nics = nic_functions(topology);
@@ -26,11 +30,13 @@ pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> i
     let software = topology.rdma().iter().filter(|device| device.bus_id.is_none());
     let software: Vec<_> = software.map(|device| device.name.clone()).collect();
     if !software.is_empty() {
-        style.item(out, "no PCI address:", &some(&software))?;
+        style.item(out, "without PCI address:", &some(&software))?;
     }
     match (accelerators.is_empty(), nics.is_empty()) {
         (true, true) => {
-            return writeln!(out, "no GPU or accelerator, and no RDMA NIC with a PCI address\n");
+            let text = "no GPU or accelerator, and no RDMA NIC with a PCI address";
+            style.indented(out, ["", ""], text)?;
+            return writeln!(out);
         }
         (true, false) => return writeln!(out, "no GPU or accelerator\n"),
         (false, true) => return writeln!(out, "no RDMA NIC with a PCI address\n"),
@@ -40,7 +46,25 @@ pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> i
     let mut redirected: Vec<String> = Vec::new();
     let names: Vec<_> = nics.iter().map(|nic| nic_names(topology, *nic).join("+")).collect();
     let columns: Vec<_> = nics.iter().zip(&names).collect();
-    for columns in fitting(&columns, style.width()) {
+    let narrow = names.iter().any(|name| 3 + DEVICE + width(name) > style.width());
+    let parts = if narrow { Vec::new() } else { fitting(&columns, style.width()) };
+    if narrow {
+        for device in &accelerators {
+            let mut distances = Vec::new();
+            for (nic, name) in &columns {
+                let Some(path) = topology.path(*device, **nic) else { continue };
+                seen.insert(path.distance);
+                let by = matches!(path.redirection, Redirection::By(_));
+                if by {
+                    redirected.push(format!("{device} to {name}"));
+                }
+                distances.push(format!("{name} {}{}", path.distance, if by { "*" } else { "" }));
+            }
+            style.item(out, &format!("{device}:"), &distances.join(", "))?;
+        }
+        writeln!(out)?;
+    }
+    for columns in parts {
         let head: String =
             columns.iter().map(|(_, name)| format!(" {name:<0$}", width(name))).collect();
         writeln!(out, "{}", format!("  {:DEVICE$}{head}", "").trim_end())?;
@@ -68,22 +92,22 @@ pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> i
         style.item(
             out,
             "*:",
-            &format!("ACS sends it up to the root complex ({})", some(&redirected)),
+            &format!("ACS redirects the traffic to the root complex ({})", some(&redirected)),
         )?;
     }
     nearest(out, topology, &accelerators, style)?;
     writeln!(out)
 }
 
-/// Columns of an address with a domain of four digits.
+/// The width of an address with a domain of four digits.
 const DEVICE: usize = 13;
 
-/// Columns for a NIC: its name, or the longest distance with its mark.
+/// Returns the width of the column of a NIC: its name, or the longest distance with its mark.
 fn width(name: &str) -> usize {
     name.chars().count().max(5)
 }
 
-/// The columns in as many parts as it takes for each to fit into a line.
+/// Splits the columns into parts that each fit into a line.
 fn fitting<'a, 'b>(
     columns: &'a [(&'b BusId, &'b String)],
     line: usize,
@@ -101,7 +125,7 @@ fn fitting<'a, 'b>(
     parts
 }
 
-/// The nearest NICs of each device, where they are nearer than others.
+/// Prints the nearest NICs of each device, unless all NICs are equally near.
 fn nearest(
     out: &mut dyn Write,
     topology: &Topology,

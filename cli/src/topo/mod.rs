@@ -1,4 +1,4 @@
-//! `hmem topo`: how the machine is wired, drawn, as JSON, as a picture, and as a recording.
+//! `hmem topo`: the wiring of the machine as text, as JSON, as a picture, or as a recording.
 
 mod matrix;
 mod report;
@@ -37,10 +37,10 @@ pub fn run(args: &TopoArgs, style: Style, out: &mut dyn Write) -> Result<(), Fai
         Some(path) => Topology::open(path),
         None => Topology::read(),
     };
-    let topology = topology.map_err(Failure::Topology)?;
+    let topology = topology.map_err(Failure::topology)?;
     if let Some(path) = &args.record {
         let mut bytes = Vec::new();
-        topology.record(&mut bytes).map_err(Failure::Topology)?;
+        topology.record(&mut bytes).map_err(Failure::topology)?;
         write(path, &bytes)?;
     }
     if let Some(path) = &args.svg {
@@ -63,14 +63,14 @@ pub fn run(args: &TopoArgs, style: Style, out: &mut dyn Write) -> Result<(), Fai
 fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     fs::write(path, bytes).map_err(|error| {
         let error = Error::os(Errno::of(&error), "write file").context("file", path.display());
-        Failure::Topology(error.remedy("name a file in a folder that can be written"))
+        Failure::topology(error.remedy("name a file in a writable folder"))
     })
 }
 
-/// Prints the topology for a person.
+/// Prints the topology for people.
 ///
 /// # Errors
-/// What the writer reported.
+/// The error of the writer.
 pub fn text(out: &mut dyn Write, topology: &Topology, all: bool, style: Style) -> io::Result<()> {
     tree::print(out, topology, all, style)?;
     matrix::print(out, topology, style)?;
@@ -78,7 +78,7 @@ pub fn text(out: &mut dyn Write, topology: &Topology, all: bool, style: Style) -
     findings(out, topology, style)
 }
 
-/// What stands between each device and its nearest NICs, each thing once.
+/// Prints the obstacles between each device and its nearest NICs, each of them once.
 fn findings(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Result<()> {
     let mut seen: Vec<Finding> = Vec::new();
     for device in topology.accelerators().map(|device| device.bus_id) {
@@ -94,8 +94,8 @@ fn findings(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Resul
         return Ok(());
     }
     writeln!(out)?;
-    style.heading(out, "Between devices and their nearest NICs")?;
-    // One line for each remedy, with a few of what it is for.
+    style.heading(out, "Obstacles between devices and their nearest NICs")?;
+    // One line for each remedy, after a few of its obstacles.
     let mut remedies: Vec<&str> = seen.iter().map(|finding| finding.remedy).collect();
     remedies.sort_unstable();
     remedies.dedup();
@@ -107,18 +107,18 @@ fn findings(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Resul
             style.item(out, "-", what)?;
         }
         if let Some(more) = what.len().checked_sub(FEW + 1) {
-            style.item(out, "-", &format!("and {} more of these", more + 1))?;
+            style.item(out, "-", &format!("and {} more", more + 1))?;
         }
-        style.item(out, "  ->", remedy)?;
+        style.detail(out, "remedy:", remedy)?;
     }
     Ok(())
 }
 
-/// What of the whole machine decides paths.
+/// Prints the properties of the whole machine that decide paths.
 fn facts(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Result<()> {
     style.heading(out, "Machine")?;
     let kernel = topology.kernel();
-    let release = kernel.release.as_deref().unwrap_or("not known");
+    let release = kernel.release.as_deref().unwrap_or("unknown");
     style.item(out, "kernel:", release)?;
     if !kernel.command_line.is_empty() {
         style.item(out, "command line:", &kernel.command_line.join(" "))?;
@@ -135,7 +135,11 @@ fn facts(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Result<(
         style.item(out, "modules:", &kernel.modules.join(", "))?;
     }
     match &kernel.options {
-        None => style.item(out, "options:", "no configuration of this kernel can be read")?,
+        None => style.item(
+            out,
+            "options:",
+            "unknown: the configuration of this kernel cannot be read",
+        )?,
         Some(options) => {
             let set = options.iter().filter(|(_, setting)| **setting != Setting::No);
             let set: Vec<_> =
@@ -143,16 +147,18 @@ fn facts(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Result<(
             style.item(
                 out,
                 "options:",
-                &if set.is_empty() { "none that matter".into() } else { set.join(" ") },
+                &if set.is_empty() { "none that decides paths".into() } else { set.join(" ") },
             )?;
         }
     }
     let unreadable = topology.unreadable_ports().count();
     if unreadable > 0 {
         let text = format!(
-            "not known for {unreadable} ports: configuration space ends at 64 bytes without CAP_SYS_ADMIN -> run it as root"
+            "unknown for {unreadable} ports: configuration space ends at 64 bytes without \
+             CAP_SYS_ADMIN"
         );
         style.item(out, "ACS:", &style.word(&text, Tone::Dim))?;
+        style.detail(out, "remedy:", "run the command as root")?;
     } else {
         let on = topology.devices().filter(|device| device.acs.redirects() == Some(true)).count();
         let text = match on {

@@ -1,4 +1,4 @@
-//! The topology as JSON: what `docs/topo-schema.md` describes, and nothing else.
+//! The topology as JSON (`docs/topo-schema.md`).
 
 use std::collections::BTreeMap;
 
@@ -9,18 +9,18 @@ use serde::Serialize;
 
 use crate::json::SCHEMA;
 
-/// A machine, wired.
+/// The wiring of a machine.
 #[derive(Debug, Serialize)]
 pub struct Report {
     /// The schema number.
     pub schema: u32,
     /// The version of the command.
     pub version: &'static str,
-    /// The recording that it was read from; null for this machine.
+    /// The recording; null for this machine.
     pub from: Option<String>,
     /// The kernel.
     pub kernel: KernelEntry,
-    /// What the IOMMU does.
+    /// The mode of the IOMMU.
     pub iommu: &'static str,
     /// The NUMA nodes.
     pub numa: Vec<NodeEntry>,
@@ -28,162 +28,162 @@ pub struct Report {
     pub functions: Vec<FunctionEntry>,
     /// The RDMA devices.
     pub nics: Vec<RdmaEntry>,
-    /// The ways between accelerators, and from them to RDMA devices.
+    /// The PCIe paths between accelerators, and from them to RDMA devices.
     pub paths: Vec<PathEntry>,
 }
 
-/// The kernel, as far as paths depend on it.
+/// The properties of the kernel that decide paths.
 #[derive(Debug, Serialize)]
 pub struct KernelEntry {
-    /// Its release.
+    /// The release.
     pub release: Option<String>,
-    /// Words of its command line.
+    /// Words of the command line.
     pub command_line: Vec<String>,
-    /// Options of its configuration; null where none can be read.
+    /// Options of the configuration; null if it cannot be read.
     pub options: Option<BTreeMap<String, &'static str>>,
     /// Modules, loaded or built in.
     pub modules: Vec<String>,
-    /// Those of them that let a NIC resolve device addresses.
+    /// The modules that let a NIC resolve device addresses.
     pub peer_memory: Vec<String>,
-    /// NVIDIA's driver.
+    /// The NVIDIA driver.
     pub nvidia: Option<NvidiaEntry>,
 }
 
-/// NVIDIA's kernel driver.
+/// The NVIDIA kernel driver.
 #[derive(Debug, Serialize)]
 pub struct NvidiaEntry {
-    /// Its version.
+    /// The version.
     pub version: String,
-    /// Whether its kernel modules are the open ones.
+    /// Set for the open kernel modules.
     pub open: bool,
 }
 
 /// A NUMA node.
 #[derive(Debug, Serialize)]
 pub struct NodeEntry {
-    /// Its number.
+    /// The number.
     pub node: u32,
-    /// Its processors.
+    /// The processors.
     pub cpus: String,
 }
 
 /// A PCI function.
 #[derive(Debug, Serialize)]
 pub struct FunctionEntry {
-    /// Its address.
+    /// The address.
     pub pci_bus_id: String,
-    /// Its host bridge.
+    /// The host bridge.
     pub host_bridge: String,
-    /// The bridges above it, from the root port down.
+    /// The bridges above the function, from the root port down.
     pub bridges: Vec<String>,
-    /// What it is to this library.
+    /// The role for this library.
     pub role: &'static str,
-    /// What it is in the tree.
+    /// The kind of node in the tree.
     pub port: &'static str,
-    /// Its class, as sysfs writes it.
+    /// The class, as in sysfs.
     pub class: String,
-    /// Vendor and device.
+    /// The numbers of vendor and device.
     pub id: String,
-    /// The vendor's name.
+    /// The name of the vendor.
     pub vendor: Option<&'static str>,
-    /// Its driver.
+    /// The driver.
     pub driver: Option<String>,
-    /// Its NUMA node.
+    /// The NUMA node.
     pub numa_node: Option<u32>,
-    /// Its IOMMU group.
+    /// The IOMMU group.
     pub iommu_group: Option<u32>,
-    /// The type of that group.
+    /// The type of the IOMMU group.
     pub iommu_type: Option<String>,
-    /// Whether it can redirect traffic between devices.
+    /// The state of Access Control Services, which can redirect traffic between devices.
     pub acs: &'static str,
-    /// The bits of ACS that are on.
+    /// The ACS bits that are set.
     pub acs_control: Vec<&'static str>,
-    /// Its link.
+    /// The link.
     pub link: Option<LinkEntry>,
-    /// Its registers.
+    /// The base address registers.
     pub bars: Vec<BarEntry>,
 }
 
 /// A PCIe link.
 #[derive(Debug, Serialize)]
 pub struct LinkEntry {
-    /// Gigatransfers per second.
+    /// The speed, in gigatransfers per second.
     pub speed: Option<f64>,
-    /// Lanes.
+    /// The number of lanes.
     pub width: Option<u8>,
-    /// The most that the device could run at.
+    /// The highest speed of the device.
     pub max_speed: Option<f64>,
-    /// The most lanes.
+    /// The most lanes of the device.
     pub max_width: Option<u8>,
 }
 
 /// A base address register.
 #[derive(Debug, Serialize)]
 pub struct BarEntry {
-    /// Its number.
+    /// The number.
     pub index: u8,
-    /// Bytes.
+    /// The size, in bytes.
     pub size: u64,
     /// `memory` or `ports`.
     pub kind: &'static str,
-    /// Whether it has 64-bit addresses.
+    /// Set for 64-bit addresses.
     pub wide: bool,
-    /// Whether it can be prefetched.
+    /// Set if reads may be prefetched.
     pub prefetchable: bool,
 }
 
 /// An RDMA device.
 #[derive(Debug, Serialize)]
 pub struct RdmaEntry {
-    /// Its name.
+    /// The name.
     pub name: String,
-    /// Its PCI function.
+    /// The PCI function.
     pub pci_bus_id: Option<String>,
-    /// Its ports.
+    /// The ports.
     pub ports: Vec<PortEntry>,
-    /// The accelerators nearest to it.
+    /// The nearest accelerators.
     pub nearest: Vec<String>,
 }
 
 /// A port of an RDMA device.
 #[derive(Debug, Serialize)]
 pub struct PortEntry {
-    /// Its number.
+    /// The number.
     pub port: u32,
     /// `InfiniBand` or `Ethernet`.
     pub link_layer: Option<String>,
-    /// Whether it is active.
+    /// Set if the port is active.
     pub active: Option<bool>,
-    /// Gigabits per second.
+    /// The rate, in gigabits per second.
     pub rate: Option<u32>,
 }
 
-/// The way between two functions.
+/// The PCIe path between two functions, with its ends.
 #[derive(Debug, Serialize)]
 pub struct PathEntry {
     /// One end, an accelerator.
     pub from: String,
     /// The other end.
     pub to: String,
-    /// The RDMA devices of that end; empty where it is an accelerator.
+    /// The RDMA devices of the other end; empty for an accelerator.
     pub nics: Vec<String>,
-    /// The way.
+    /// The PCIe path.
     #[serde(flatten)]
     pub topo_path: TopoPathEntry,
 }
 
-/// A way, in words.
+/// A PCIe path.
 #[derive(Clone, Debug, Serialize)]
 pub struct TopoPathEntry {
-    /// How far, as `nvidia-smi topo` names it.
+    /// The distance, as `nvidia-smi topo` names it.
     pub distance: &'static str,
-    /// Whether that is a guess.
+    /// Set if the distance is a guess, since a NUMA node is unknown.
     pub numa_unknown: bool,
-    /// Every step.
+    /// The steps.
     pub hops: Vec<String>,
-    /// Whether ACS sends it up to the root complex.
+    /// The redirection of traffic to the root complex by ACS.
     pub redirection: &'static str,
-    /// The ports that do, or that could not be read.
+    /// The ports that redirect, or that cannot be read.
     pub ports: Vec<String>,
 }
 
@@ -192,7 +192,7 @@ fn texts<T: ToString>(items: &[T]) -> Vec<String> {
 }
 
 impl Report {
-    /// Everything that there is to say about a topology.
+    /// Returns the report of a topology.
     #[must_use]
     pub fn new(topology: &Topology, from: Option<String>) -> Self {
         let nodes = topology.numa().iter();
@@ -290,7 +290,7 @@ fn rdma(topology: &Topology, device: &RdmaDevice) -> RdmaEntry {
     }
 }
 
-/// The PCI functions that have RDMA devices, in the order of the devices' names.
+/// Returns the PCI functions with RDMA devices, in the order of the names of the devices.
 pub(crate) fn nic_functions(topology: &Topology) -> Vec<BusId> {
     let mut functions: Vec<BusId> = Vec::new();
     for id in topology.rdma().iter().filter_map(|device| device.bus_id) {
@@ -301,7 +301,7 @@ pub(crate) fn nic_functions(topology: &Topology) -> Vec<BusId> {
     functions
 }
 
-/// The names of a function's RDMA devices.
+/// Returns the names of the RDMA devices of a function.
 pub(crate) fn nic_names(topology: &Topology, id: BusId) -> Vec<String> {
     topology.rdma_at(id).map(|device| device.name.clone()).collect()
 }
@@ -324,7 +324,7 @@ fn paths(topology: &Topology) -> Vec<PathEntry> {
 }
 
 impl TopoPathEntry {
-    /// A way between two PCI functions.
+    /// Returns the entry of a PCIe path.
     #[must_use]
     pub fn new(path: &PciPath) -> Self {
         let (redirection, ports) = match &path.redirection {

@@ -1,5 +1,5 @@
-//! The picture: devices above, NICs below, a line for each pair in the colour of its distance, and
-//! the same as a table.
+//! The picture: devices above, NICs below, and between them a line in the colour of the distance. A
+//! table has the same distances.
 
 use std::fmt::Write;
 
@@ -11,18 +11,18 @@ use super::report::{nic_functions, nic_names};
 const PITCH: usize = 108;
 const BOX: (usize, usize) = (96, 46);
 const MARGIN: usize = 28;
-/// Where things are from above.
+/// Vertical positions, in pixels.
 const LEGEND: usize = 74;
 const DEVICES: usize = 158;
 const NICS: usize = 474;
 const CELL: (usize, usize) = (66, 24);
-/// Pixels for what is left of the table.
+/// Pixels of the first column of the table.
 const HEADS: usize = 104;
 const NARROWEST: usize = 760;
 
-/// A colour that is told from the others in every common form of colour blindness too, the width of
-/// its line, and black or white for what is written on it.
-const fn look(distance: Distance) -> (&'static str, &'static str, &'static str) {
+/// Returns the colour of a distance, the width of its line, and the colour of text on it. The
+/// colours differ in every common form of colour blindness.
+const fn colors(distance: Distance) -> (&'static str, &'static str, &'static str) {
     match distance {
         Distance::Same => ("#444444", "1", "#ffffff"),
         Distance::Pix => ("#00796b", "4.5", "#ffffff"),
@@ -33,7 +33,7 @@ const fn look(distance: Distance) -> (&'static str, &'static str, &'static str) 
     }
 }
 
-/// One end of the lines.
+/// A device or NIC, at one end of lines.
 struct End {
     id: BusId,
     title: String,
@@ -76,8 +76,8 @@ pub(super) fn draw(topology: &Topology) -> String {
         if pairs { below + (devices.len() + 1) * CELL.1 + MARGIN } else { DEVICES + BOX.1 + 84 };
     let mut picture = Picture { text: String::new(), width };
     picture.put(format_args!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" \
-         font-family=\"DejaVu Sans, Verdana, Arial, sans-serif\" font-size=\"12\">\n\
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
+         viewBox=\"0 0 {width} {height}\" font-family=\"DejaVu Sans, Verdana, Arial, sans-serif\" font-size=\"12\">\n\
          <rect width=\"{width}\" height=\"{height}\" fill=\"#ffffff\"/>"
     ));
     picture.heading(topology);
@@ -100,7 +100,7 @@ pub(super) fn draw(topology: &Topology) -> String {
             nics.iter().enumerate().filter_map(|(to, nic)| Some((from, to, path(device, nic)?))),
         );
     }
-    // The nearest are drawn last, on top of the others.
+    // Lines of near pairs are drawn last, on top of the others.
     lines.sort_by_key(|(_, _, path)| std::cmp::Reverse(path.distance));
     for (from, to, path) in &lines {
         picture.line(picture.centre(*from, devices.len()), picture.centre(*to, nics.len()), path);
@@ -112,12 +112,12 @@ pub(super) fn draw(topology: &Topology) -> String {
     picture.text
 }
 
-/// Names come from files.
+/// Escapes a text for SVG.
 fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
-/// As much of a text as a box has room for.
+/// Shortens a text to at most `most` characters.
 fn short(text: &str, most: usize) -> String {
     if text.chars().count() <= most {
         return text.to_owned();
@@ -127,7 +127,7 @@ fn short(text: &str, most: usize) -> String {
 
 impl Picture {
     fn put(&mut self, line: std::fmt::Arguments<'_>) {
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = self.text.write_fmt(line);
         self.text.push('\n');
     }
@@ -139,18 +139,18 @@ impl Picture {
         ));
     }
 
-    /// The middle of the `at`th of `count` boxes, which stand in the middle of the picture.
+    /// Returns the horizontal centre of box `at` in a centred row of `count` boxes.
     fn centre(&self, at: usize, count: usize) -> usize {
         (self.width - count * PITCH) / 2 + at * PITCH + PITCH / 2
     }
 
     fn heading(&mut self, topology: &Topology) {
-        let kernel = topology.kernel().release.as_deref().unwrap_or("not known");
+        let kernel = topology.kernel().release.as_deref().unwrap_or("unknown");
         let peer: Vec<_> = topology.kernel().peer_memory().collect();
         let peer = if peer.is_empty() { "none".to_owned() } else { peer.join(", ") };
         self.put(format_args!(
-            "<text x=\"{MARGIN}\" y=\"34\" font-size=\"18\" font-weight=\"bold\" fill=\"#111111\">Devices and NICs by PCIe \
-             distance</text>"
+            "<text x=\"{MARGIN}\" y=\"34\" font-size=\"18\" font-weight=\"bold\" \
+             fill=\"#111111\">Devices and NICs by PCIe distance</text>"
         ));
         let facts =
             format!("kernel {kernel}, IOMMU {}, peer-memory modules: {peer}", topology.iommu());
@@ -161,7 +161,7 @@ impl Picture {
         let mut x = MARGIN;
         let mut y = LEGEND;
         for distance in Distance::ALL.into_iter().skip(1) {
-            let (color, width, _) = look(distance);
+            let (color, width, _) = colors(distance);
             let label = format!("{}: {}", distance.name(), distance.meaning());
             let room = 44 + label.chars().count() * 7 + 18;
             if x > MARGIN && x + room > self.width - MARGIN {
@@ -169,7 +169,8 @@ impl Picture {
                 y += 18;
             }
             self.put(format_args!(
-                "<line x1=\"{x}\" y1=\"{y}\" x2=\"{}\" y2=\"{y}\" stroke=\"{color}\" stroke-width=\"{width}\"/>",
+                "<line x1=\"{x}\" y1=\"{y}\" x2=\"{}\" y2=\"{y}\" stroke=\"{color}\" \
+                 stroke-width=\"{width}\"/>",
                 x + 32
             ));
             self.text(x + 38, y + 4, "start", "#222222", &label);
@@ -178,7 +179,7 @@ impl Picture {
     }
 
     fn line(&mut self, from: usize, to: usize, path: &PciPath) {
-        let (color, width, _) = look(path.distance);
+        let (color, width, _) = colors(path.distance);
         let (top, bottom) = (DEVICES + BOX.1, NICS);
         let (one, two) = (top + (bottom - top) / 3, bottom - (bottom - top) / 3);
         let dash = if matches!(path.redirection, Redirection::By(_)) {
@@ -187,12 +188,12 @@ impl Picture {
             ""
         };
         self.put(format_args!(
-            "<path d=\"M{from} {top} C{from} {one} {to} {two} {to} {bottom}\" fill=\"none\" stroke=\"{color}\" \
-             stroke-width=\"{width}\"{dash}/>"
+            "<path d=\"M{from} {top} C{from} {one} {to} {two} {to} {bottom}\" fill=\"none\" \
+             stroke=\"{color}\" stroke-width=\"{width}\"{dash}/>"
         ));
     }
 
-    /// Boxes in a row, with their NUMA nodes above or below.
+    /// Draws a row of boxes, with their NUMA nodes above or below.
     fn row(&mut self, ends: &[End], y: usize, above: bool) {
         for (at, end) in ends.iter().enumerate() {
             let centre = self.centre(at, ends.len());
@@ -202,16 +203,19 @@ impl Picture {
                 (centre - BOX.0 / 2, "#e3f2fd", "#1565c0")
             };
             self.put(format_args!(
-                "<rect x=\"{x}\" y=\"{y}\" width=\"{}\" height=\"{}\" rx=\"6\" fill=\"{fill}\" stroke=\"{stroke}\"/>",
+                "<rect x=\"{x}\" y=\"{y}\" width=\"{}\" height=\"{}\" rx=\"6\" fill=\"{fill}\" \
+                 stroke=\"{stroke}\"/>",
                 BOX.0, BOX.1
             ));
             self.put(format_args!(
-                "<text x=\"{centre}\" y=\"{}\" text-anchor=\"middle\" font-weight=\"bold\" fill=\"#111111\">{}</text>",
+                "<text x=\"{centre}\" y=\"{}\" text-anchor=\"middle\" font-weight=\"bold\" \
+                 fill=\"#111111\">{}</text>",
                 y + 19,
                 escaped(&short(&end.title, 13))
             ));
             self.put(format_args!(
-                "<text x=\"{centre}\" y=\"{}\" text-anchor=\"middle\" font-size=\"11\" fill=\"#333333\">{}</text>",
+                "<text x=\"{centre}\" y=\"{}\" text-anchor=\"middle\" font-size=\"11\" \
+                 fill=\"#333333\">{}</text>",
                 y + 36,
                 end.id
             ));
@@ -224,11 +228,12 @@ impl Picture {
             let (line, text) =
                 if above { (y - 8, y - 14) } else { (y + BOX.1 + 8, y + BOX.1 + 23) };
             self.put(format_args!(
-                "<line x1=\"{first}\" y1=\"{line}\" x2=\"{last}\" y2=\"{line}\" stroke=\"#777777\" stroke-width=\"2\"/>"
+                "<line x1=\"{first}\" y1=\"{line}\" x2=\"{last}\" y2=\"{line}\" \
+                 stroke=\"#777777\" stroke-width=\"2\"/>"
             ));
             let name = match ends[at].node {
                 Some(node) => format!("NUMA node {node}"),
-                None if same > 1 => "NUMA node not known".to_owned(),
+                None if same > 1 => "NUMA node unknown".to_owned(),
                 None => "node unknown".to_owned(),
             };
             self.text((first + last) / 2, text, "middle", "#444444", &name);
@@ -248,11 +253,12 @@ impl Picture {
             self.text(left, y + 16, "start", "#111111", &device.id.to_string());
             for (column, nic) in nics.iter().enumerate() {
                 let Some(path) = topology.path(device.id, nic.id) else { continue };
-                let (fill, _, ink) = look(path.distance);
+                let (fill, _, ink) = colors(path.distance);
                 let by = matches!(path.redirection, Redirection::By(_));
                 redirected |= by;
                 self.put(format_args!(
-                    "<rect x=\"{}\" y=\"{y}\" width=\"{}\" height=\"{}\" fill=\"{fill}\" stroke=\"#ffffff\"/>",
+                    "<rect x=\"{}\" y=\"{y}\" width=\"{}\" height=\"{}\" fill=\"{fill}\" \
+                     stroke=\"#ffffff\"/>",
                     x(column),
                     CELL.0,
                     CELL.1
@@ -263,7 +269,7 @@ impl Picture {
             }
         }
         if redirected {
-            let text = "dashed, *: Access Control Services send it up to the root complex";
+            let text = "dashed, *: Access Control Services redirect traffic to the root complex";
             self.text(left, y - 8, "start", "#444444", text);
         }
     }

@@ -1,4 +1,4 @@
-//! The PCIe tree as lines with branches.
+//! The PCIe tree, drawn with branches.
 
 use std::{
     collections::BTreeMap,
@@ -14,17 +14,17 @@ use crate::table::{Style, Tone, bytes};
 struct Tree<'a> {
     topology: &'a Topology,
     style: Style,
-    /// Whether to print what is neither accelerator nor NIC, nor above one.
+    /// Set to print all functions, not only accelerators, NICs and their bridges.
     all: bool,
-    /// What is directly below a function.
+    /// The functions directly below each function.
     below: BTreeMap<BusId, Vec<&'a PciDevice>>,
 }
 
-/// Prints the tree. Without `all`, what is neither accelerator, network controller, nor above one,
-/// is counted only.
+/// Prints the tree. Without `all`, functions other than accelerators, network controllers and their
+/// bridges are only counted.
 ///
 /// # Errors
-/// What the writer reported.
+/// The error of the writer.
 pub(super) fn print(
     out: &mut dyn Write,
     topology: &Topology,
@@ -51,7 +51,7 @@ pub(super) fn print(
         if shown.is_empty() {
             continue;
         }
-        writeln!(out, "{root}{}", tree.node_of(devices))?;
+        style.indented(out, ["", "  "], &format!("{root}{}", tree.node_of(devices)))?;
         for (at, device) in shown.iter().enumerate() {
             tree.print(out, device, "", at + 1 == shown.len())?;
         }
@@ -72,7 +72,7 @@ impl Tree<'_> {
         self.below.get(&device.bus_id).map_or(&[], Vec::as_slice)
     }
 
-    /// Whether it is worth a line, or something below it is.
+    /// Returns whether the function or one below it is shown.
     fn shows(&self, device: &PciDevice) -> bool {
         self.all
             || matches!(device.role(), Role::Accelerator | Role::Network)
@@ -85,10 +85,10 @@ impl Tree<'_> {
             + self.below(device).iter().map(|below| self.hidden(below)).sum::<usize>()
     }
 
-    /// The NUMA node of a host bridge: that of what is below it.
+    /// Returns the NUMA node of a host bridge, which is that of the functions below it.
     fn node_of(&self, devices: &[&PciDevice]) -> String {
         let Some(node) = devices.iter().find_map(|device| device.numa_node) else {
-            return " (NUMA node not known)".to_owned();
+            return " (NUMA node unknown)".to_owned();
         };
         match self.topology.numa().iter().find(|numa| numa.id == node) {
             Some(numa) if !numa.cpus.is_empty() => {
@@ -106,7 +106,7 @@ impl Tree<'_> {
         last: bool,
     ) -> io::Result<()> {
         let branch = if last { "\u{2514}\u{2500} " } else { "\u{251c}\u{2500} " };
-        // A port with one thing below it shares that thing's line.
+        // A port with one function below it shares the line of that function.
         let mut ports = String::new();
         let mut device = device;
         while matches!(device.port, Port::RootPort | Port::Downstream) {
@@ -117,16 +117,19 @@ impl Tree<'_> {
             ports.push_str(" \u{2192} ");
             device = only;
         }
-        writeln!(out, "{indent}{branch}{ports}{}", self.describe(device))?;
+        let first = format!("{indent}{branch}");
         let indent = format!("{indent}{}", if last { "   " } else { "\u{2502}  " });
         let shown: Vec<_> = self.below(device).iter().filter(|device| self.shows(device)).collect();
+        let next = format!("{indent}{}", if shown.is_empty() { "  " } else { "\u{2502} " });
+        let text = format!("{ports}{}", self.describe(device));
+        self.style.indented(out, [&first, &next], &text)?;
         for (at, below) in shown.iter().enumerate() {
             self.print(out, below, &indent, at + 1 == shown.len())?;
         }
         Ok(())
     }
 
-    /// A port: its address, and whether it redirects.
+    /// Returns the address of a port, and its ACS mark if it redirects traffic.
     fn port(&self, device: &PciDevice) -> String {
         let address = self.style.word(&short(device.bus_id), Tone::Dim);
         match device.acs.redirects() {
@@ -174,7 +177,7 @@ impl Tree<'_> {
         words.join(", ")
     }
 
-    /// The link, or only what is wrong with it.
+    /// Returns the link, or with `only_if_degraded` only a degraded one.
     fn link(&self, device: &PciDevice, only_if_degraded: bool) -> Option<String> {
         let link = device.link?;
         let of =
@@ -188,7 +191,7 @@ impl Tree<'_> {
     }
 }
 
-/// Without the domain, which the host bridge has.
+/// Returns an address without its domain, which the line of the host bridge has.
 fn short(id: BusId) -> String {
     format!("{:02x}:{:02x}.{:x}", id.bus, id.device, id.function)
 }

@@ -1,4 +1,4 @@
-//! A device that works, but for one thing.
+//! A device with one fault.
 
 use std::{mem, sync::Arc};
 
@@ -15,18 +15,18 @@ use hmem::{
 
 use crate::monitor::{FaultyMonitor, MonitorFault};
 
-/// What is wrong with it.
+/// The fault of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
-    /// The last byte of each copy has a bit flipped.
+    /// Flips a bit in the last byte of each copy.
     FlipsABit,
-    /// Each export leaves an fd open.
+    /// Leaves an fd open after each export.
     LeaksAnFd,
-    /// Each export begins where its allocation does.
+    /// Exports from the start of the allocation.
     ExportsFromTheStart,
-    /// It says that memory is free and keeps it.
+    /// Reports memory as freed and keeps it.
     KeepsMemory,
-    /// Its monitor takes new memory at an address for what was there before.
+    /// Has a monitor that does not distinguish allocations at the same address.
     ConfusesAllocations,
 }
 
@@ -37,9 +37,9 @@ pub(crate) struct Faulty {
     pub(crate) fault: Fault,
 }
 
-// SAFETY: each answer is the simulated device's, which is an iface. No planted fault reaches other
-// memory: a bit of the copied bytes is flipped, an export is of other bytes of its allocation, an fd
-// or an allocation leaks, or memory counts as unchanged that is not.
+// SAFETY: the simulated device, which is an iface, gives every answer. No fault reaches other
+// memory: it flips a bit of the copied bytes, exports other bytes of the allocation, leaks an fd or
+// an allocation, or reports changed memory as unchanged.
 #[allow(unsafe_code, reason = "the trait and its unsafe methods")]
 unsafe impl Iface for Faulty {
     fn kind(&self) -> IfaceKind {
@@ -59,7 +59,7 @@ unsafe impl Iface for Faulty {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller upholds the contract of this method, which is the same.
         unsafe { self.simulated.copy(to, from, len)? };
         let last = Address(to.0 + len - 1);
         if self.fault == Fault::FlipsABit && self.simulated.query(last)?.is_some() {
@@ -69,7 +69,8 @@ unsafe impl Iface for Faulty {
             // copied to.
             unsafe { self.simulated.copy(here, last, 1)? };
             byte ^= 0x10;
-            // SAFETY: as above.
+            // SAFETY: `byte` is valid for its one byte, and `last` lies in the range that was just
+            // copied to.
             unsafe { self.simulated.copy(last, Address::of_ptr(&raw const byte), 1)? };
         }
         Ok(())
@@ -126,7 +127,7 @@ impl Allocator for Faulty {
         if self.fault == Fault::KeepsMemory {
             return Ok(());
         }
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller upholds the contract of this method, which is the same.
         unsafe { IfaceExt::free(&*self.simulated, allocation) }
     }
 }

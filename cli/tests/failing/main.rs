@@ -1,4 +1,4 @@
-//! Machines on which something is wrong: a check must see it, name it and fail.
+//! `hmem check` on faulty machines, which must fail and name the fault.
 
 mod faulty;
 #[path = "../../../conformance/tests/monitor/mod.rs"]
@@ -26,7 +26,7 @@ use hmem_cli::{
 
 use self::faulty::{Fault, Faulty};
 
-/// A check counts the fds of the process: one at a time.
+/// Returns a lock that serialises checks, since a check counts the fds of the process.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -73,14 +73,14 @@ fn run(machine: &Machine) -> Report {
     check(machine, &quick(), |_, _, _| {})
 }
 
-/// The rows of one sort of memory over one path.
+/// Returns the row of one sort of memory over one path.
 #[track_caller]
 fn row<'a>(report: &'a Report, memory: &str, path: &str) -> &'a hmem_cli::check::Row {
     let mut rows = report.rows.iter().filter(|row| row.memory == memory && row.path == path);
     rows.next().unwrap_or_else(|| panic!("no row of {memory} over {path}: {report:?}"))
 }
 
-/// The row failed, and its error says all of this.
+/// Asserts that the row failed with an error that contains all words.
 #[track_caller]
 fn failed(report: &Report, memory: &str, path: &str, words: &[&str]) {
     let row = row(report, memory, path);
@@ -94,21 +94,21 @@ fn failed(report: &Report, memory: &str, path: &str, words: &[&str]) {
 
 /// DIAG-02
 #[test]
-fn a_sound_machine_passes() {
+fn check_of_a_sound_machine_passes() {
     let _alone = alone();
     let simulated = simulated();
     let report = run(&machine(Arc::clone(&simulated) as _, loopback(), &simulated));
     assert!(report.passed(), "{report:?}");
     assert_eq!(row(&report, "device", "dma-buf").atomic, Atomic::Verified);
     assert_eq!(row(&report, "device", "staged").atomic, Atomic::Refused);
-    // This software NIC follows the memory that it reaches.
+    // This software NIC does not keep pages.
     let skipped: Vec<_> = report.skipped.iter().map(|skipped| skipped.what.as_str()).collect();
     assert_eq!(skipped, ["stale registrations"]);
 }
 
 /// DIAG-02
 #[test]
-fn a_copy_engine_that_flips_a_bit_is_caught() {
+fn copy_engine_that_flips_a_bit_fails_the_check() {
     let _alone = alone();
     let simulated = simulated();
     let faulty = Faulty { simulated: Arc::clone(&simulated), fault: Fault::FlipsABit };
@@ -119,7 +119,7 @@ fn a_copy_engine_that_flips_a_bit_is_caught() {
 
 /// DIAG-02 HM-06
 #[test]
-fn export_that_ignores_where_its_range_starts_is_caught() {
+fn export_that_ignores_the_start_of_its_range_fails_the_check() {
     let _alone = alone();
     let simulated = simulated();
     let faulty = Faulty { simulated: Arc::clone(&simulated), fault: Fault::ExportsFromTheStart };
@@ -130,7 +130,7 @@ fn export_that_ignores_where_its_range_starts_is_caught() {
 
 /// DIAG-02
 #[test]
-fn what_a_combination_leaves_behind_is_caught() {
+fn leaks_fail_the_check() {
     let _alone = alone();
     for (fault, memory, path, what) in [
         (Fault::LeaksAnFd, "device", "dma-buf", "open fds"),
@@ -145,9 +145,9 @@ fn what_a_combination_leaves_behind_is_caught() {
 
 /// DIAG-02
 ///
-/// Exit status 1, with the driver's own error in text and JSON.
+/// The text and the JSON have the error of the driver.
 #[test]
-fn a_failing_copy_fails_the_command_and_names_the_call() {
+fn failing_copy_fails_the_command_and_is_named() {
     let _alone = alone();
     let simulated = simulated();
     simulated.faults().fail_always(system::Call::Copy, Errno(5));
@@ -176,9 +176,9 @@ fn a_failing_copy_fails_the_command_and_names_the_call() {
 
 /// DIAG-02, CACHE-02
 ///
-/// Exit status 1, with the stale bytes counted in text and JSON.
+/// The text and the JSON have the count of stale rounds.
 #[test]
-fn a_monitor_that_misses_what_it_watches_fails_the_command() {
+fn monitor_that_misses_frees_fails_the_command() {
     let _alone = alone();
     let device =
         || Arc::new(Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap());
@@ -214,10 +214,10 @@ fn a_monitor_that_misses_what_it_watches_fails_the_command() {
             let rows = document["stale"].as_array().unwrap();
             let row = rows.iter().find(|row| row["monitor"] == "identity").unwrap();
             assert_eq!(row["verified"], fault.is_none(), "{row}");
-            // Every round but the first finds what was registered in it.
+            // Every round but the first hits a stale registration.
             let stale = row["rounds"].as_u64().unwrap() - 1;
             assert_eq!(row["stale"], if fault.is_some() { stale } else { 0 }, "{row}");
-            // The device's own monitor is none the worse for the other's.
+            // The other monitor works.
             assert!(
                 rows.iter().any(|row| row["monitor"] == "callback" && row["verified"] == true),
                 "{out}"
@@ -232,7 +232,7 @@ fn a_monitor_that_misses_what_it_watches_fails_the_command() {
 
 /// DIAG-02
 #[test]
-fn a_nic_that_loses_a_transfer_or_a_registration_is_caught() {
+fn nic_that_loses_transfers_or_registrations_fails_the_check() {
     let _alone = alone();
     for (call, path, words) in [
         (loopback::Call::Transfer, "dma-buf", &["EIO (5)"][..]),
@@ -244,7 +244,7 @@ fn a_nic_that_loses_a_transfer_or_a_registration_is_caught() {
         let faults = loopback::Faults::new();
         let nic = Loopback::builder().faults(&faults).build().unwrap();
         let machine = machine(Arc::clone(&simulated) as _, nic, &simulated);
-        // More than a check makes.
+        // More calls than a check makes.
         (1..1000).for_each(|nth| faults.fail(call, nth, Errno(5)));
         let report = run(&machine);
         let memory = if path == "plain-host" { "host" } else { "device" };
@@ -254,9 +254,9 @@ fn a_nic_that_loses_a_transfer_or_a_registration_is_caught() {
 
 /// DIAG-02
 ///
-/// Software has no excuse for refusing what it says it can.
+/// A refusal by software is a failure.
 #[test]
-fn a_device_that_does_not_export_what_it_promised_fails() {
+fn device_that_refuses_its_own_export_fails_the_check() {
     let _alone = alone();
     let none = Arc::new(Simulated::builder().p2p(P2pMatrix::none_reachable()).build().unwrap());
     let report = run(&machine(Arc::clone(&none) as _, loopback(), &none));
@@ -268,9 +268,9 @@ fn a_device_that_does_not_export_what_it_promised_fails() {
 
 /// P2P-01
 ///
-/// A path that the device lacks is skipped, with the reason.
+/// The path that the device lacks is skipped with the reason.
 #[test]
-fn a_device_without_export_is_skipped_directly_and_checked_staged() {
+fn device_without_export_is_checked_only_over_staged() {
     let _alone = alone();
     let none = Arc::new(Simulated::builder().dma_buf(DmaBufKind::None).build().unwrap());
     let report = run(&machine(Arc::clone(&none) as _, loopback(), &none));
@@ -285,9 +285,9 @@ fn a_device_without_export_is_skipped_directly_and_checked_staged() {
 
 /// DIAG-02
 ///
-/// No row is no success.
+/// A report without rows is a failure.
 #[test]
-fn nothing_to_check_is_not_a_pass() {
+fn check_of_an_empty_machine_fails() {
     let _alone = alone();
     let machine = Machine::new(Hmem::builder().without_vendor_ifaces().build().unwrap());
     let report = check(&machine, &Selection::default(), |_, _, _| {});

@@ -1,5 +1,5 @@
-//! `hmem` as a process of its own, and what is expected of its output. `HMEM_PROGRAM` names another
-//! binary than the one built with the tests, for machines that have neither cargo nor its folders.
+//! `hmem` as a process, and assertions on its output. `HMEM_PROGRAM` names another binary than the
+//! one built with the tests, for machines without cargo.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::{
@@ -11,15 +11,41 @@ use serde_json::Value;
 
 const SCHEMA: &str = include_str!("../../../docs/perf-schema.md");
 
-/// The program to run.
+/// Returns the program to run.
 pub(crate) fn program() -> String {
     std::env::var("HMEM_PROGRAM").unwrap_or_else(|_| env!("CARGO_BIN_EXE_hmem").to_owned())
 }
 
-/// The command, with nothing of the tests' environment that would change what it does.
+/// The variables that the command reads.
+const VARIABLES: [&str; 22] = [
+    "CLICOLOR_FORCE",
+    "COLUMNS",
+    "FI_HMEM",
+    "FI_HMEM_DISABLE_P2P",
+    "FI_MR_CACHE_MAX_COUNT",
+    "FI_MR_CACHE_MAX_SIZE",
+    "FI_MR_CACHE_MERGE_REGIONS",
+    "FI_MR_CACHE_MONITOR",
+    "FI_MR_CUDA_CACHE_MONITOR_ENABLED",
+    "FI_MR_ROCR_CACHE_MONITOR_ENABLED",
+    "FI_MR_ZE_CACHE_MONITOR_ENABLED",
+    "HMEM_CUDA_LIBRARY",
+    "HMEM_CUDA_MONITOR",
+    "HMEM_HLTHUNK_LIBRARY",
+    "HMEM_NEURON_LIBRARY",
+    "HMEM_NEURON_START_RUNTIME",
+    "HMEM_ROCR_LIBRARY",
+    "HMEM_SYNAPSEAI_ACQUIRE",
+    "HMEM_SYNAPSEAI_LIBRARY",
+    "HMEM_VERBS_PCIE_MAPPING",
+    "HMEM_ZE_LIBRARY",
+    "NO_COLOR",
+];
+
+/// Returns the command without the variables of the tests' environment that it reads.
 pub(crate) fn hmem(subcommand: &str, arguments: &[&str]) -> Command {
     let mut command = Command::new(program());
-    for name in ["FI_HMEM", "FI_HMEM_DISABLE_P2P", "NO_COLOR", "CLICOLOR_FORCE"] {
+    for name in VARIABLES {
         command.env_remove(name);
     }
     command.arg(subcommand).args(arguments);
@@ -35,7 +61,7 @@ pub(crate) fn text(bytes: &[u8]) -> &str {
     std::str::from_utf8(bytes).expect("UTF-8")
 }
 
-/// One readable line that has the words in it.
+/// Asserts one readable line with these words.
 pub(crate) fn one_line(error: &str, words: &[&str]) {
     assert!(error.starts_with("error: ") && error.trim_end().lines().count() == 1, "{error}");
     assert!(!error.trim_end().contains(|c: char| c.is_control()), "{error:?}");
@@ -44,20 +70,27 @@ pub(crate) fn one_line(error: &str, words: &[&str]) {
     }
 }
 
+/// Asserts an exit status, an error with these words on stderr, and an empty stdout.
 pub(crate) fn refused(output: &Output, code: i32, words: &[&str]) {
     assert_eq!(output.status.code(), Some(code), "{}", text(&output.stderr));
     assert_eq!(text(&output.stdout), "");
-    one_line(text(&output.stderr), words);
+    let error = text(&output.stderr);
+    assert!(error.starts_with("error: "), "{error}");
+    assert!(error.lines().skip(1).all(|line| line.starts_with("  ")), "{error}");
+    assert!(error.lines().all(|line| !line.contains(|c: char| c.is_control())), "{error:?}");
+    for word in words {
+        assert!(error.contains(word), "{word} is not in: {error}");
+    }
 }
 
-/// The document of a run that went well.
+/// Returns the document of a successful run.
 pub(crate) fn document_of(output: &Output) -> Value {
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     assert_eq!(text(&output.stderr), "");
     serde_json::from_slice(&output.stdout).expect("JSON")
 }
 
-/// Exactly these fields, each of them described in the document.
+/// Asserts that an object has exactly these fields, and that the document describes them.
 fn has(object: &Value, fields: &[&str]) {
     let mut names: Vec<_> =
         object.as_object().expect("an object").keys().map(String::as_str).collect();
@@ -70,8 +103,8 @@ fn has(object: &Value, fields: &[&str]) {
     }
 }
 
-/// A client's document is as `docs/perf-schema.md` says, and its content was verified over these
-/// paths, this side's first.
+/// Asserts that the document of a client matches `docs/perf-schema.md`, and that its content was
+/// verified over these paths: that of this side, then that of the other.
 pub(crate) fn is_as_documented(document: &Value, paths: [&str; 2]) {
     has(
         document,
@@ -102,7 +135,7 @@ pub(crate) fn is_as_documented(document: &Value, paths: [&str; 2]) {
     }
 }
 
-/// A server that listens; killed with it.
+/// A server that listens. Dropping this value kills it.
 pub(crate) struct Server {
     pub(crate) process: Child,
     stderr: BufReader<ChildStderr>,
@@ -122,7 +155,7 @@ impl Server {
         Self { port: port.unwrap_or_else(|| panic!("{line}")), process, stderr }
     }
 
-    /// The arguments with which a client finds it.
+    /// Returns the arguments of a client of this server.
     pub(crate) fn client(&self, arguments: &[&str]) -> Vec<String> {
         let port = self.port.to_string();
         [&["127.0.0.1", "--port", &port], arguments]

@@ -1,5 +1,4 @@
-//! A relay between `hmem perf`'s two sides, that lets a test look at their messages and change
-//! them.
+//! A relay between the two sides of `hmem perf`, in which a test reads and changes their messages.
 
 use std::{
     io::{self, Read, Write},
@@ -10,14 +9,14 @@ use std::{
 
 use serde_json::Value;
 
-/// Who speaks.
+/// The sender of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum From {
     Client,
     Server,
 }
 
-/// Relays one connection.
+/// A relay of one connection.
 pub(crate) struct Relay {
     pub(crate) port: u16,
     thread: JoinHandle<()>,
@@ -26,8 +25,7 @@ pub(crate) struct Relay {
 type Look = Box<dyn FnMut(From, &mut Value) + Send>;
 
 impl Relay {
-    /// Listens, and passes on what a client and the server at `port` say to each other; `look` sees
-    /// each message first.
+    /// Starts a relay between a client and the server at `port`. `look` may change each message.
     pub(crate) fn to(port: u16, look: impl FnMut(From, &mut Value) + Send + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let own = listener.local_addr().expect("an address").port();
@@ -44,7 +42,7 @@ impl Relay {
         Self { port: own, thread }
     }
 
-    /// Waits until both sides have hung up.
+    /// Waits until both sides have closed the connection.
     pub(crate) fn join(self) {
         self.thread.join().expect("no panic");
     }
@@ -66,7 +64,7 @@ fn pass_on(who: From, mut from: TcpStream, mut to: TcpStream, look: &Mutex<Look>
             to.write_all(&[&(json.len() as u32).to_be_bytes()[..], &json].concat())?;
         }
     };
-    // It ends with an error: one side has hung up, and the other learns it.
+    // Ends with an error when one side closes the connection; the other side is closed next.
     let _ = all();
     let _ = to.shutdown(Shutdown::Write);
 }

@@ -228,8 +228,8 @@ fn not_loaded(library: &str, reason: libloading::Error) -> Error {
         .provider("verbs")
         .context("library", library)
         .remedy(
-            "install rdma-core's libibverbs, or name its library with \
-                 Verbs::builder().library(path)",
+            "install libibverbs of rdma-core (in Rust: name its library with \
+             Verbs::builder().library(path))",
         );
     match reason {
         libloading::Error::DlOpen { source } => error.caused_by(source),

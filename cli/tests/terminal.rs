@@ -1,0 +1,354 @@
+//! The built command on terminals: narrow widths, rows printed as they finish, progress bars,
+//! errors with causes, names of plug-ins, invalid variables, completions and man pages.
+
+mod hmem_process;
+
+use std::{
+    fs::File,
+    io::{self, BufRead, BufReader, Read},
+    os::fd::{FromRawFd, OwnedFd},
+    process::{Command, Output, Stdio},
+    ptr,
+};
+
+use hmem_process::{hmem, one_line, refused, text};
+use serde_json::Value;
+
+fn run(arguments: &[&str], environment: &[(&str, &str)]) -> Output {
+    let command = hmem(arguments[0], &arguments[1..]).envs(environment.iter().copied()).output();
+    command.expect("the command runs")
+}
+
+fn recording(name: &str) -> String {
+    format!("{}/../p2p/tests/fixtures/topology/{name}.tar.gz", env!("CARGO_MANIFEST_DIR"))
+}
+
+/// Asserts that no line is wider than `width`, and that identifiers and numbers are whole.
+fn fits(output: &Output, width: usize, whole: &[&str]) {
+    let printed = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{printed}{}", text(&output.stderr));
+    for line in printed.lines() {
+        assert!(line.chars().count() <= width, "wider than {width}: {line}");
+        assert_eq!(line, line.trim_end(), "blanks at the end of: {line}");
+        // A unit at the start of a line lost its number on the line before.
+        let first = line.trim_start_matches(|c: char| !c.is_ascii_alphanumeric());
+        let unit = first.split([' ', ',', ';']).next().unwrap_or_default();
+        assert!(!["KiB", "MiB", "GiB", "GT/s", "transfers/s"].contains(&unit), "{line}");
+    }
+    for word in whole {
+        assert!(printed.contains(word), "{word} is split or missing:\n{printed}");
+    }
+}
+
+/// DIAG-01
+#[test]
+fn output_fits_terminals_of_60_and_40_columns() {
+    let names = ["loopback/peer-memory", "simulated:1"];
+    let topology = recording("dgx-a100");
+    let cases: [(&[&str], &[&str]); 7] = [
+        (&["info"], &[&names[..], &["MR_SINGLE_USE", "endpoint-binding", "4 KiB"]].concat()),
+        (&["check", "--quick"], &["loopback/peer-memory", "simulated:1", "memhooks+userfaultfd"]),
+        (&["explain"], &names),
+        (&["topo"], &[]),
+        (&["topo", "--from", &topology], &["0000:07:00.0", "mlx5_11", "64 GiB", "16 GT/s x16"]),
+        (&["topo", "--all", "--from", &topology], &["0000:07:00.0", "0000:61:00.1"]),
+        (
+            &["perf", "--loopback", "--iterations", "20", "--size", "8,64KiB,1MiB"],
+            &["loopback/hardware", "64 KiB"],
+        ),
+    ];
+    for (arguments, whole) in cases {
+        for width in [60, 40] {
+            fits(&run(arguments, &[("COLUMNS", &width.to_string())]), width, whole);
+        }
+    }
+}
+
+/// Names and values of variables.
+type Variables<'a> = [(&'a str, &'a str)];
+
+/// A terminal, as the two ends of a pseudoterminal.
+///
+/// It has no rows, as one on which only `stty cols` was run.
+fn terminal(columns: u16) -> (File, OwnedFd) {
+    let size = libc::winsize { ws_row: 0, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+    let (mut controller, mut terminal) = (-1, -1);
+    // SAFETY: all pointers are valid for the call, or null where null is allowed.
+    #[allow(unsafe_code, reason = "std has no call for it")]
+    let opened = unsafe {
+        libc::openpty(&raw mut controller, &raw mut terminal, ptr::null_mut(), ptr::null(), &size)
+    };
+    assert_eq!(opened, 0, "{}", io::Error::last_os_error());
+    // SAFETY: the call above opened both descriptors, and nothing else owns them.
+    #[allow(unsafe_code, reason = "the call returns raw descriptors")]
+    unsafe {
+        (File::from_raw_fd(controller), OwnedFd::from_raw_fd(terminal))
+    }
+}
+
+/// Runs a command, and returns what it prints on the terminal that is its stdout or stderr.
+fn on_terminal(mut command: Command, columns: u16, stdout: bool) -> String {
+    let (mut controller, terminal) = terminal(columns);
+    if stdout {
+        command.stdout(terminal)
+    } else {
+        command.stderr(terminal)
+    };
+    let mut child = command.spawn().expect("the command starts");
+    // Closes this process's descriptor of the terminal. The last close ends the output with EIO.
+    drop(command);
+    let mut printed = Vec::new();
+    let _ = controller.read_to_end(&mut printed);
+    assert!(child.wait().expect("it ends").success());
+    String::from_utf8(printed).expect("UTF-8")
+}
+
+#[test]
+fn width_is_that_of_the_terminal() {
+    let printed = on_terminal(hmem("--color", &["never", "info"]), 40, true);
+    assert!(printed.contains("loopback/peer-memory"), "{printed}");
+    for line in printed.lines() {
+        assert!(line.chars().count() <= 40, "{line}");
+    }
+}
+
+#[test]
+fn progress_bar_of_perf_is_printed_only_on_terminals() {
+    let perf = ["--loopback", "--size", "8", "--iterations", "20"];
+    let printed = on_terminal(hmem("perf", &perf), 80, false);
+    assert!(printed.contains("bandwidth of 8 B"), "{printed:?}");
+    let output = run(&[&["perf"], &perf[..]].concat(), &[]);
+    assert_eq!(text(&output.stderr), "");
+    assert!(!text(&output.stdout).contains("bandwidth of"));
+}
+
+/// The command is killed after its first row. It has not printed the others by then.
+#[test]
+fn perf_prints_each_row_as_it_finishes() {
+    let sizes = "8,16,32,64";
+    let arguments = ["--loopback", "--size", sizes, "--duration", "1", "--measure", "latency"];
+    let mut child = hmem("perf", &arguments).spawn().expect("the command starts");
+    let mut stdout = BufReader::new(child.stdout.take().expect("a pipe"));
+    let mut line = String::new();
+    while !line.contains("8 B ") {
+        line.clear();
+        assert!(stdout.read_line(&mut line).expect("UTF-8") > 0, "no row");
+    }
+    child.kill().expect("it can be killed");
+    child.wait().expect("it ends");
+    let mut rest = String::new();
+    stdout.read_to_string(&mut rest).expect("UTF-8");
+    assert!(rest.lines().count() < 3, "the rows were printed at the end:\n{rest}");
+}
+
+/// DIAG-01
+#[test]
+fn closed_stdout_ends_the_command_quietly() {
+    for arguments in [&["info"][..], &["man"], &["perf", "--loopback", "--iterations", "20"]] {
+        let mut child = hmem(arguments[0], &arguments[1..]).spawn().expect("the command starts");
+        drop(child.stdout.take());
+        let output = child.wait_with_output().expect("it ends");
+        assert_eq!(text(&output.stderr), "");
+        assert_eq!(output.status.code(), Some(0), "{arguments:?}");
+    }
+}
+
+/// DIAG-02, HM-04
+#[test]
+fn skips_of_one_cause_are_grouped_with_their_count() {
+    let missing = ["CUDA", "ROCR", "ZE", "NEURON", "SYNAPSEAI"]
+        .map(|name| (format!("HMEM_{name}_LIBRARY"), "/nonexistent.so"));
+    let missing: Vec<_> = missing.iter().map(|(name, path)| (name.as_str(), *path)).collect();
+    let output = run(&["check", "--quick", "--provider", "loopback"], &missing);
+    let printed = text(&output.stdout);
+    let groups: Vec<_> =
+        printed.lines().filter(|line| line.contains("library cannot be loaded")).collect();
+    assert_eq!(groups.len(), 1, "{printed}");
+    assert!(groups[0].contains("(5 skipped)"), "{printed}");
+    assert!(printed.contains("iface cuda, iface neuron, iface rocr, and 2 more"), "{printed}");
+}
+
+/// HM-12
+#[test]
+fn plug_ins_are_named_by_their_registered_names() {
+    let filtered = [("FI_HMEM", "system")];
+    let forbidden = [("FI_HMEM_DISABLE_P2P", "1")];
+    let perf = ["perf", "--loopback", "--iface", "simulated", "--iterations", "20"];
+    let cases: [(&[&str], &Variables); 10] = [
+        (&["info"], &[]),
+        (&["info", "--json"], &filtered),
+        (&["info"], &filtered),
+        (&["check", "--quick", "--json"], &filtered),
+        (&["check", "--quick", "--provider", "verbs"], &filtered),
+        (&["explain", "--iface", "simulated"], &filtered),
+        (&["explain", "--policy", "required", "--json"], &forbidden),
+        (&["explain", "--policy", "required"], &forbidden),
+        (&perf, &[]),
+        (&perf, &filtered),
+    ];
+    for (arguments, environment) in cases {
+        let output = run(arguments, environment);
+        for printed in [text(&output.stdout), text(&output.stderr)] {
+            assert!(!printed.contains("iface-0x"), "{arguments:?} {environment:?}:\n{printed}");
+        }
+        // A group of skipped ifaces lists only some of them.
+        let named =
+            [&output.stdout, &output.stderr].map(|printed| text(printed).contains("simulated"));
+        let grouped = arguments[0] == "check" && !arguments.contains(&"--json");
+        assert!(named.contains(&true) || grouped, "{arguments:?} {environment:?}");
+    }
+}
+
+/// HM-12
+#[test]
+fn invalid_value_of_any_variable_exits_with_status_2() {
+    let boolean = "use 0, no, false, off, 1, yes, true or on";
+    for (variable, value, accepted) in [
+        ("FI_HMEM", "nonsense", "system, cuda, rocr"),
+        ("FI_HMEM_DISABLE_P2P", "maybe", boolean),
+        ("FI_MR_CACHE_MAX_COUNT", "-1", "decimal number"),
+        ("FI_MR_CACHE_MAX_SIZE", "1GiB", "decimal number"),
+        ("FI_MR_CACHE_MERGE_REGIONS", "maybe", boolean),
+        ("FI_MR_CACHE_MONITOR", "kdreg2", "memhooks, userfaultfd"),
+        ("FI_MR_CACHE_MONITOR", "import", "another monitor"),
+        ("FI_MR_CUDA_CACHE_MONITOR_ENABLED", "maybe", boolean),
+        ("FI_MR_ROCR_CACHE_MONITOR_ENABLED", "maybe", boolean),
+        ("FI_MR_ZE_CACHE_MONITOR_ENABLED", "maybe", boolean),
+        ("HMEM_CUDA_MONITOR", "hook", "auto, hooks, identity"),
+        ("HMEM_NEURON_START_RUNTIME", "maybe", boolean),
+        ("HMEM_SYNAPSEAI_ACQUIRE", "maybe", boolean),
+        ("HMEM_VERBS_PCIE_MAPPING", "maybe", boolean),
+    ] {
+        for command in ["info", "check", "explain"] {
+            let output = run(&[command], &[(variable, value)]);
+            refused(&output, 2, &[&format!("invalid value {value:?} in {variable}"), accepted]);
+            one_line(text(&output.stderr), &[]);
+        }
+    }
+}
+
+/// HM-04
+#[test]
+fn info_says_that_the_file_in_a_library_variable_cannot_be_loaded() {
+    for (iface, variable) in [
+        ("cuda", "HMEM_CUDA_LIBRARY"),
+        ("rocr", "HMEM_ROCR_LIBRARY"),
+        ("ze", "HMEM_ZE_LIBRARY"),
+        ("neuron", "HMEM_NEURON_LIBRARY"),
+        ("synapseai", "HMEM_SYNAPSEAI_LIBRARY"),
+    ] {
+        let output = run(&["info"], &[(variable, "/nonexistent.so")]);
+        let printed = text(&output.stdout).split_whitespace().collect::<Vec<_>>().join(" ");
+        let said =
+            format!("iface {iface}: the file /nonexistent.so in {variable} cannot be loaded");
+        assert!(printed.contains(&said), "{said} is not in: {printed}");
+        assert!(printed.contains(&format!("remedy: correct {variable}")), "{printed}");
+    }
+}
+
+/// HM-12, DIAG-02
+#[test]
+fn check_fails_if_an_iface_named_by_the_filter_is_unavailable() {
+    let environment = [("FI_HMEM", "cuda"), ("HMEM_CUDA_LIBRARY", "/nonexistent.so")];
+    let output = run(&["check", "--quick"], &environment);
+    assert_eq!(output.status.code(), Some(1));
+    let printed = text(&output.stdout).split_whitespace().collect::<Vec<_>>().join(" ");
+    for words in ["FI_HMEM names cuda, which is unavailable", "/nonexistent.so: cannot open"] {
+        assert!(printed.contains(words), "{words} is not in: {printed}");
+    }
+    let output = run(&["check", "--quick", "--json"], &environment);
+    let document: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(document["missing"][0]["what"], "cuda", "{document}");
+    assert_eq!(run(&["explain"], &environment).status.code(), Some(1));
+}
+
+#[test]
+fn similar_names_are_suggested() {
+    for (arguments, error) in [
+        (
+            &["check", "--provider", "lopback"][..],
+            "error: no provider named lopback; did you mean loopback?\n",
+        ),
+        (
+            &["perf", "--loopback", "--provider", "lopback"],
+            "error: no provider named lopback; did you mean loopback?\n",
+        ),
+        (
+            &["explain", "--nic", "loopback/pined"],
+            "error: no NIC named loopback/pined; did you mean loopback/pinned?\n",
+        ),
+        (
+            &["check", "--iface", "simulted"],
+            "error: no iface named simulted; did you mean simulated?\n",
+        ),
+        (&["man", "chek"], "error: no subcommand named chek; did you mean check?\n"),
+    ] {
+        let output = run(arguments, &[]);
+        assert_eq!(output.status.code(), Some(2));
+        assert_eq!(text(&output.stderr), error);
+    }
+}
+
+/// DIAG-03
+#[test]
+fn nested_errors_are_printed_once_with_their_causes_beneath() {
+    let missing = [("HMEM_CUDA_LIBRARY", "/nonexistent.so")];
+    let output = run(&["perf", "--loopback", "--iface", "cuda"], &missing);
+    refused(&output, 2, &[]);
+    let error = text(&output.stderr);
+    let lines: Vec<_> = error.lines().collect();
+    assert_eq!(lines.len(), 4, "{error}");
+    assert_eq!(lines[0], "error: the iface cuda is unavailable");
+    assert!(lines[1].starts_with("  cause: the file /nonexistent.so in HMEM_CUDA_LIBRARY"));
+    assert!(lines[2].starts_with("    cause: /nonexistent.so: cannot open"), "{error}");
+    assert!(lines[3].starts_with("  remedy: correct HMEM_CUDA_LIBRARY"), "{error}");
+    assert_eq!(error.matches("cannot open shared object").count(), 1, "{error}");
+}
+
+#[test]
+fn remedies_name_a_variable_or_command_before_a_rust_method() {
+    let output = run(&["info"], &[("COLUMNS", "140")]);
+    let printed = text(&output.stdout).split_whitespace().collect::<Vec<_>>().join(" ");
+    for remedy in printed.split("remedy: ").skip(1) {
+        let (method, variable) = (remedy.find("::builder()"), remedy.find("HMEM_"));
+        let first = method.is_none_or(|method| {
+            variable.is_some_and(|variable| variable < method) || remedy.starts_with("install")
+        });
+        assert!(first, "{remedy}");
+    }
+}
+
+#[test]
+fn completion_scripts_cover_every_shell() {
+    for shell in ["bash", "elvish", "fish", "powershell", "zsh"] {
+        let output = run(&["completions", shell], &[]);
+        assert_eq!(output.status.code(), Some(0));
+        for word in ["explain", "policy"] {
+            assert!(text(&output.stdout).contains(word), "{shell}: no {word}");
+        }
+    }
+    let script = run(&["completions", "bash"], &[]).stdout;
+    let file = std::env::temp_dir().join(format!("hmem-completions-{}", std::process::id()));
+    std::fs::write(&file, script).expect("a file");
+    let mut bash = Command::new("bash");
+    let checked = bash.arg("-n").arg(&file).stdin(Stdio::null()).output().expect("bash runs");
+    std::fs::remove_file(&file).expect("written just now");
+    assert!(checked.status.success(), "{}", text(&checked.stderr));
+}
+
+#[test]
+fn man_pages_describe_exit_statuses_and_variables() {
+    let output = run(&["man"], &[]);
+    assert_eq!(output.status.code(), Some(0));
+    for words in [".TH hmem 1", "Exit status", "FI_HMEM_DISABLE_P2P", "HMEM_CUDA_LIBRARY"] {
+        assert!(text(&output.stdout).contains(words), "{words} is missing");
+    }
+    for command in ["info", "check", "explain", "topo", "perf"] {
+        let page = run(&["man", command], &[]);
+        let page = text(&page.stdout);
+        assert!(page.contains(&format!(".TH hmem-{command} 1")), "{page}");
+        assert!(page.contains("Exit status"), "{command}");
+    }
+    let help = run(&["--help"], &[]);
+    assert!(text(&help.stdout).contains("Exit status"));
+}
