@@ -81,7 +81,7 @@ impl Registrar<'_> {
             let added = added(request.access, self.pd.device.rights());
             if !added.is_empty() {
                 let nic = self.pd.device.nic();
-                tracing::debug!(%nic, added = %names(added), "rights added, as verbs requires them");
+                tracing::debug!(%nic, added = %names(added), "rights added that verbs requires");
             }
         }
         self.register_pieces(
@@ -409,7 +409,7 @@ impl Registrar<'_> {
             // Restore the rights of the parts before this one.
             for part in &mut region.parts[..index] {
                 if let Err((error, _)) = self.rereg_part(rereg, part, region.flags) {
-                    tracing::error!(%error, "a part of a region keeps rights that a later part lacks");
+                    tracing::error!(%error, "a part of a region keeps rights that others lack");
                     lost = true;
                 }
             }
