@@ -54,10 +54,10 @@ fn first_of_each(topology: &Topology) -> Vec<String> {
 
 /// P2P-05
 ///
-/// On the first machine each pair of GPUs shares a pair of NICs, and one of the GPUs is nearer to
-/// one of them: the other GPU begins with the other NIC.
+/// On the first machine each pair of GPUs shares a pair of NICs. One GPU is nearer to one of the
+/// NICs, so the other GPU starts with the other NIC.
 #[test]
-fn every_gpu_begins_with_a_near_nic_of_its_own() {
+fn every_gpu_starts_with_its_own_near_nic() {
     let dgx = first_of_each(&open("dgx-a100"));
     assert_eq!(
         dgx.concat(),
@@ -74,7 +74,7 @@ fn every_gpu_begins_with_a_near_nic_of_its_own() {
 ///
 /// Two ports of one card are equally near to all eight GPUs, or to those of one socket.
 #[test]
-fn devices_that_share_nics_begin_with_different_ones() {
+fn devices_that_share_nics_start_with_different_nics() {
     let server = open("switch-acs");
     let expected = [
         "mlx5_0 NODE",
@@ -98,7 +98,7 @@ fn devices_that_share_nics_begin_with_different_ones() {
 
 /// P2P-05
 #[test]
-fn host_memory_is_near_to_the_nics_of_its_node_in_the_order_of_the_caller() {
+fn host_memory_prefers_nics_of_its_node_in_the_given_order() {
     let hgx = open("hgx-h100");
     let mut listed = nics(&hgx);
     let of_node = |nics: &[Nic], node| names(&choose(&hgx, Locality::Node(node), nics, 4));
@@ -110,10 +110,10 @@ fn host_memory_is_near_to_the_nics_of_its_node_in_the_order_of_the_caller() {
     assert_eq!(distances[4..], [Distance::Sys; 5]);
     // The NUMA node of mlx5_0 is not known.
     let unknown = choice.chosen().iter().find(|nic| nic.nic.name == "mlx5_0").unwrap();
-    assert_eq!(unknown.note, Some("a guess, as a NUMA node is not known"));
+    assert_eq!(unknown.note, Some("a guess, because a NUMA node is not known"));
     listed.reverse();
     assert_eq!(of_node(&listed, 0), ["mlx5_8", "mlx5_7", "mlx5_6", "mlx5_5"]);
-    // A machine that does not know its nodes has one.
+    // A machine that reports no nodes has one node.
     let vm = open("cloud-vm");
     let nics_of_vm = nics(&vm);
     assert_eq!(names(&choose(&vm, Locality::Node(0), &nics_of_vm, 1)), ["mlx5_0"]);
@@ -121,9 +121,9 @@ fn host_memory_is_near_to_the_nics_of_its_node_in_the_order_of_the_caller() {
 
 /// P2P-05
 ///
-/// NICs of which nothing is known come last, in the order of the caller, and say why.
+/// NICs with an unknown distance come last, in the given order, with the reason.
 #[test]
-fn nics_without_a_known_place_come_last() {
+fn nics_at_an_unknown_distance_come_last() {
     let dgx = open("dgx-a100");
     let mut nics = nics(&dgx);
     nics.insert(0, named("rxe0", None));
@@ -143,7 +143,7 @@ fn nics_without_a_known_place_come_last() {
 
 /// P2P-05
 #[test]
-fn a_choice_says_which_nics_were_chosen_and_how_far_all_are() {
+fn choice_displays_chosen_nics_and_all_distances() {
     let dgx = open("dgx-a100");
     let (nics, gpu) = (nics(&dgx), gpus(&dgx)[2]);
     let choice = choose(&dgx, gpu, &nics, 2);
@@ -161,16 +161,16 @@ fn a_choice_says_which_nics_were_chosen_and_how_far_all_are() {
 
 /// P2P-05
 #[test]
-fn what_cannot_be_chosen_is_a_typed_error() {
+fn invalid_choices_are_typed_errors() {
     let dgx = open("dgx-a100");
     let (all, gpu) = (nics(&dgx), gpus(&dgx)[0]);
     let mut twice = all.clone();
     twice.push(all[3].clone());
     let absent = Locality::Device("0000:ff:00.0".parse::<BusId>().unwrap());
     let cases = [
-        (gpu, &all, 0, ErrorKind::InvalidArgument, "no NIC is asked for"),
-        (gpu, &all, 13, ErrorKind::InvalidArgument, "more NICs are asked for than there are"),
-        (gpu, &twice, 2, ErrorKind::InvalidArgument, "a NIC is there twice"),
+        (gpu, &all, 0, ErrorKind::InvalidArgument, "the number of NICs is 0"),
+        (gpu, &all, 13, ErrorKind::InvalidArgument, "more NICs are requested than exist"),
+        (gpu, &twice, 2, ErrorKind::InvalidArgument, "a NIC is listed twice"),
         (absent, &all, 2, ErrorKind::Unavailable, "the device is not in the PCIe tree"),
         (
             Locality::Node(8),
@@ -194,11 +194,13 @@ fn what_cannot_be_chosen_is_a_typed_error() {
 proptest! {
     /// P2P-05
     ///
-    /// Against a naive oracle, over any subset of NICs in any order: no NIC that was left out is
-    /// nearer than one that was chosen, the order is by distance and hops, and the larger choice
-    /// begins with the smaller one.
+    /// Compares with a naive oracle over any subset of NICs in any order:
+    ///
+    /// - No NIC outside the choice is nearer than a chosen one.
+    /// - The order is by distance and hops.
+    /// - A larger choice starts with the smaller one.
     #[test]
-    fn no_nic_that_is_left_out_is_nearer(
+    fn no_nic_outside_the_choice_is_nearer(
         machine in sample::select(&MACHINES[..5]),
         order in any::<u64>(),
         subset in any::<u16>(),
@@ -224,7 +226,8 @@ proptest! {
         let count = 1 + count.index(nics.len());
         let choice = choose(&topology, memory, &nics, count);
         let near = |nic: &Nic| {
-            let path = topology.path(gpu, nic.pci_bus_id.as_ref().unwrap().parse().unwrap()).unwrap();
+            let id = nic.pci_bus_id.as_ref().unwrap().parse().unwrap();
+            let path = topology.path(gpu, id).unwrap();
             (path.distance, path.hops.len())
         };
         let mut oracle: Vec<_> = nics.iter().map(near).collect();

@@ -1,5 +1,5 @@
-//! The same transfers give the same bytes on every path and under every policy (P2P-06), and
-//! atomics where copies stand between the NIC and the memory are refused with the reason (BNC-03).
+//! Transfers give equal bytes on every path and under every policy (P2P-06). Atomics on staged
+//! memory are refused with the reason (BNC-03).
 
 mod path_support;
 
@@ -16,7 +16,7 @@ use path_support::{
 
 const LEN: usize = 300_000;
 
-/// A way to a kind of memory, and what leads there.
+/// A path to a kind of memory, and the setup that selects it.
 struct Way {
     kind: AllocationKind,
     expected: (Path, DmaBufMapping),
@@ -58,7 +58,7 @@ fn ways() -> Vec<Way> {
     ways
 }
 
-/// Plays the same transfers over every way; `play` gets the target's region and key.
+/// Runs `play` over every path, with the target's region and key.
 fn over_every_way(mut play: impl FnMut(&Wire<'_>, &Target, &RemoteKey)) {
     for way in ways() {
         for policy in way.policies {
@@ -75,7 +75,7 @@ fn over_every_way(mut play: impl FnMut(&Wire<'_>, &Target, &RemoteKey)) {
                     hmem_p2p::path::DefaultPathSelector::new(),
                 );
                 let (near, far) = (bench.domain("loop0", *policy), bench.domain("loop0", *policy));
-                // Decided, and remembered.
+                // The second round uses the remembered decision.
                 for _ in 0..2 {
                     let target = Target::register(&bench, &far, way.kind);
                     let decision = target.decision();
@@ -149,7 +149,7 @@ fn every_path_and_policy_ends_with_the_same_bytes() {
     let mut ends: Option<Vec<u8>> = None;
     over_every_way(|wire, target, key| {
         let mut model = vec![0u8; LEN];
-        // Around pages, segments and chunks, and at offsets that nothing is aligned to.
+        // Lengths around pages, segments and chunks, at unaligned offsets.
         for (seed, (at, len)) in
             [(0, 1), (1, 4095), (4095, 8193), (65_535, 2), (60_001, 150_001), (LEN - 1, 1), (7, 0)]
                 .into_iter()
@@ -177,7 +177,7 @@ fn every_path_and_policy_ends_with_the_same_bytes() {
 
 /// BNC-03
 #[test]
-fn atomics_on_staged_memory_are_refused_with_the_reason_and_others_work() {
+fn atomics_are_refused_on_staged_memory_only() {
     let (mut refused, mut worked) = (0, 0);
     over_every_way(|wire, target, key| {
         wire.push(key, 4096, &40u64.to_ne_bytes()).expect("write");
@@ -210,9 +210,9 @@ fn atomics_on_staged_memory_are_refused_with_the_reason_and_others_work() {
                 assert_eq!(value, 42);
                 worked += 1;
             }
-            other => panic!("a path of which this test does not know: {other}"),
+            other => panic!("a path unknown to this test: {other}"),
         }
-        // The endpoint works on.
+        // The endpoint still works.
         wire.push(key, 0, &[1]).expect("write");
     });
     assert!(refused > 0 && worked > 0);

@@ -1,5 +1,5 @@
-//! Causes and remedies (DIAG-03): every entry of the table is met by a registration whose driver
-//! answers as the real one does, and `docs/causes.md` is the table.
+//! Causes and remedies (DIAG-03). For every entry of the table a registration is refused with the
+//! real driver's error, and the trace names the entry. `docs/causes.md` is made from the table.
 
 mod path_support;
 
@@ -26,7 +26,7 @@ use path_support::{
     vendor::{Refuse, Vendor, causes_of},
 };
 
-/// Facts as a test wants them.
+/// Facts that a test chooses.
 #[derive(Debug)]
 struct Told(Facts);
 
@@ -36,20 +36,21 @@ impl FactSource for Told {
     }
 }
 
-/// One registration on a machine that has something against it.
+/// One registration on a machine with an obstacle.
 struct Scene {
     iface: IfaceKind,
     kind: AllocationKind,
     imports: Imports,
     facts: Facts,
-    /// What is broken about the iface.
+    /// Breaks the iface.
     iface_breaks: fn(&mut Vendor),
-    /// Numbers that the NIC answers registrations with, in order.
+    /// Error numbers that the NIC returns from registrations, in order.
     nic_answers: &'static [i32],
-    /// What refuses an export of several segments in one, where memory is of segments of a page.
+    /// Refusal of an export of several segments in one dma-buf, for memory with segments of one
+    /// page.
     whole: Option<Refuse>,
     unexportable: bool,
-    /// Bytes that are registered.
+    /// Length of the registration in bytes.
     size: u64,
 }
 
@@ -78,7 +79,7 @@ impl Scene {
         Self::of(IfaceKind::CUDA)
     }
 
-    /// What a registration and an explanation say.
+    /// Returns the traces of a registration and of an explanation.
     fn play(&self) -> Vec<Trace> {
         let memory =
             Simulated::builder().window(1 << 32).dma_buf(DmaBufKind::MemFd).peer_memory(true);
@@ -128,18 +129,18 @@ impl Scene {
     }
 }
 
-/// The ifaces that know causes of their own.
+/// The ifaces with causes of their own.
 const VENDORS: [IfaceKind; 5] =
     [IfaceKind::CUDA, IfaceKind::ROCR, IfaceKind::ZE, IfaceKind::NEURON, IfaceKind::SYNAPSEAI];
 
-/// Every cause, the general ones first, with the iface that gives it.
+/// Returns every cause with its iface, the general causes first.
 fn causes() -> impl Iterator<Item = (Option<IfaceKind>, &'static RefusalCause)> {
     let of = |kind: IfaceKind| causes_of(kind).iter().map(move |cause| (Some(kind), cause));
     CAUSES.iter().map(|cause| (None, cause)).chain(VENDORS.into_iter().flat_map(of))
 }
 
-/// A machine whose NVIDIA driver says that its kernel modules are the closed ones. The file is
-/// written once: other tests read it at the same time.
+/// Returns the facts of a machine with NVIDIA's closed kernel modules. The file is written once, as
+/// other tests read it at the same time.
 fn closed_modules() -> Facts {
     static ROOT: LazyLock<PathBuf> = LazyLock::new(|| {
         let root = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("closed-modules");
@@ -169,13 +170,13 @@ fn cuda(name: &'static str, code: i64) -> Error {
     Error::new(kind, "cuMemGetHandleForAddressRange").iface(IfaceKind::CUDA).driver_code(name, code)
 }
 
-/// An answer of ROCr's export.
+/// Returns an error of ROCr's export.
 fn hsa(kind: ErrorKind, name: &'static str, code: i64) -> Option<Error> {
     let error = Error::new(kind, "hsa_amd_portable_export_dmabuf_v2").iface(IfaceKind::ROCR);
     Some(error.driver_code(name, code))
 }
 
-/// The scene, with ROCr.
+/// Moves a scene to ROCr.
 fn rocr(scene: Scene) -> Scene {
     Scene { iface: IfaceKind::ROCR, ..scene }
 }
@@ -192,7 +193,7 @@ fn out_of_reach() -> Option<Error> {
     Some(Error::os(Errno(524), "export dma-buf"))
 }
 
-/// Who meets the cause, by its name.
+/// Returns the scene for each cause, by the cause's name.
 fn scenes() -> Vec<(&'static str, Scene)> {
     let nic = |nic_answers| Scene { nic_answers, ..Scene::cuda() };
     let broken = |iface_breaks| Scene { iface_breaks, ..Scene::cuda() };
@@ -421,7 +422,7 @@ fn scenes() -> Vec<(&'static str, Scene)> {
         ),
         ("device-files", Scene { iface: IfaceKind::ROCR, ..nic(&[13]) }),
         ("device-files", Scene { iface: IfaceKind::ZE, ..nic(&[13]) }),
-        // The general rows, for a driver that has none of its own.
+        // The general rows, for a driver without rows of its own.
         (
             "no-pcie-mapping",
             Scene { imports: ALL_IMPORTS, ..plug_in(|vendor| vendor.pcie = lacking) },
@@ -443,7 +444,7 @@ fn scenes() -> Vec<(&'static str, Scene)> {
 
 /// DIAG-03
 #[test]
-fn every_cause_is_named_by_a_registration_and_an_explanation_that_meet_it() {
+fn every_cause_is_named_in_its_registration_and_explanation() {
     let mut met = BTreeSet::new();
     for (name, scene) in scenes() {
         for (who, trace) in ["registration", "explanation"].into_iter().zip(scene.play()) {
@@ -469,16 +470,16 @@ fn every_cause_is_named_by_a_registration_and_an_explanation_that_meet_it() {
     }
     let rows = causes().map(|(iface, cause)| (iface, cause.name));
     let unmet: Vec<_> = rows.filter(|row| !met.contains(row)).collect();
-    assert!(unmet.is_empty(), "met by no scene: {unmet:?}");
+    assert!(unmet.is_empty(), "causes without a scene: {unmet:?}");
 }
 
 /// DIAG-03
 ///
-/// What keeps the driver from exporting several segments in one may have nothing to do with their
-/// number: it then has the cause that it has for a range of one segment. The segments work here, so
-/// that nothing else is refused.
+/// If each segment alone is refused too, the refusal is not about the number of segments. It then
+/// has the cause of a range of one segment. In this test the segments work, so that nothing else is
+/// refused.
 #[test]
-fn a_refused_whole_has_the_cause_of_a_refused_export() {
+fn refused_whole_range_export_has_the_cause_of_a_segment() {
     let known = Facts::default;
     let refusals: [(&str, Refuse, Facts); 11] = [
         ("file-descriptors", || Some(Error::os(Errno(24), "export")), known()),
@@ -509,7 +510,7 @@ fn a_refused_whole_has_the_cause_of_a_refused_export() {
 
 /// DIAG-03
 #[test]
-fn host_memory_that_is_refused_has_its_cause_explained() {
+fn explanation_names_the_cause_of_refused_host_memory() {
     let faults = Faults::new();
     let provider = Loopback::builder().faults(&faults).build().unwrap();
     let mut registry = Registry::new();
@@ -528,18 +529,20 @@ fn host_memory_that_is_refused_has_its_cause_explained() {
 fn page() -> String {
     let mut page = String::from(
         "# Causes and remedies\n\n\
-         Why a way from memory to a NIC is refused, and what to do about it. The name of a cause is \
-         the `cause_name` of an attempt in a decision's trace (`hmem explain`, `hmem info --json`). \
-         Special causes stand before general ones: the first that fits is the probable one. Facts \
-         about the machine only choose between causes; whether a way works is found out by trying \
-         it.\n\n\
-         A range of several segments that is refused in one dma-buf, and then segment by segment in \
-         the same way, has the cause that the export of a segment has. An export that is refused \
-         under the default mapping too has the same cause under both.\n\n\
-         An iface may have words of its own for a general cause: its name then stands in \
+         Causes why a path from memory to a NIC is refused, with remedies. The name of a cause is \
+         the `cause_name` of an attempt in a decision's trace (`hmem explain`, `hmem info \
+         --json`). \
+         Special causes come before general ones, and the first that fits is the probable one. \
+         Facts about the machine only choose between causes: whether a path works is found out by \
+         trying it.\n\n\
+         A range of several segments may be refused in one dma-buf and then segment by segment, \
+         for the same reason. It then has the cause of the export of a segment. An export that is \
+         also refused under the default mapping has the same cause under both mappings.\n\n\
+         An iface may have its own wording for a general cause. Its name then stands in \
          brackets.\n\n\
-         This page is `p2p/src/path/cause.rs` and the `causes.rs` of the ifaces; a test compares \
-         them (`HMEM_BLESS=1 cargo test -p hmem-p2p --test path_causes` writes it).\n",
+         This page is made from `p2p/src/path/cause.rs` and the `causes.rs` of the ifaces. A test \
+         compares them; `HMEM_BLESS=1 cargo test -p hmem-p2p --test path_causes` writes the \
+         page.\n",
     );
     for (iface, cause) in by_rank() {
         let paths = join(cause.paths.iter().map(|path| path.name().to_owned()));
@@ -584,8 +587,8 @@ fn page() -> String {
     page.lines().map(wrapped).collect()
 }
 
-/// The causes in the order in which they are looked for. A row with which an iface adds answers or
-/// words of its driver to a general cause is left out.
+/// Returns the causes in the order of the search. Leaves out rows by which an iface only adds error
+/// codes or wording to a general cause.
 fn by_rank() -> Vec<(Option<IfaceKind>, &'static RefusalCause)> {
     let mut all: Vec<_> = causes().collect();
     all.sort_by_key(|(_, cause)| cause.rank);
@@ -593,7 +596,7 @@ fn by_rank() -> Vec<(Option<IfaceKind>, &'static RefusalCause)> {
     all
 }
 
-/// The lines of at most 100 columns that a line becomes. Those of a list's item hang.
+/// Wraps a line at 100 columns. Lines of a list item are indented.
 fn wrapped(line: &str) -> String {
     let indent = if line.starts_with("- ") { "\n  " } else { "\n" };
     let mut lines = String::new();
@@ -626,22 +629,22 @@ fn answers(answer: Answer) -> Vec<String> {
 
 /// DIAG-03
 #[test]
-fn the_page_of_causes_is_the_table() {
+fn page_of_causes_matches_the_table() {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../docs/causes.md");
     if std::env::var_os("HMEM_BLESS").is_some() {
         std::fs::write(&path, page()).expect("write the page");
     }
-    let written = std::fs::read_to_string(&path).expect("docs/causes.md is there");
+    let written = std::fs::read_to_string(&path).expect("docs/causes.md exists");
     assert_eq!(
         written,
         page(),
-        "docs/causes.md is not the table: look, then run with HMEM_BLESS=1"
+        "docs/causes.md differs from the table: check the table, then run with HMEM_BLESS=1"
     );
 }
 
 /// DIAG-03
 #[test]
-fn the_tables_are_whole() {
+fn tables_are_complete_and_consistent() {
     for (iface, cause) in causes() {
         let RefusalCause { name, rank, paths, steps, answers, cause, remedy, .. } = cause;
         assert!(!paths.is_empty() && !steps.is_empty() && !answers.is_empty(), "{name}");
@@ -658,7 +661,7 @@ fn the_tables_are_whole() {
     for table in [CAUSES].into_iter().chain(VENDORS.map(causes_of)) {
         assert!(table.is_sorted_by(|one, next| one.rank < next.rank), "{table:?}");
     }
-    // The numbers of InfiniBand's folklore each have an entry.
+    // The well-known error numbers of InfiniBand drivers each have an entry.
     for errno in [12, 14, 22, 95, 524] {
         let named = |cause: &&RefusalCause| {
             cause
@@ -670,8 +673,7 @@ fn the_tables_are_whole() {
     }
 }
 
-/// The causes in the order of the single table that once held them all, of which the first that
-/// fits was the probable one.
+/// The causes in the order of the original single table. The first that fits is the probable one.
 const ORDER: [&str; 34] = [
     "file-descriptors",
     "kernel-without-dma-buf",
@@ -709,7 +711,7 @@ const ORDER: [&str; 34] = [
     "nic-takes-no-copies",
 ];
 
-/// Refusals with each answer that a cause names. A code of a driver comes with the kind that
+/// Returns refusals with each answer that a cause names. A driver's code has the kind that
 /// `hmem-iface-cuda` gives it.
 fn answered() -> Vec<Error> {
     let mut errors = vec![Error::new(ErrorKind::Driver, "call")];
@@ -735,14 +737,14 @@ fn answered() -> Vec<Error> {
         (201, ErrorKind::BadState),
         (709, ErrorKind::BadState),
         (801, ErrorKind::Unsupported),
-        // What the driver says of a mapping that it does not have.
+        // The driver's answer for a mapping that it does not support.
         (1, ErrorKind::Unsupported),
     ];
     errors.extend(codes.map(|(code, kind)| Error::new(kind, "call").driver_code("CODE", code)));
     errors
 }
 
-/// Machines of which nothing is known, of which one thing is, and of which everything is.
+/// Returns machines with no known fact, with one known fact, and with all facts known.
 fn machines() -> Vec<Facts> {
     let unknown = Facts::default;
     let one = [
@@ -782,7 +784,7 @@ fn ranks_keep_the_order_of_the_single_table_for_every_refusal() {
     let place = |row: &RefusalCause| ORDER.iter().position(|name| *name == row.name);
     let mut named = BTreeSet::new();
     for iface in VENDORS.into_iter().chain([IfaceKind::FIRST_PLUG_IN]) {
-        // Rows that were added since stand between the multiples of 10.
+        // Rows that were added later have ranks between the multiples of 10.
         let listed = |row: &&RefusalCause| ORDER.contains(&row.name);
         let rows: Vec<_> = causes_of(iface).iter().chain(CAUSES).filter(listed).collect();
         let mut compare = |context: RefusalContext<'_>| {
@@ -812,5 +814,5 @@ fn ranks_keep_the_order_of_the_single_table_for_every_refusal() {
             }
         }
     }
-    assert_eq!(named.len(), ORDER.len(), "each is the cause of some refusal");
+    assert_eq!(named.len(), ORDER.len(), "each cause explains a refusal");
 }

@@ -1,5 +1,5 @@
-//! Which way is taken, who it is decided for, and what is remembered of it (P2P-01, P2P-03, P2P-04,
-//! HM-09).
+//! Path decisions: the chosen path, the class that it holds for, and what is remembered (P2P-01,
+//! P2P-03, P2P-04, HM-09).
 
 mod path_support;
 
@@ -49,7 +49,7 @@ fn each_device_and_nic_has_its_own_decision() {
 
 /// P2P-01
 #[test]
-fn a_pair_without_a_direct_path_is_probed_once() {
+fn pair_without_a_direct_path_is_probed_once() {
     let matrix = P2pMatrix::none_reachable();
     let bench = Bench::new(device().p2p(matrix).peer_memory(true), ALL_IMPORTS);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
@@ -57,15 +57,15 @@ fn a_pair_without_a_direct_path_is_probed_once() {
         [Call::ExportDmaBuf, Call::ExportPeerMemory, Call::Segments].map(|call| bench.calls(call))
     };
     let first = close(register(&domain, bench.buffer(PAGE)).unwrap());
-    // The buffer and one page to tell whether it was the buffer: two mappings and a peer-memory
-    // export each.
+    // The buffer and one page, which shows that the buffer is not at fault: two mappings and a
+    // peer-memory export each.
     assert_eq!(calls(), [4, 2, 2]);
-    assert_eq!(bench.calls(Call::CreateMemory), 2, "one page was allocated to try with");
+    assert_eq!(bench.calls(Call::CreateMemory), 2, "the probe allocated one page");
     for _ in 0..50 {
         let region = register(&domain, bench.buffer(PAGE)).unwrap();
         assert_eq!(region.decision().unwrap().path, Path::Staged);
     }
-    assert_eq!(calls(), [4, 2, 2], "a remembered decision asks no driver");
+    assert_eq!(calls(), [4, 2, 2], "a remembered decision calls no driver");
     assert_eq!(bench.calls(Call::CreateMemory), 52);
     // Another NIC is another pair.
     let other = bench.domain("loop1", P2pPolicy::Enabled);
@@ -75,7 +75,7 @@ fn a_pair_without_a_direct_path_is_probed_once() {
 
 /// P2P-01
 #[test]
-fn a_pair_with_a_direct_path_needs_no_probe_but_the_registration() {
+fn pair_with_a_direct_path_is_not_probed() {
     let bench = Bench::new(device(), DMA_BUF);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     for done in 1..=20 {
@@ -87,8 +87,8 @@ fn a_pair_with_a_direct_path_needs_no_probe_but_the_registration() {
 
 /// HM-09
 #[test]
-fn the_pcie_mapping_is_tried_first_and_its_refusal_is_remembered() {
-    // A driver that says it has the mapping and does not: a fault for each time it is asked.
+fn refusal_of_the_pcie_mapping_is_remembered() {
+    // A driver that claims the mapping and refuses it: one fault for each call.
     let bench = Bench::new(device(), ALL_IMPORTS);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     let both = register(&domain, bench.buffer(PAGE)).unwrap();
@@ -117,22 +117,22 @@ fn the_pcie_mapping_is_tried_first_and_its_refusal_is_remembered() {
 
 /// P2P-01
 #[test]
-fn odd_buffers_demote_no_ordinary_one() {
+fn odd_buffers_do_not_demote_ordinary_buffers() {
     let bench = Bench::new(device(), DMA_BUF);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     let path = |buffer| close_and_path(&domain, buffer);
-    // Before anything is decided, and after.
+    // Before the first decision, and after it.
     for _ in 0..3 {
         assert_eq!(path(bench.odd(PAGE)), Path::Staged);
         assert_eq!(path(bench.buffer(PAGE)), Path::DmaBuf);
     }
-    // By what the driver answers, not the iface: the odd one cannot be told beforehand.
+    // The driver refuses, not the iface: nothing marks the odd buffer beforehand.
     for errno in [95, 22, 12, 5] {
         bench.device.faults().fail_next(Call::ExportDmaBuf, Errno(errno));
         assert_eq!(path(bench.buffer(PAGE)), Path::Staged, "errno {errno}");
         assert_eq!(path(bench.buffer(PAGE)), Path::DmaBuf, "errno {errno}");
     }
-    // By what the NIC answers.
+    // The NIC refuses.
     bench.faults.fail(NicCall::Register, 1, Errno(524));
     assert_eq!(path(bench.buffer(PAGE)), Path::Staged);
     assert_eq!(path(bench.buffer(PAGE)), Path::DmaBuf);
@@ -140,10 +140,9 @@ fn odd_buffers_demote_no_ordinary_one() {
 
 /// P2P-01
 ///
-/// A page of which it is not known that the NIC gave it back is leaked, and shows nothing that
-/// holds for other buffers.
+/// A page that may still be registered is leaked, and its result says nothing about other buffers.
 #[test]
-fn page_of_a_probe_that_stays_registered_is_leaked_and_decides_nothing() {
+fn page_that_stays_registered_is_leaked_and_decides_nothing() {
     for (refusals, leaked) in [(1, 0), (2, 1)] {
         let bench = Bench::new(device(), DMA_BUF);
         let domain = bench.domain("loop0", P2pPolicy::Enabled);
@@ -180,12 +179,12 @@ fn many_odd_buffers_cost_few_probes() {
         assert_eq!(close_and_path(&domain, bench.buffer(PAGE)), Path::Staged);
     }
     let probes = bench.calls(Call::CreateMemory) - before - 64;
-    assert!((1..=7).contains(&probes), "{probes} pages to try with for 64 odd buffers");
+    assert!((1..=7).contains(&probes), "{probes} probes for 64 odd buffers");
 }
 
 /// P2P-01
 #[test]
-fn a_failure_forgets_the_decision() {
+fn failure_of_the_path_removes_the_decision() {
     let bench = Bench::new(device(), DMA_BUF);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     let attr = domain.provider_attr();
@@ -195,7 +194,7 @@ fn a_failure_forgets_the_decision() {
     assert!(remembered().is_none());
     let buffer = close(register(&domain, buffer).unwrap());
     assert_eq!(remembered().unwrap().path, Path::DmaBuf);
-    // One that may pass says nothing about the pair: no page is tried, and nothing is remembered.
+    // A temporary failure says nothing about the pair: no probe runs, and nothing is remembered.
     bench.device.faults().fail_next(Call::ExportDmaBuf, Errno(12));
     bench.device.faults().fail_next(Call::CreateMemory, Errno(12));
     let region = register(&domain, buffer).unwrap();
@@ -211,7 +210,7 @@ fn a_failure_forgets_the_decision() {
 
 /// P2P-01
 #[test]
-fn decisions_are_never_shared_by_the_process() {
+fn selectors_do_not_share_decisions() {
     let near = Bench::new(device(), DMA_BUF);
     let far = Bench::new(device().p2p(P2pMatrix::none_reachable()), DMA_BUF);
     for _ in 0..2 {
@@ -224,7 +223,7 @@ fn decisions_are_never_shared_by_the_process() {
 
 /// P2P-03
 #[test]
-fn the_trace_is_there_on_success_in_errors_in_text_and_in_json() {
+fn trace_is_in_decisions_errors_text_and_json() {
     let bench = Bench::new(device().p2p(P2pMatrix::none_reachable()), DMA_BUF);
     let enabled = bench.domain("loop0", P2pPolicy::Enabled);
     let buffer = bench.buffer(PAGE);
@@ -250,7 +249,11 @@ fn the_trace_is_there_on_success_in_errors_in_text_and_in_json() {
     let required = bench.domain("loop0", P2pPolicy::Required);
     let error = register(&required, bench.buffer(PAGE)).unwrap_err().error;
     assert_eq!(error.trace().len(), 2);
-    assert_eq!(error.kind(), ErrorKind::Unreachable, "what a driver said, not what the NIC lacks");
+    assert_eq!(
+        error.kind(),
+        ErrorKind::Unreachable,
+        "the driver's refusal counts, not the NIC's missing imports"
+    );
     let text = error.to_string();
     assert!(!text.contains('\n'), "{text}");
     for once in [
@@ -268,8 +271,8 @@ fn the_trace_is_there_on_success_in_errors_in_text_and_in_json() {
 
 /// P2P-04
 #[test]
-fn claimed_abilities_are_tried_all_the_same_and_undone() {
-    // The device says that it exports nothing, the NIC that it imports everything: both are asked.
+fn paths_are_tried_whatever_the_driver_claims() {
+    // The device claims no exports, the NIC claims all imports: both are tried.
     let bench = Bench::new(device().dma_buf(DmaBufKind::None).peer_memory(true), ALL_IMPORTS);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     let region = register(&domain, bench.buffer(PAGE)).unwrap();
@@ -282,7 +285,7 @@ fn claimed_abilities_are_tried_all_the_same_and_undone() {
 
 /// P2P-04
 #[test]
-fn an_explanation_is_a_decision_that_leaves_nothing_behind() {
+fn explanation_leaves_nothing_behind() {
     let matrix = P2pMatrix::all_reachable().block(DeviceId(1), "loop0");
     let bench = Bench::new(device().p2p(matrix), DMA_BUF);
     let before = bench.device.stats().live_allocations;
@@ -313,7 +316,7 @@ fn an_explanation_is_a_decision_that_leaves_nothing_behind() {
     assert_eq!((&json["size"], &json["device"]), (&10_000.into(), &1.into()));
     let ordered = explain(0, P2pPolicy::Disabled, "loop1").unwrap();
     assert_eq!(ordered.path, Some(Path::Staged));
-    assert!(ordered.remedies[0].contains("policy be Enabled"), "{ordered}");
+    assert!(ordered.remedies[0].contains("policy to Enabled"), "{ordered}");
 
     assert_eq!(
         explain(7, P2pPolicy::Enabled, "loop0").unwrap_err().kind(),
@@ -334,7 +337,7 @@ fn an_explanation_is_a_decision_that_leaves_nothing_behind() {
 
 /// P2P-04
 #[test]
-fn an_explanation_says_that_the_process_switched_direct_access_off() {
+fn explanation_says_that_the_process_disabled_direct_access() {
     let provider = Loopback::builder().imports(DMA_BUF);
     let bench = Bench::with(device(), provider, DefaultPathSelector::new().disable_p2p(true));
     let request = ExplainRequest::new(hmem_iface_system::SIMULATED);
@@ -346,7 +349,7 @@ fn an_explanation_says_that_the_process_switched_direct_access_off() {
 
 /// P2P-01
 #[test]
-fn a_request_that_no_way_can_meet_ends_the_decision() {
+fn invalid_request_ends_the_search() {
     use hmem_core::{MrAttr, MrFlags};
     let bench =
         Bench::with(device(), Loopback::builder().imports(DMA_BUF), DefaultPathSelector::new());
@@ -370,11 +373,11 @@ fn a_request_that_no_way_can_meet_ends_the_decision() {
     assert_eq!(
         bench.calls(Call::ExportDmaBuf) - exports,
         2,
-        "neither other ways nor a page were tried"
+        "no other path and no probe was tried"
     );
     close(first);
     assert!(
         register(bench.buffer(PAGE)).unwrap().decision().unwrap().from_cache,
-        "nothing was forgotten"
+        "the decision is still remembered"
     );
 }

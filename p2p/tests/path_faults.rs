@@ -1,5 +1,5 @@
-//! A fault at every driver and provider call of every path, one at a time (REL-01): it is said,
-//! nothing leaks, and the next life of a region from opening the NIC to closing it works.
+//! A fault at every driver and provider call of every path, one at a time (REL-01). The fault is
+//! reported, nothing leaks, and the next run from opening the NIC to closing the region works.
 
 mod path_support;
 
@@ -21,12 +21,12 @@ use path_support::{
 };
 
 const LEN: u64 = 70_000;
-/// What is transferred: it lies in two physical segments.
+/// Bytes of the transfer, in two physical segments.
 static BYTES: LazyLock<Vec<u8>> =
     LazyLock::new(|| (0..SEGMENT + 617).map(|at| (at * 13) as u8).collect());
 const SEGMENT: u64 = 16 << 10;
 
-/// A way, and what leads there.
+/// A path, and the setup that selects it.
 #[derive(Clone, Copy, Debug)]
 struct Way {
     path: Path,
@@ -79,7 +79,7 @@ const WAYS: [Way; 7] = [
         policy: P2pPolicy::Disabled,
         reachable: true,
     },
-    // Every direct way is refused, and a page is tried.
+    // Every direct path is refused, and a probe runs.
     Way {
         path: Path::Staged,
         kind: AllocationKind::Device,
@@ -102,17 +102,17 @@ impl Way {
     }
 }
 
-/// What one life of a region said.
+/// Reports of one run from opening the NIC to closing the region.
 #[derive(Debug, Default)]
 struct Said {
-    /// The calls that failed.
+    /// Errors of the failed calls.
     errors: Vec<String>,
-    /// The ways that were taken, and those that were refused before.
+    /// The decisions, with the refused paths.
     decisions: Vec<Arc<Decision>>,
 }
 
 impl Said {
-    /// Whether an injected failure came out, in an error or in a trace.
+    /// Returns whether the injected failure is in an error or in a trace.
     fn mentions_the_fault(&self) -> bool {
         let injected = |text: &str| text.contains("EIO (5)");
         let traced = |decision: &Arc<Decision>| {
@@ -126,29 +126,30 @@ impl Said {
     }
 }
 
-/// Tries a second time what was refused once: whoever closes or frees has to.
+/// Retries a failed close, as the owner of a region must.
 fn insist<T>(said: &mut Said, value: T, close: impl Fn(T) -> Result<(), Rejected<T>>) {
     if let Err(Rejected { value, error }) = close(value) {
         said.errors.push(error.to_string());
-        close(value).map_err(Error::from).expect("a second close works");
+        close(value).map_err(Error::from).expect("the second close works");
     }
 }
 
-/// Opens, allocates, registers twice, transfers, closes, frees.
+/// Opens, allocates, registers twice, transfers, closes and frees.
 fn live(bench: &Bench, way: &Way) -> Said {
     let mut said = Said::default();
-    // In an inner function, so that an early end lets everything go.
+    // A closure, so that an early return drops everything.
     let result = (|| -> Result<()> {
         let near = bench.try_domain("loop0", P2pPolicy::Enabled)?;
         let far = bench.try_domain("loop0", way.policy)?;
         let request = AllocRequest { len: LEN, device: DeviceId(0), kind: way.kind };
         let memory = bench.device.allocate(&request)?;
         let used = use_memory(bench, [&near, &far], memory.range, &mut said);
-        // SAFETY: every region of it is closed, and nothing refers to it.
+        // SAFETY: every region of the memory is closed, and no reference to it exists.
         if let Err(error) = unsafe { bench.device.free(&memory) } {
             said.errors.push(error.to_string());
-            // SAFETY: as above.
-            unsafe { bench.device.free(&memory) }.expect("a second free works");
+            // SAFETY: the first free failed, so the memory is still allocated, without regions or
+            // references.
+            unsafe { bench.device.free(&memory) }.expect("the second free works");
         }
         insist(&mut said, near, Domain::close);
         insist(&mut said, far, Domain::close);
@@ -169,7 +170,7 @@ fn use_memory(
     let attr = [range];
     let attr = MrAttr::new(&attr, REMOTE | LOCAL);
     for _ in 0..2 {
-        // SAFETY: the memory lives until its regions are closed, and nothing refers to it.
+        // SAFETY: the memory is freed after its regions are closed, and no reference to it exists.
         let region = unsafe { far.regattr(&attr, MrFlags::empty()) }?;
         said.decisions.push(Arc::clone(region.decision()?));
         let moved = transfer(bench, [near, far], &region);
@@ -193,21 +194,20 @@ fn transfer(bench: &Bench, [near, far]: [&Domain; 2], region: &MemoryRegion) -> 
     wire.close()
 }
 
-/// What both domains of a NIC and the device hold when nothing is alive.
+/// Returns the counts of a NIC and a device without live objects.
 fn nothing() -> LiveObjects {
     LiveObjects::default()
 }
 
 fn held(bench: &Bench) -> LiveObjects {
-    // The NIC's limits and counts are of all its domains; a new one shows that none of its own is
-    // taken.
+    // Limits and counts hold for all domains of a NIC, so a new domain shows leaks of the others.
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     let live = domain.live();
     domain.close().map_err(Error::from).expect("a new domain holds nothing");
     live
 }
 
-/// One fault in one life; `false` if the life makes no such call.
+/// Runs with one fault. Returns `false` if the run makes no such call.
 fn survive(
     bench: &Bench,
     way: &Way,
@@ -226,34 +226,37 @@ fn survive(
     bench.faults.clear();
     let context = format!("{way:?}, fault at call {nth} of {what}: {said:?}");
     if fired {
-        // A page that could not be had, or looked up, says nothing, and is not needed.
-        assert!(said.mentions_the_fault() || !way.reachable, "not a word: {context}");
+        // The page of a probe is optional: a failure to allocate it is not reported.
+        assert!(
+            said.mentions_the_fault() || !way.reachable,
+            "the fault was not reported: {context}"
+        );
     } else {
         assert!(said.errors.is_empty(), "{context}");
     }
     let after = (held(bench), bench.residue_after(&before));
     assert_eq!((after.0, &after.1), (nothing(), &before), "leaked: {context}");
     let next = live(bench, way);
-    assert!(next.errors.is_empty(), "the next life: {:?} after {context}", next.errors);
+    assert!(next.errors.is_empty(), "errors of the next run: {:?} after {context}", next.errors);
     if way.reachable {
         let back = next.decisions.iter().all(|decision| decision.path == way.path);
         assert!(back, "demoted: {next:?} after {context}");
     }
     let after = (held(bench), bench.residue_after(&before));
-    assert_eq!(after, (nothing(), before), "leaked by the next: {context}");
+    assert_eq!(after, (nothing(), before), "leaked by the next run: {context}");
     fired
 }
 
-/// Every call of a kind, until there is no such call.
+/// Fails every call of a kind in turn.
 fn each(way: &Way, what: &str, arm: impl Fn(&Bench, u64), calls: impl Fn(&Bench) -> u64) -> u64 {
     let bench = way.bench();
     bench.faults.count();
-    // Once without a fault, so that threads and pools are there.
+    // The first run has no fault, so that threads and pools exist.
     let first = live(&bench, way);
     assert!(first.errors.is_empty(), "{way:?}: {:?}", first.errors);
     assert!(first.decisions.iter().all(|decision| decision.path == way.path), "{way:?}: {first:?}");
     let mut faults = 0;
-    // A life reads completions in a loop: the first hundred are enough.
+    // A run reads completions in a loop: the first hundred calls are enough.
     for nth in 1..=100 {
         if !survive(&bench, way, what, &|bench| arm(bench, nth), &calls, nth) {
             break;
@@ -277,8 +280,7 @@ fn every_fault(way: &Way) {
     assert!(hit >= 12, "{way:?}: only {hit} kinds of call were made");
 }
 
-/// Makes a test of each way. An entry's doc comment, which has its acceptance ids, becomes the
-/// test's.
+/// Makes a test of each path. An entry's doc comment with its acceptance ids becomes the test's.
 macro_rules! over_ways {
     ($($(#[$meta:meta])* $name:ident: $at:literal,)+) => {$(
         $(#[$meta])*

@@ -1,4 +1,4 @@
-//! One range on several NICs: one export for all, everything or nothing (VRB-08).
+//! One range on several NICs: one export for all, all or nothing (VRB-08).
 
 mod path_support;
 
@@ -65,9 +65,10 @@ fn one_export_of_each_segment_serves_every_nic() {
             let buffer = bench.buffer_of(kind, DeviceId(0), segments * PAGE);
             bench.record.take();
             let shared = register(&domains, buffer).unwrap();
-            // At first each NIC tries a page of its own, which is another buffer.
+            // In the first round each NIC is probed with a page, which is another buffer.
             let probes = if round == 0 { NICS.len() as u64 } else { 0 };
-            // The simulated device exports no several segments in one, which it is asked for once.
+            // The simulated device does not export several segments in one dma-buf. It is called
+            // once for that.
             let whole = u64::from(segments > 1);
             assert_eq!(
                 bench.calls(Call::ExportDmaBuf) - before,
@@ -119,9 +120,9 @@ fn every_nic_reaches_the_same_bytes_with_its_own_key() {
         model[100 + at..5100 + at].copy_from_slice(&bytes);
         assert!(
             wire.pull(key, 0, model.len()).unwrap() == model,
-            "NIC {at} reads what all have written"
+            "NIC {at} reads the bytes of all NICs"
         );
-        // A message lands through this NIC's own descriptor.
+        // The NIC's own descriptor receives a message.
         wire.send(shared.slice(at, 9000, 3).unwrap(), &[at as u8; 3]).unwrap();
         model[9000..9003].fill(at as u8);
     }
@@ -178,7 +179,7 @@ fn a_fault_at_any_call_of_any_nic_leaves_nothing_registered() {
     }
 }
 
-/// One fault, and what became of it; `false` if there is no such call.
+/// Registers with one fault. Returns `false` if there is no such call.
 fn breaks(
     imports: Imports,
     warm: bool,
@@ -205,13 +206,12 @@ fn breaks(
             assert_eq!(regions(&domains), 0, "{}", rejected.error);
             close(rejected.value)
         }
-        // A probe that could not be made, a mapping that another replaced, an export that was given
-        // back with complaints.
+        // The fault hit a probe, a mapping that has a replacement, or the release of an export.
         Ok(shared) => close(shared),
     };
     assert_eq!(regions(&domains), 0);
     let leaked_page = bench.residue().allocations - before.allocations;
-    assert!(leaked_page <= 1, "only a page that could not be freed is left");
+    assert!(leaked_page <= 1, "only a page that cannot be freed is leaked");
     assert_eq!(bench.residue().fds, before.fds);
     close(register(&domains, buffer).expect("the next call works"));
     fired
@@ -219,7 +219,7 @@ fn breaks(
 
 /// VRB-08
 #[test]
-fn a_registration_that_the_last_nic_refuses_is_undone_at_the_others() {
+fn registration_refused_by_the_last_nic_is_undone_at_the_others() {
     let _alone = alone();
     let bench = bench(DIRECT);
     let domains = domains(&bench, P2pPolicy::Required);
@@ -230,7 +230,7 @@ fn a_registration_that_the_last_nic_refuses_is_undone_at_the_others() {
     bench.faults.fail(NicCall::Register, 5, Errno(12));
     let rejected = register(&domains, buffer).unwrap_err();
     assert_eq!(rejected.error.kind(), ErrorKind::OutOfResources);
-    assert_eq!(rejected.error.provider_name(), Some("loopback/loop3"), "it says which");
+    assert_eq!(rejected.error.provider_name(), Some("loopback/loop3"), "the error names the NIC");
     assert_eq!(rejected.error.context_value("registered before"), Some("3"));
     assert!(rejected.value.is_empty() && regions(&domains) == 0);
     assert_eq!(bench.residue_after(&before), before);
@@ -239,7 +239,7 @@ fn a_registration_that_the_last_nic_refuses_is_undone_at_the_others() {
 
 /// VRB-08
 #[test]
-fn a_registration_that_a_driver_keeps_comes_back_with_the_error() {
+fn failed_undo_returns_the_region_with_the_error() {
     let _alone = alone();
     let bench = bench(DIRECT);
     let domains = domains(&bench, P2pPolicy::Required);
@@ -250,7 +250,7 @@ fn a_registration_that_a_driver_keeps_comes_back_with_the_error() {
     let rejected = register(&domains, buffer).unwrap_err();
     assert_eq!((rejected.value.len(), regions(&domains)), (1, 1));
     assert_eq!(rejected.error.context_value("left registered"), Some("1"));
-    // The region works on, and the buffer is there until it is closed.
+    // The region still works, and the buffer stays allocated until it is closed.
     let nic = &domains[1];
     let wire = Wire::new(&domains[0], nic, 16);
     wire.push(&rejected.value.keys().unwrap()[0], 3, b"still").unwrap();
@@ -264,7 +264,7 @@ fn a_registration_that_a_driver_keeps_comes_back_with_the_error() {
 
 /// VRB-08
 #[test]
-fn a_close_that_is_refused_hands_back_what_is_left() {
+fn refused_close_returns_the_open_regions() {
     let _alone = alone();
     let bench = bench(DIRECT);
     let domains = domains(&bench, P2pPolicy::Required);
@@ -276,7 +276,7 @@ fn a_close_that_is_refused_hands_back_what_is_left() {
     assert_eq!(
         rejected.value.len(),
         2,
-        "the one that the driver refused and the one with a sub-region"
+        "the region that the driver refused and the region with a sub-region"
     );
     assert_eq!(rejected.error.context_value("left registered"), Some("2"));
     let rejected = rejected.value.close().unwrap_err();
@@ -289,8 +289,8 @@ fn a_close_that_is_refused_hands_back_what_is_left() {
 
 /// VRB-08
 ///
-/// The exports are released after the last NIC, whose decision has the errors of that, or the error
-/// of its registration.
+/// The exports are released after the last NIC. Its decision, or the error of its registration,
+/// records errors of the release.
 #[test]
 fn refused_release_of_an_export_is_in_the_trace_of_the_last_nic() {
     let _alone = alone();
@@ -321,7 +321,7 @@ fn refused_release_of_an_export_is_in_the_trace_of_the_last_nic() {
 
 /// VRB-08
 #[test]
-fn dropping_it_deregisters_everywhere() {
+fn drop_deregisters_at_every_nic() {
     let _alone = alone();
     let bench = bench(DIRECT);
     let domains = domains(&bench, P2pPolicy::Required);
@@ -331,7 +331,7 @@ fn dropping_it_deregisters_everywhere() {
 
 /// VRB-08
 #[test]
-fn host_memory_and_brought_dma_bufs_register_on_several_nics() {
+fn host_memory_and_application_dma_bufs_register_on_several_nics() {
     let _alone = alone();
     let bench = bench(DIRECT);
     let owned = domains(&bench, P2pPolicy::Required);
@@ -346,10 +346,10 @@ fn host_memory_and_brought_dma_bufs_register_on_several_nics() {
     let given =
         DmaBufAttr { fd: export.as_fd(), offset: export.offset, len: PAGE, base_addr: None };
     let attr = MrAttr { dma_buf: Some(given), ..MrAttr::new(&[], REMOTE) };
-    // SAFETY: the buffer outlives the regions, and nothing refers to it.
+    // SAFETY: the buffer is dropped after the regions, and no reference to it exists.
     let shared = unsafe { regattr_on(&domains, &attr, MrFlags::MR_DMABUF) }.unwrap();
     assert_eq!((shared.len(), bench.calls(Call::ExportDmaBuf)), (4, 1));
-    // SAFETY: as above.
+    // SAFETY: the buffer is dropped after the regions, and no reference to it exists.
     let doubled = unsafe {
         regattr_on(
             &domains,
@@ -364,7 +364,7 @@ fn host_memory_and_brought_dma_bufs_register_on_several_nics() {
 
 /// VRB-08
 #[test]
-fn domains_that_do_not_belong_together_are_refused() {
+fn domains_that_cannot_register_together_are_refused() {
     let _alone = alone();
     let (one, two) = (bench(DIRECT), bench(DIRECT));
     let (near, far) =
@@ -382,7 +382,7 @@ fn domains_that_do_not_belong_together_are_refused() {
     let rejected = unsafe { regattr_on(&[&near], &attr, MrFlags::empty()) }.unwrap_err();
     assert_eq!(rejected.error.kind(), ErrorKind::InvalidArgument);
     assert_eq!(rejected.error.operation(), "regattr_on");
-    // One domain that cannot do what is asked keeps all from it.
+    // One domain without support refuses the request for all.
     let attr = DomainAttr { nic: Some("loop1".into()), ..DomainAttr::default() };
     let other =
         Domain::open(&one.provider, Arc::clone(&one.registry), Arc::clone(&one.paths) as _, attr)

@@ -1,5 +1,5 @@
-//! What the policy allows, over every combination of device and NIC (P2P-02), by the NIC's own
-//! record of what it was given.
+//! Policies over every combination of device and NIC (P2P-02), checked by the NIC's record of its
+//! registrations.
 
 mod path_support;
 
@@ -16,11 +16,11 @@ use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_loopback::Loopback;
 use path_support::{Bench, PAGE, REMOTE, close, recording::Handed, register};
 
-/// One machine.
+/// One combination of device, NIC and policy.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     style: FreeDetection,
-    /// The device exports dma-bufs, with the PCIe mapping, to peer memory; the NIC reaches it.
+    /// Exports of the device: dma-bufs, dma-bufs with the PCIe mapping, and peer memory.
     exports: [bool; 3],
     reachable: bool,
     imports: Imports,
@@ -52,7 +52,7 @@ impl Case {
         cases
     }
 
-    /// What must come of it, worked out from the words of the policy.
+    /// Returns the expected result, derived from the documented policies.
     fn expected(&self) -> Result<(Path, DmaBufMapping), &'static str> {
         let [dma_buf, pcie, peer_memory] = self.exports;
         let direct = if dma_buf && self.imports.dma_buf && self.reachable {
@@ -70,13 +70,13 @@ impl Case {
         let staged = (Path::Staged, DmaBufMapping::Default);
         match (self.policy, self.disabled, direct) {
             (P2pPolicy::Required, true, _) => Err("FI_HMEM_DISABLE_P2P"),
-            (P2pPolicy::Disabled, false, _) if !self.imports.staged => Err("policy be Enabled"),
+            (P2pPolicy::Disabled, false, _) if !self.imports.staged => Err("policy to Enabled"),
             (_, true, _) if !self.imports.staged => Err("FI_HMEM_DISABLE_P2P"),
             (P2pPolicy::Disabled, ..) | (_, true, _) => Ok(staged),
             (_, _, Some(direct)) => Ok(direct),
-            (P2pPolicy::Required, _, None) => Err("let the policy be Enabled"),
+            (P2pPolicy::Required, _, None) => Err("set the policy to Enabled"),
             (_, _, None) if self.imports.staged => Ok(staged),
-            (_, _, None) => Err("make one of the ways in the trace work"),
+            (_, _, None) => Err("make one of the paths in the trace work"),
         }
     }
 
@@ -101,7 +101,7 @@ impl Case {
 
 /// P2P-02
 #[test]
-fn every_combination_takes_the_path_that_its_policy_allows() {
+fn every_combination_takes_an_allowed_path() {
     let cases = Case::all();
     assert_eq!(cases.len(), 2 * 6 * 2 * 16 * 2 * 4);
     let threads = thread::available_parallelism().map_or(1, NonZeroUsize::get);
@@ -117,7 +117,7 @@ impl Case {
         let case = self;
         let bench = case.bench();
         let domain = bench.domain("loop0", case.policy);
-        // Twice: decided, and remembered.
+        // The second round uses the remembered decision.
         for round in 0..2 {
             let outcome = register(&domain, bench.buffer(PAGE));
             let handed = bench.record.handed();
@@ -177,9 +177,9 @@ impl Case {
 
 /// P2P-02
 ///
-/// Domains of every policy share the decisions of one library: none takes another's.
+/// Domains of every policy share one selector.
 #[test]
-fn a_path_remembered_under_one_policy_is_not_taken_under_another() {
+fn remembered_path_holds_for_its_policy_only() {
     for disabled in [false, true] {
         let device = Simulated::builder().dma_buf(DmaBufKind::MemFd);
         let bench = Bench::with(
@@ -205,7 +205,7 @@ fn a_path_remembered_under_one_policy_is_not_taken_under_another() {
 
 /// P2P-02
 #[test]
-fn memory_that_the_cpu_reaches_is_registered_as_host_pages_under_every_policy() {
+fn cpu_accessible_memory_is_host_pages_under_every_policy() {
     for (policy, disabled) in
         P2pPolicy::ALL.into_iter().flat_map(|policy| [(policy, false), (policy, true)])
     {
@@ -237,7 +237,7 @@ fn memory_that_the_cpu_reaches_is_registered_as_host_pages_under_every_policy() 
 
 /// P2P-02
 #[test]
-fn a_dma_buf_that_the_application_brings_is_kept_from_the_nic_where_direct_access_is_off() {
+fn application_dma_buf_is_refused_without_direct_access() {
     for (policy, disabled) in
         P2pPolicy::ALL.into_iter().flat_map(|policy| [(policy, false), (policy, true)])
     {
@@ -256,12 +256,12 @@ fn a_dma_buf_that_the_application_brings_is_kept_from_the_nic_where_direct_acces
             DmaBufAttr { fd: export.as_fd(), offset: export.offset, len: PAGE, base_addr: None };
         let iface = Some(bench.device.kind());
         let attr = MrAttr { dma_buf: Some(given), iface, ..MrAttr::new(&[], REMOTE) };
-        // SAFETY: the buffer outlives the region, and nothing refers to it.
+        // SAFETY: the buffer is dropped after the region, and no reference to it exists.
         let region = unsafe { domain.regattr(&attr, MrFlags::MR_DMABUF) };
         let handed = bench.record.handed();
         if disabled || policy == P2pPolicy::Disabled {
             let error = region.unwrap_err();
-            assert!(error.to_string().contains("allow direct access"), "{error}");
+            assert!(error.to_string().contains("to allow direct access"), "{error}");
             assert!(handed.is_empty(), "{handed:?}");
         } else {
             assert_eq!(region.unwrap().decision().unwrap().path, Path::DmaBuf);

@@ -1,5 +1,5 @@
-//! Ranges over several physical segments (HM-07): one dma-buf and one registration for all of them;
-//! one for each segment where the driver or the NIC refuses that; the decision says which, and why.
+//! Ranges of several physical segments (HM-07): one dma-buf and one registration for all of them,
+//! or one per segment if the driver or the NIC refuses that. The decision says which, and why.
 
 mod path_support;
 #[allow(dead_code, reason = "other tests use the rest of it")]
@@ -32,11 +32,11 @@ use path_support::{
     wire::{LOCAL, Wire},
 };
 
-/// Bytes of a segment.
+/// Length of a segment in bytes.
 const STEP: u64 = 4 * PAGE;
 const IMPORTS: Imports = Imports { pcie_mapping_first: false, peer_memory: false, ..ALL_IMPORTS };
 
-/// Memory whose driver calls every four pages a segment of their own.
+/// Memory with a physical segment for every four pages.
 struct Segmented {
     bench: Bench,
     vendor: Arc<dyn Iface>,
@@ -47,7 +47,7 @@ fn segmented(breaks: impl FnOnce(&mut Vendor)) -> Segmented {
     segmented_for(IMPORTS, breaks)
 }
 
-/// The same for NICs of which each asks for the PCIe mapping first.
+/// Like [`segmented`], for NICs that try the PCIe mapping first.
 fn segmented_pcie_first(breaks: impl FnOnce(&mut Vendor)) -> Segmented {
     segmented_for(Imports { pcie_mapping_first: true, ..IMPORTS }, breaks)
 }
@@ -96,7 +96,7 @@ impl Segmented {
         registered.map_err(Error::from).unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// Moves bytes both ways through the key, over every seam.
+    /// Moves bytes in both directions through the key, across every seam.
     fn moves(&self, region: &OwnedRegion<DeviceBuffer>) {
         let len = region.range().len() as usize;
         let bytes: Vec<u8> = (0..len).map(|at| (at * 31 + (at >> 8) * 7) as u8).collect();
@@ -106,7 +106,7 @@ impl Segmented {
         wire.push(&key, 0, &bytes).expect("write");
         let mut found = vec![0; len];
         region.read(0, &mut found).expect("the device's own copy");
-        assert!(found == bytes, "what the NIC wrote");
+        assert!(found == bytes, "the device has other bytes than the NIC wrote");
         let seam = STEP as usize - 5;
         assert!(wire.pull(&key, seam as u64, 10).expect("read") == bytes[seam..seam + 10]);
     }
@@ -124,7 +124,7 @@ fn calls(decision: &Decision) -> Vec<(&str, bool)> {
 
 /// HM-07
 #[test]
-fn a_range_over_several_segments_is_one_dma_buf_and_one_registration() {
+fn range_of_several_segments_is_one_registration() {
     let _alone = alone();
     let world = segmented(|_| {});
     close(world.register(4));
@@ -134,7 +134,11 @@ fn a_range_over_several_segments_is_one_dma_buf_and_one_registration() {
     let region = world.register(4);
     assert_eq!(dma_bufs(&world.bench.record.handed()), 1);
     assert_eq!(world.bench.calls(Call::ExportDmaBuf) - asked, 1);
-    assert_eq!(world.bench.device.stats().live_exports, 0, "the NIC needs no fd any longer");
+    assert_eq!(
+        world.bench.device.stats().live_exports,
+        0,
+        "the exports are released after the registration"
+    );
     let decision = Arc::clone(region.decision().expect("decided"));
     assert_eq!(decision.path, Path::DmaBuf);
     assert_eq!(
@@ -148,7 +152,7 @@ fn a_range_over_several_segments_is_one_dma_buf_and_one_registration() {
 
 /// HM-07
 #[test]
-fn a_range_that_the_driver_does_not_export_whole_is_a_dma_buf_for_each_segment() {
+fn segments_are_exported_if_the_driver_refuses_the_whole_range() {
     let _alone = alone();
     let world = segmented(|vendor| vendor.whole = not_alike);
     close(world.register(4));
@@ -170,7 +174,7 @@ fn a_range_that_the_driver_does_not_export_whole_is_a_dma_buf_for_each_segment()
 
 /// HM-07
 #[test]
-fn a_range_that_the_nic_does_not_register_whole_is_a_dma_buf_for_each_segment() {
+fn segments_are_registered_if_the_nic_refuses_the_whole_range() {
     let _alone = alone();
     let world = segmented(|_| {});
     close(world.register(4));
@@ -196,9 +200,9 @@ fn a_range_that_the_nic_does_not_register_whole_is_a_dma_buf_for_each_segment() 
 
 /// P2P-01
 ///
-/// How often does not matter: the next buffer has its one key.
+/// The NIC refuses the whole range of several buffers. The next buffer still gets a single key.
 #[test]
-fn a_whole_that_the_nic_refused_takes_one_registration_from_no_other() {
+fn refused_whole_range_does_not_affect_other_buffers() {
     let _alone = alone();
     let world = segmented(|_| {});
     for refused in [true, true, true, true, true, false, true, false] {
@@ -217,7 +221,7 @@ fn a_whole_that_the_nic_refused_takes_one_registration_from_no_other() {
 
 /// HM-07
 #[test]
-fn if_neither_works_both_are_in_the_error_and_nothing_is_left() {
+fn error_has_both_refusals_and_nothing_leaks() {
     let _alone = alone();
     for nic in [false, true] {
         let world = segmented(|vendor| {
@@ -253,7 +257,7 @@ fn if_neither_works_both_are_in_the_error_and_nothing_is_left() {
 
 /// HM-07
 #[test]
-fn a_request_that_no_way_fulfils_is_not_tried_for_each_segment() {
+fn invalid_request_is_not_retried_by_segment() {
     let _alone = alone();
     let world = segmented(|_| {});
     let memory = close(world.register(4));
@@ -266,7 +270,7 @@ fn a_request_that_no_way_fulfils_is_not_tried_for_each_segment() {
 
 /// P2P-03
 #[test]
-fn how_one_range_was_exported_is_not_said_of_another() {
+fn remembered_decision_has_no_layout_of_another_range() {
     let _alone = alone();
     let world = segmented(|vendor| vendor.whole = not_alike);
     close(world.register(4));
@@ -279,7 +283,7 @@ fn how_one_range_was_exported_is_not_said_of_another() {
     assert_eq!(decision.attempts.len(), 2, "{decision}");
     assert!(
         decision.attempts[0].call.contains(&several.range().to_string()),
-        "its own range: {decision}"
+        "the layout is that of this range: {decision}"
     );
     assert!(decision.attempts[1].call.ends_with("2 segments in 2 dma-bufs)"), "{decision}");
     close(single);
@@ -288,9 +292,9 @@ fn how_one_range_was_exported_is_not_said_of_another() {
 
 /// P2P-03
 ///
-/// Why the PCIe mapping is not taken is said of every registration that the remembered way serves.
+/// Every registration over the remembered path says why the PCIe mapping was not used.
 #[test]
-fn a_remembered_way_over_several_segments_says_why_the_first_mapping_was_not_taken() {
+fn remembered_path_keeps_the_refusal_of_the_first_mapping() {
     let _alone = alone();
     for whole in [None, Some(not_alike as Refuse)] {
         let world = segmented_pcie_first(|vendor| {
@@ -322,10 +326,10 @@ fn a_remembered_way_over_several_segments_says_why_the_first_mapping_was_not_tak
 
 /// P2P-03
 ///
-/// A refusal under the PCIe mapping may be of the mapping, of the whole, or of the memory: what
-/// else was refused tells.
+/// A refusal under the PCIe mapping may concern the mapping, the whole range or the memory. The
+/// other refusals tell which.
 #[test]
-fn the_pcie_mapping_is_blamed_only_where_the_segments_are_refused_and_the_default_is_not() {
+fn pcie_mapping_is_the_cause_only_if_the_default_works() {
     type Breaks = fn(&mut Vendor);
     const MAPPING: &str = "no-pcie-mapping";
     const WHOLE: &str = "segments-not-in-one";
@@ -373,9 +377,9 @@ fn the_pcie_mapping_is_blamed_only_where_the_segments_are_refused_and_the_defaul
 
 /// P2P-03
 ///
-/// The default mapping is remembered, so that it is the one that is refused first.
+/// The default mapping is remembered, so it is tried and refused first.
 #[test]
-fn the_pcie_mapping_is_not_blamed_after_the_default_was_refused() {
+fn pcie_mapping_is_not_the_cause_after_the_default_failed() {
     static NONE_ANY_LONGER: AtomicBool = AtomicBool::new(false);
     let _alone = alone();
     let world = segmented_pcie_first(|vendor| {
@@ -396,7 +400,7 @@ fn the_pcie_mapping_is_not_blamed_after_the_default_was_refused() {
 
 /// P2P-03
 #[test]
-fn an_explanation_says_how_the_segments_were_exported() {
+fn explanation_has_the_layout_of_segments() {
     let _alone = alone();
     for (whole, spread) in
         [(None, "2 segments in 1 dma-buf"), (Some(not_alike as Refuse), "2 segments in 2")]
@@ -414,7 +418,7 @@ fn an_explanation_says_how_the_segments_were_exported() {
 
 /// VRB-08
 #[test]
-fn a_nic_that_refuses_the_whole_range_takes_it_from_nobody_else() {
+fn refused_whole_range_is_still_used_by_other_nics() {
     let _alone = alone();
     let world = segmented(|_| {});
     let domains =
@@ -424,10 +428,10 @@ fn a_nic_that_refuses_the_whole_range_takes_it_from_nobody_else() {
     let memory = on(world.buffer(4)).close().map_err(Error::from).expect("close");
     let before = world.bench.residue();
     let asked = world.bench.calls(Call::ExportDmaBuf);
-    // The second NIC's attempt at the whole.
+    // The second NIC refuses the whole range.
     world.bench.faults.fail(NicCall::Register, 2, Errno(22));
     let shared = on(memory);
-    assert_eq!(world.bench.calls(Call::ExportDmaBuf) - asked, 1 + 4, "nothing is exported twice");
+    assert_eq!(world.bench.calls(Call::ExportDmaBuf) - asked, 1 + 4, "each part is exported once");
     let last = |at: usize| {
         let decision = Arc::clone(shared.regions()[at].decision().expect("decided"));
         decision.attempts.last().expect("an attempt").call.clone()
@@ -442,7 +446,7 @@ fn a_nic_that_refuses_the_whole_range_takes_it_from_nobody_else() {
 
 /// VRB-08
 #[test]
-fn a_whole_range_export_that_is_refused_is_asked_for_once_for_all_nics() {
+fn refused_whole_range_export_is_tried_once_for_all_nics() {
     let _alone = alone();
     let world = segmented(|vendor| vendor.whole = not_alike);
     let domains =
@@ -471,10 +475,10 @@ fn a_whole_range_export_that_is_refused_is_asked_for_once_for_all_nics() {
 
 /// HM-07
 ///
-/// The driver is not asked for a whole whose parts the iface says cannot be exported: the first of
-/// those is named.
+/// The driver is not called for a range with parts that the iface marks as not exportable. The
+/// error names the first of them.
 #[test]
-fn a_segment_that_cannot_be_exported_keeps_the_range_from_being_asked_for_whole() {
+fn range_with_an_unexportable_segment_is_not_exported_whole() {
     let _alone = alone();
     let bench =
         Bench::new(Simulated::builder().dma_buf(DmaBufKind::MemFd).segment_len(STEP), IMPORTS);
@@ -490,9 +494,9 @@ fn a_segment_that_cannot_be_exported_keeps_the_range_from_being_asked_for_whole(
 
 /// HM-07
 ///
-/// One dma-buf is one key with verbs, too.
+/// One dma-buf is also one key with verbs.
 #[test]
-fn a_range_over_several_segments_has_one_verbs_key() {
+fn range_of_several_segments_has_one_verbs_key() {
     use hmem_core::{DomainAttr, MrMode};
     use hmem_provider_verbs::Verbs;
 

@@ -1,4 +1,4 @@
-//! Topology: recorded machines, their distances as published, and what a recording holds.
+//! Topology of recorded machines: published distances, and the contents of a recording.
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod topology_machines;
@@ -28,7 +28,7 @@ fn nic(topology: &Topology, name: &str) -> BusId {
     topology.rdma_named(name).and_then(|nic| nic.bus_id).unwrap_or_else(|| panic!("no {name}"))
 }
 
-/// The distances from each GPU, in the order of their addresses, to the NICs of these names.
+/// Returns the distances from each GPU, ordered by address, to the NICs of these names.
 fn matrix(topology: &Topology, nics: impl Fn(usize) -> String, count: usize) -> Vec<String> {
     let row = |gpu: BusId| {
         let to = |column| topology.path(gpu, nic(topology, &nics(column))).unwrap().distance.name();
@@ -81,7 +81,7 @@ fn an_hgx_h100_has_its_published_distances() {
     ];
     let hgx = open("hgx-h100");
     assert_eq!(matrix(&hgx, |column| format!("mlx5_{column}"), 9), published);
-    // The NIC that is far from all: its NUMA node is not known, and the path says that it is a
+    // The NIC that is far from all GPUs: its NUMA node is not known, and the path says that it is a
     // guess.
     let gpu = hgx.accelerators().next().unwrap().bus_id;
     assert!(hgx.path(gpu, nic(&hgx, "mlx5_0")).unwrap().numa_unknown);
@@ -90,7 +90,7 @@ fn an_hgx_h100_has_its_published_distances() {
 
 /// P2P-05
 ///
-/// lattice/quda#669 publishes the whole matrix, GPUs among one another included.
+/// lattice/quda#669 publishes the whole matrix, distances between GPUs included.
 #[test]
 fn a_two_socket_server_has_its_published_distances() {
     let published = [
@@ -118,7 +118,7 @@ fn a_two_socket_server_has_its_published_distances() {
 ///
 /// NVIDIA/nccl-tests#29 publishes rows 0 to 6.
 #[test]
-fn a_server_with_nics_behind_a_switch_has_its_published_distances() {
+fn server_with_nics_behind_a_switch_has_published_distances() {
     let server = open("switch-acs");
     let published = [
         "NODE NODE",
@@ -142,7 +142,7 @@ fn a_server_with_nics_behind_a_switch_has_its_published_distances() {
 /// Devices without any structure between them are as far apart as the host bridge
 /// (NVIDIA/nccl#1674).
 #[test]
-fn a_flat_virtual_machine_is_one_host_bridge() {
+fn flat_virtual_machine_is_one_host_bridge() {
     let vm = open("cloud-vm");
     assert_eq!(matrix(&vm, |_| "mlx5_0".into(), 1), ["PHB"; 8]);
     assert_eq!(vm.iommu(), IommuMode::Off);
@@ -152,7 +152,7 @@ fn a_flat_virtual_machine_is_one_host_bridge() {
 
 /// P2P-05
 ///
-/// Nothing to be near to is no error.
+/// A machine without NICs is not an error.
 #[test]
 fn a_laptop_has_gpus_and_no_nic() {
     let laptop = open("laptop");
@@ -163,8 +163,7 @@ fn a_laptop_has_gpus_and_no_nic() {
     let path = laptop.path(gpus[0], gpus[1]).unwrap();
     assert_eq!(path.distance, Distance::Phb);
     assert_eq!(path.redirection, Redirection::None, "it goes to the root complex anyway");
-    // A process without privilege sees 64 bytes of configuration space, and so knows nothing of
-    // ACS.
+    // An unprivileged process reads 64 bytes of configuration space, without ACS.
     assert_eq!(laptop.unreadable_ports().count(), 3);
     assert_eq!(laptop.device(id("0000:00:01.0")).unwrap().port, Port::RootPort);
     assert!(laptop.device(gpus[1]).unwrap().link.unwrap().is_degraded());
@@ -202,8 +201,7 @@ fn the_nearest_nic_and_the_nearest_devices_are_found() {
 
 /// P2P-05
 ///
-/// The driver's ordinals depend on the environment; addresses, however they are written, do
-/// not.
+/// The driver's ordinals depend on the environment. Addresses do not, in any spelling.
 #[test]
 fn renumbered_devices_have_the_same_nearest_nic() {
     let dgx = open("dgx-a100");
@@ -227,7 +225,7 @@ fn ports_that_redirect_are_named() {
     let path = server.path(gpus[0], gpus[1]).unwrap();
     assert_eq!(path.distance, Distance::Pix);
     assert_eq!(path.redirection, Redirection::By(vec![id("0000:05:08.0"), id("0000:05:10.0")]));
-    // Seen without privilege, the same ports tell nothing, and that is said.
+    // Without privilege the ACS of these ports is unknown, and the path says so.
     let machine = make("two-socket-acs");
     for port in ["05:08.0", "05:10.0"] {
         let config = machine.path().join(format!("sys/bus/pci/devices/0000:{port}/config"));
@@ -245,7 +243,7 @@ fn ports_that_redirect_are_named() {
         control.names().collect::<Vec<_>>(),
         ["SrcValid", "ReqRedir", "CmpltRedir", "UpstreamFwd"]
     );
-    // What goes up to the root complex anyway is not redirected.
+    // Traffic that passes the root complex anyway is not redirected.
     let path = server.path(id("0000:86:00.0"), nic(&server, "mlx5_0")).unwrap();
     assert_eq!((path.distance, path.redirection), (Distance::Phb, Redirection::None));
     assert_eq!(server.iommu(), IommuMode::Translating);
@@ -264,9 +262,9 @@ fn ports_that_redirect_are_named() {
 
 /// DIAG-03
 ///
-/// The facts that causes are told apart by know what ACS does between the two.
+/// The facts for causes include the ACS redirection between the two functions.
 #[test]
-fn the_facts_of_a_refusal_know_about_acs() {
+fn facts_of_a_refusal_include_acs() {
     let nic =
         |id: &str| Nic { provider: "verbs".into(), name: "x".into(), pci_bus_id: Some(id.into()) };
     let machine = make("switch-acs");
@@ -294,9 +292,9 @@ fn the_facts_of_a_refusal_know_about_acs() {
 
 /// P2P-05, DIAG-03
 ///
-/// BARs, links, modules and kernel options, as far as a cause can lie in them.
+/// Causes depend on BARs, links, modules and kernel options.
 #[test]
-fn facts_that_a_cause_can_lie_in_are_read() {
+fn facts_that_causes_depend_on_are_read() {
     let dgx = open("dgx-a100");
     let gpu = dgx.device(id("0000:07:00.0")).unwrap();
     assert_eq!(gpu.largest_bar(), 64 << 30);
@@ -322,9 +320,9 @@ fn facts_that_a_cause_can_lie_in_are_read() {
     );
 }
 
-/// The recordings are what the descriptions make. `HMEM_BLESS=1` makes them anew.
+/// Compares the recordings with their descriptions. `HMEM_BLESS=1` writes the recordings.
 #[test]
-fn the_recordings_are_made_of_their_descriptions() {
+fn recordings_match_their_descriptions() {
     for name in MACHINES {
         let machine = make(name);
         let topology =
@@ -352,12 +350,12 @@ fn holds(haystack: &[u8], needle: &[u8]) -> bool {
 
 /// P2P-05
 ///
-/// A recording can be shown to anybody.
+/// A recording is safe to publish.
 #[test]
 fn a_recording_holds_no_serial_number_address_or_host_name() {
     for name in MACHINES {
         let machine = make(name);
-        // A kernel and an RDMA device that somebody named after the machine.
+        // A kernel and an RDMA device with the host name in their names.
         if name == "dgx-a100" {
             machine.write("proc/sys/kernel/osrelease", "6.9.0-GPU-NODE-17-rc1\n");
             let folder = "sys/devices/virtual/infiniband/gpu-node-17_rxe";
@@ -388,9 +386,9 @@ fn a_recording_holds_no_serial_number_address_or_host_name() {
 
 /// P2P-05
 ///
-/// A recording says what the machine said, packed or not, recorded once or twice.
+/// A recording equals the machine, packed or not, recorded once or twice.
 #[test]
-fn a_recording_reads_as_the_machine_does() {
+fn recording_equals_the_machine() {
     for name in MACHINES {
         let machine = make(name);
         fs::remove_file(machine.path().join("proc/sys/kernel/hostname")).unwrap();
@@ -405,9 +403,9 @@ fn a_recording_reads_as_the_machine_does() {
 
 /// P2P-05
 ///
-/// This machine, whatever it is.
+/// Any machine that runs the test.
 #[test]
-fn this_machine_reads_and_its_recording_says_the_same() {
+fn recording_equals_the_running_machine() {
     let here = Topology::read().unwrap();
     let folder = Folder::new();
     let archive = folder.path().join("here.tar.gz");
@@ -427,9 +425,9 @@ fn refused(folder: &Folder) -> (ErrorKind, String) {
 
 /// REL-03
 ///
-/// Each wrong file is named.
+/// The error names each malformed file.
 #[test]
-fn a_wrong_file_is_named_with_what_to_do() {
+fn malformed_file_is_named_with_a_remedy() {
     let gpu = "sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0";
     let cases = [
         (format!("{gpu}/class"), "GPU"),
@@ -466,10 +464,9 @@ fn a_wrong_file_is_named_with_what_to_do() {
 
 /// REL-03
 ///
-/// Entries that vanish while the tree is read, links that lead elsewhere, and entries that
-/// are no files.
+/// Entries that vanish during the read, links outside the tree, and entries that are not files.
 #[test]
-fn files_that_vanish_and_links_that_lead_elsewhere_are_named() {
+fn vanished_files_and_foreign_links_are_named() {
     let vanished = |path: &str| {
         let machine = make("laptop");
         let path = machine.path().join(path);
@@ -504,7 +501,10 @@ fn files_that_vanish_and_links_that_lead_elsewhere_are_named() {
     assert!(refused(&machine).1.contains(class));
     fs::remove_file(machine.path().join(class)).unwrap();
     rustix::fs::mkfifoat(rustix::fs::CWD, machine.path().join(class), 0o600.into()).unwrap();
-    assert!(refused(&machine).1.contains("not an ordinary file"), "a pipe holds nobody up");
+    assert!(
+        refused(&machine).1.contains("not an ordinary file"),
+        "a pipe does not block the reader"
+    );
 
     let empty = Folder::new();
     assert!(refused(&empty).1.contains("sys folder"));
@@ -515,9 +515,9 @@ fn files_that_vanish_and_links_that_lead_elsewhere_are_named() {
 
 /// REL-03
 ///
-/// A description of a machine, and one of the repository's recordings, cut off anywhere.
+/// A recording is cut off at any byte.
 #[test]
-fn a_recording_that_is_cut_off_is_refused() {
+fn truncated_recording_is_refused() {
     let whole = fs::read(recording("laptop")).unwrap();
     let folder = Folder::new();
     for len in (0..whole.len()).step_by(97) {

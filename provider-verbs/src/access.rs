@@ -1,30 +1,32 @@
-//! Rights in libfabric's words and in verbs' words, and the flags that only verbs has.
+//! Translation of rights between libfabric and verbs, and the flags that only verbs has.
 
 use hmem_core::{Access, Errno, Error, ErrorKind, Result};
 
 use super::sys::AccessFlags;
 
 bitflags::bitflags! {
-    /// Registration flags that fi_mr(3) does not have, with verbs' values.
+    /// Registration flags of verbs without a counterpart in fi_mr(3). The values are those of
+    /// verbs.
     ///
-    /// A flag reaches the driver if the device has it. Otherwise it is Unsupported, and the error
-    /// names the device.
+    /// A flag is passed to the driver if the device supports it. Otherwise the registration fails
+    /// with Unsupported, and the error names the device.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct VerbsOptions: u32 {
-        /// Memory windows may be bound to the region. Gives peers nothing by itself.
+        /// Memory windows may be bound to the region. The flag alone grants peers nothing.
         const MW_BIND = AccessFlags::MW_BIND.bits();
-        /// Addresses start at 0, on both sides. One page-aligned range, in one registration.
+        /// Addresses start at 0 for local and remote requests. Needs one page-aligned range in one
+        /// registration.
         const ZERO_BASED = AccessFlags::ZERO_BASED.bits();
-        /// Pages are brought in when the NIC reaches for them, and are not pinned.
+        /// Pages are not pinned. The NIC faults them in on access.
         const ON_DEMAND = AccessFlags::ON_DEMAND.bits();
-        /// The memory lies in huge pages, which the provider checks. For devices that page on
-        /// demand; a driver may ignore the flag unless ON_DEMAND is given too.
+        /// The memory lies in huge pages; the provider checks this. For devices with on-demand
+        /// paging. A driver may ignore the flag without ON_DEMAND.
         const HUGETLB = AccessFlags::HUGETLB.bits();
-        /// PCIe writes may pass each other. A driver may drop it silently.
+        /// PCIe writes may be reordered. A driver may ignore the flag silently.
         ///
-        /// Domains of core ask for it by themselves, and leave it out for
+        /// Domains of core set it by default. They clear it for
         /// [`WriteOrdering::Strict`](hmem_core::WriteOrdering::Strict), which also overrides the
-        /// builder's options. Here it is for [`VerbsDomain::register_with`] and
+        /// builder's options. The flag is listed here for [`VerbsDomain::register_with`] and
         /// [`VerbsDomain::reg_mr`](super::VerbsDomain::reg_mr), which add nothing.
         ///
         /// [`VerbsDomain::register_with`]: super::VerbsDomain::register_with
@@ -32,17 +34,17 @@ bitflags::bitflags! {
     }
 }
 
-/// The knowledge about an option that a registration asked for.
+/// Confirmation of an option that a registration requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Grant {
-    /// The driver took it: it refuses what it does not have.
+    /// The driver accepted the option. It refuses options that it lacks.
     Granted,
-    /// The driver was asked, and may have dropped it without a word (VRB-02).
+    /// The driver got the option and may have ignored it silently (VRB-02).
     RequestedNotConfirmable,
 }
 
 impl VerbsOptions {
-    /// Returns what is known about each of these options after a registration with them succeeded.
+    /// Returns the confirmation of each of these options after a successful registration with them.
     pub fn grants(self) -> impl Iterator<Item = (Self, Grant)> {
         self.iter().map(move |option| {
             let grant = match option {
@@ -59,21 +61,23 @@ impl VerbsOptions {
     }
 }
 
-/// The properties of a device on which the translation of rights depends.
+/// Properties of a device that the translation of rights depends on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceRights {
-    /// It has atomics.
+    /// Set if the device has atomics.
     pub atomics: bool,
-    /// It speaks iWARP, where the sink of an RMA read must be remotely writable.
+    /// Set for iWARP devices. On iWARP the target buffer of an RMA read must be remotely writable.
     pub iwarp: bool,
 }
 
-/// Returns rights in verbs' words: exactly as wide as asked, but for the LOCAL_WRITE that verbs
-/// demands under remote rights to change memory (`ibv_reg_mr(3)`), and iWARP's rule for RMA reads.
+/// Translates rights to verbs. The result is exactly as wide as `access`, with two exceptions:
 ///
-/// REMOTE_WRITE grants RMA writes, and atomics where the device has them. REMOTE_RMA_WRITE and
-/// REMOTE_ATOMIC grant one of the two; a registration that names REMOTE_ATOMIC on a device without
-/// atomics is refused with Unsupported.
+/// - Verbs needs LOCAL_WRITE with remote rights to change memory (`ibv_reg_mr(3)`).
+/// - iWARP needs REMOTE_WRITE for RMA reads.
+///
+/// REMOTE_WRITE grants RMA writes, and atomics if the device has them. REMOTE_RMA_WRITE and
+/// REMOTE_ATOMIC each grant one of the two. On a device without atomics a registration with
+/// REMOTE_ATOMIC fails with Unsupported.
 ///
 /// ```
 /// use hmem_core::Access;
@@ -128,7 +132,7 @@ pub(super) fn added(access: Access, device: DeviceRights) -> AccessFlags {
     access_flags(access, device).intersection(limits).difference(asked)
 }
 
-/// Returns rights in libfabric's words, for regions registered in verbs' words.
+/// Translates verbs rights to libfabric's, for regions registered with verbs flags.
 pub(super) fn access_of(flags: AccessFlags) -> Access {
     let mut access = Access::WRITE | Access::SEND;
     if flags.contains(AccessFlags::LOCAL_WRITE) {
@@ -148,7 +152,7 @@ pub(super) fn access_of(flags: AccessFlags) -> Access {
     access
 }
 
-/// Refuses flags that every driver refuses with EINVAL (VRB-01), before the driver is called.
+/// Refuses flags that every driver would refuse with EINVAL (VRB-01).
 ///
 /// # Errors
 /// BadAccess for REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE, and for bits that verbs does
@@ -161,11 +165,11 @@ pub fn check_flags(flags: AccessFlags) -> Result<()> {
             .remedy(why))
     };
     if !flags.difference(AccessFlags::all()).is_empty() {
-        return refuse("these bits are not access flags of ibv_reg_mr(3)");
+        return refuse("use access flags of ibv_reg_mr(3) only: other bits are set");
     }
     let changes = flags.intersects(AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_ATOMIC);
     if changes && !flags.contains(AccessFlags::LOCAL_WRITE) {
-        return refuse("REMOTE_WRITE and REMOTE_ATOMIC need LOCAL_WRITE (ibv_reg_mr(3))");
+        return refuse("add LOCAL_WRITE: REMOTE_WRITE and REMOTE_ATOMIC need it (ibv_reg_mr(3))");
     }
     Ok(())
 }
@@ -186,7 +190,7 @@ mod tests {
 
     /// VRB-03
     #[test]
-    fn rights_that_were_added_are_told_apart_from_those_asked_for() {
+    fn added_rights_are_distinguished_from_requested_rights() {
         let (plain, iwarp) = (DeviceRights::default(), DeviceRights { atomics: true, iwarp: true });
         for (access, device, expected) in [
             (Access::REMOTE_WRITE, plain, AccessFlags::LOCAL_WRITE),
@@ -204,7 +208,7 @@ mod tests {
 
     /// VRB-03
     #[test]
-    fn rights_in_verbs_words_keep_writes_and_atomics_apart() {
+    fn verbs_rights_keep_writes_and_atomics_separate() {
         let device = DeviceRights { atomics: true, iwarp: false };
         let local = AccessFlags::LOCAL_WRITE;
         for remote in [

@@ -15,10 +15,10 @@ use super::{
     sys::WrOpcode,
 };
 
-/// Bytes of an element.
+/// Length of an element in bytes.
 pub(super) const ELEMENT: u64 = 8;
 
-/// The operation of an atomic in verbs' words, with its operands.
+/// The verbs opcode of an atomic operation, with its operands.
 pub(super) struct AtomicOperands {
     pub(super) opcode: WrOpcode,
     operands: Vec<u64>,
@@ -44,7 +44,7 @@ impl AtomicOperands {
             return Err(domain
                 .refuse_post(
                     ErrorKind::InvalidArgument,
-                    "atomics take whole, aligned 64-bit elements",
+                    "use whole, aligned 64-bit elements for atomics",
                 )
                 .context("address", remote.address)
                 .context("length", remote.len));
@@ -57,7 +57,7 @@ impl AtomicOperands {
             (AtomicOp::Cswap, None) => {
                 return Err(domain.refuse_post(
                     ErrorKind::InvalidArgument,
-                    "a comparing atomic takes a compare operand",
+                    "pass a compare operand for a comparing atomic",
                 ));
             }
             _ => Vec::new(),
@@ -87,16 +87,16 @@ fn opcode(nic: &Nic, op: AtomicOp, datatype: AtomicType) -> Result<WrOpcode> {
             .remedy(why))
     };
     if datatype.size() != ELEMENT {
-        return refuse("verbs has atomics on 64-bit elements only");
+        return refuse("use 64-bit elements: verbs has no other atomics");
     }
     match op {
         AtomicOp::Sum => Ok(WrOpcode::IBV_WR_ATOMIC_FETCH_AND_ADD),
         AtomicOp::Cswap => Ok(WrOpcode::IBV_WR_ATOMIC_CMP_AND_SWP),
-        _ => refuse("verbs has fetch-and-add (Sum) and compare-and-swap (Cswap) only"),
+        _ => refuse("use fetch-and-add (Sum) or compare-and-swap (Cswap): verbs has no others"),
     }
 }
 
-/// Reads operands with the CPU: verbs takes them by value.
+/// Reads operands with the CPU, as verbs work requests contain their values.
 fn read_elements(
     domain: &DomainState,
     held: &Held<'_>,
@@ -106,7 +106,7 @@ fn read_elements(
     let total: u64 = local.iter().map(|segment| segment.len).sum();
     if total != len {
         return Err(domain
-            .refuse_post(ErrorKind::InvalidArgument, "operands are as many as target elements")
+            .refuse_post(ErrorKind::InvalidArgument, "pass as many operands as target elements")
             .context("operands", total)
             .context("target", len));
     }
@@ -118,7 +118,7 @@ fn read_elements(
         if cpu == CpuAccess::None {
             return Err(domain.refuse_post(
                 ErrorKind::Unsupported,
-                "verbs takes operands by value: keep them in host memory",
+                "keep operands in host memory: verbs work requests contain their values",
             ));
         }
         read_guarded(address, segment.len, &mut bytes)?;
@@ -127,7 +127,7 @@ fn read_elements(
     Ok(elements.iter().map(|element| u64::from_ne_bytes(*element)).collect())
 }
 
-/// Copies host bytes through the kernel, so that pages that are gone are an error and not a fault.
+/// Copies host bytes through the kernel, so that an unmapped page is an error instead of a fault.
 fn read_guarded(address: Address, len: u64, into: &mut Vec<u8>) -> Result<()> {
     let len = len as usize;
     into.reserve(len);
@@ -137,8 +137,8 @@ fn read_guarded(address: Address, len: u64, into: &mut Vec<u8>) -> Result<()> {
         iov_base: ptr::with_exposed_provenance_mut(address.0 as usize),
         iov_len: len,
     };
-    // SAFETY: the call writes `len` bytes of spare capacity at most; the other side is checked by
-    // the kernel.
+    // SAFETY: the call writes at most `len` bytes of the vector's spare capacity. The kernel checks
+    // the source.
     let copied = unsafe { libc::process_vm_readv(libc::getpid(), &local, 1, &remote, 1, 0) };
     match usize::try_from(copied) {
         Ok(copied) if copied == len => {

@@ -14,7 +14,7 @@ use super::{
     sys::{AtomicPart, RdmaPart, SendFlags, SendWr, Sge, WrOpcode, WrPart},
 };
 
-/// An operation of RMA: its opcode, the right that it takes on the local side, and the kind of its
+/// Kind of an RMA operation: its opcode, the local right that it needs, and the kind of its
 /// completion.
 #[derive(Clone, Copy)]
 pub(super) struct Rma {
@@ -28,7 +28,7 @@ pub(super) const WRITE: Rma =
 pub(super) const READ: Rma =
     Rma { opcode: WrOpcode::IBV_WR_RDMA_READ, right: Access::READ, kind: CompletionKind::Read };
 
-/// Lets a write or message carry immediate data.
+/// Adds immediate data to a write or message.
 pub(super) fn carry(request: &mut SendWr, data: u32) {
     request.opcode = if request.opcode == WrOpcode::IBV_WR_RDMA_WRITE {
         WrOpcode::IBV_WR_RDMA_WRITE_WITH_IMM
@@ -38,12 +38,11 @@ pub(super) fn carry(request: &mut SendWr, data: u32) {
     request.invalidate_rkey = data.to_be();
 }
 
-/// Builds the one work request of a common transfer: one run of bytes on each side, under one key
-/// each. Nothing is cut and no list is kept. The request names `segment`, which holds the local
-/// run.
+/// Builds the single work request of a common transfer: one run of bytes and one key on each side.
+/// The request points to `segment`, which holds the local run.
 ///
-/// Returns the transfer's length. Returns `None` for any other transfer, and for a wrong one, which
-/// [`Chain::rma`] refuses.
+/// Returns the transfer's length, or `None` for any other transfer. Invalid transfers give `None`
+/// too, and [`Chain::rma`] then refuses them.
 #[inline]
 pub(super) fn single(
     held: &Held<'_>,
@@ -74,8 +73,8 @@ pub(super) fn single(
     Some(local.len)
 }
 
-/// The work requests of one post, or the segments of a receive. The lists are kept from post to
-/// post, so that posting allocates nothing.
+/// Work requests of one post, or the segments of a receive. The vectors are reused, so that posting
+/// does not allocate.
 #[derive(Default)]
 pub(super) struct Chain {
     spans: Vec<Span>,
@@ -113,8 +112,8 @@ impl Chain {
         Ok((owned, bytes))
     }
 
-    /// Translates a peer's range. Bytes that lie in no piece of its key go to the NIC with the last
-    /// key all the same: it is the target that enforces.
+    /// Translates a peer's range. Bytes outside the pieces of its key are posted with the last key:
+    /// the target enforces bounds.
     fn remote(&mut self, domain: &DomainState, segment: &RemoteSegment<'_>) -> Result<()> {
         if segment.key.is_mapped() {
             let pieces = domain.mapped_key(segment.key)?;
@@ -143,7 +142,7 @@ impl Chain {
         }
         if far != bytes {
             return Err(domain
-                .refuse_post(ErrorKind::InvalidArgument, "both lists hold the same number of bytes")
+                .refuse_post(ErrorKind::InvalidArgument, "pass as many remote bytes as local bytes")
                 .context("local", bytes)
                 .context("remote", far));
         }
@@ -157,7 +156,7 @@ impl Chain {
             let mut wr = SendWr::new(rma.opcode, 0);
             wr.wr = WrPart { rdma: RdmaPart { remote_addr: planned.address, rkey: planned.rkey } };
             wr.num_sge = planned.count as i32;
-            // Segments do not move any more: the list is complete.
+            // The list is complete, so its segments do not move any more.
             wr.sg_list = segments[planned.first..].as_mut_ptr();
             if inline && bytes > 0 {
                 wr.send_flags |= SendFlags::INLINE.bits();
@@ -165,7 +164,7 @@ impl Chain {
             requests.push(wr);
         }
         if requests.is_empty() {
-            return Err(domain.refuse_post(ErrorKind::InvalidArgument, "name a remote range"));
+            return Err(domain.refuse_post(ErrorKind::InvalidArgument, "pass a remote range"));
         }
         Ok(bytes)
     }
@@ -213,7 +212,7 @@ impl Chain {
         self.message(domain, pair.cap.max_recv_sge, u64::MAX, bytes)
     }
 
-    /// Fills the segments of a message, which cannot be cut.
+    /// Fills the segments of a message, which cannot be split over requests.
     fn message(
         &mut self,
         domain: &DomainState,
@@ -234,7 +233,7 @@ impl Chain {
             return Err(domain
                 .refuse_post(
                     ErrorKind::TooManyRanges,
-                    "give fewer local segments: a message cannot be cut",
+                    "pass fewer local segments: a message cannot be split",
                 )
                 .context("segments", self.segments.len())
                 .context("max_sge", max_sge));
@@ -260,10 +259,10 @@ impl Chain {
             Some(_) => {
                 return Err(domain.refuse_post(
                     ErrorKind::InvalidArgument,
-                    "the result is as long as the target",
+                    "pass a result buffer as long as the target",
                 ));
             }
-            // Verbs always returns the old value: to a place that no code reads.
+            // Verbs always returns the old value. It goes to memory that no code reads.
             None => self.spans.extend(std::iter::repeat_n(domain.nowhere()?, operands.len())),
         }
         self.remote(domain, remote)?;
@@ -273,7 +272,7 @@ impl Chain {
             if planned.len != ELEMENT || planned.count != 1 {
                 return Err(domain.refuse_post(
                     ErrorKind::Unsupported,
-                    "an element lies across a seam of its region",
+                    "use elements that do not cross a boundary of two registrations",
                 ));
             }
             let mut wr = SendWr::new(operands.opcode, 0);
@@ -288,7 +287,7 @@ impl Chain {
     }
 }
 
-/// Cuts a remote segment where its key changes.
+/// Splits a remote segment where its key changes.
 fn cut<'a>(
     targets: &mut Vec<Target>,
     pieces: impl Iterator<Item = &'a RemotePiece> + Clone,
@@ -311,7 +310,7 @@ fn cut<'a>(
                 left
             }
         };
-        // A single key is taken to the end: the target's bounds are its own to enforce.
+        // A single key covers the whole segment: the target enforces its bounds.
         let len = if pieces.clone().nth(1).is_none() { left } else { len };
         targets.push(Target { address, len, rkey });
         address = address.wrapping_add(len);
@@ -327,7 +326,7 @@ fn number(key: &RemoteKey) -> Result<u32> {
     u32::try_from(key.as_u64()?).map_err(|_| {
         Error::new(ErrorKind::InvalidKey, "post")
             .provider("verbs")
-            .remedy("verbs keys have 32 bits")
+            .remedy("pass a key of a verbs region: verbs keys have 32 bits")
     })
 }
 
@@ -337,7 +336,7 @@ mod tests {
 
     /// KEY-06
     #[test]
-    fn pieces_that_wrap_around_are_cut_without_a_panic() {
+    fn pieces_that_wrap_around_do_not_panic() {
         let piece = |base, len, key| RemotePiece { base: Iova(base), len, key };
         let pieces = [piece(u64::MAX, 3, 1), piece(0x1000, 0x10, 2)];
         let key = RemoteKey::new(hmem_core::Addressing::Virtual, Iova(0), 8, 0);

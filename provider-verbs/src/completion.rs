@@ -1,14 +1,14 @@
-//! The errors that the statuses of failed work completions mean.
+//! Errors for the statuses of failed work completions.
 
 use hmem_core::{Error, ErrorKind, transfer::CompletionKind};
 
 use super::sys::WcStatus;
 
-/// The remedy after a bind that the NIC refused.
-pub(super) const BIND_REFUSED: &str =
-    "the NIC refused the bind: range, rights, MW_BIND of the region, or a key that is still valid";
+/// Remedy for a bind that the NIC refused.
+pub(super) const BIND_REFUSED: &str = "check the bind's range and rights, that the region has \
+                                       MW_BIND, and that the window is not bound";
 
-/// Returns the error that a failed work completion's status means for a request of `kind`.
+/// Returns the error of a failed request of `kind` with this status and vendor code.
 ///
 /// ```
 /// use hmem_core::{ErrorKind, transfer::CompletionKind};
@@ -34,7 +34,7 @@ pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Erro
         (WcStatus::IBV_WC_LOC_QP_OP_ERR, Receive) => (
             ErrorKind::Truncated,
             "local queue pair operation error",
-            "the message did not fit: post receives as long as the longest message",
+            "post receives as long as the longest message: this message did not fit",
         ),
         (WcStatus::IBV_WC_LOC_QP_OP_ERR, BindWindow) => {
             (ErrorKind::AccessDenied, "local queue pair operation error", BIND_REFUSED)
@@ -42,22 +42,23 @@ pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Erro
         (WcStatus::IBV_WC_LOC_QP_OP_ERR, _) => (
             ErrorKind::BadState,
             "local queue pair operation error",
-            "the request does not fit the endpoint",
+            "check the request against the endpoint's limits",
         ),
         (WcStatus::IBV_WC_LOC_PROT_ERR, _) => (
             ErrorKind::AccessDenied,
             "local protection error",
-            "a local segment lies outside its region, in a closed one, or in one without the right",
+            "use local segments inside open regions that have the right",
         ),
         (WcStatus::IBV_WC_WR_FLUSH_ERR, BindWindow) => (
             ErrorKind::Canceled,
             "flushed",
-            "the connection went down before or over the bind; rxe says so for every bind that it refuses",
+            "resolve the peer again if the connection went down; if not, check the bind: rxe \
+             reports every refused bind so",
         ),
         (WcStatus::IBV_WC_WR_FLUSH_ERR, _) => (
             ErrorKind::Canceled,
             "flushed",
-            "the connection ended over an earlier error: resolve the peer again on both sides",
+            "resolve the peer again on both sides: an earlier error ended the connection",
         ),
         (WcStatus::IBV_WC_MW_BIND_ERR, _) => {
             (ErrorKind::AccessDenied, "memory window bind error", BIND_REFUSED)
@@ -65,42 +66,43 @@ pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Erro
         (WcStatus::IBV_WC_LOC_ACCESS_ERR, _) => (
             ErrorKind::AccessDenied,
             "local access error",
-            "a protection error while receiving a remote write",
+            "check the rights of the region that a remote write targets",
         ),
         (WcStatus::IBV_WC_REM_INV_REQ_ERR, Send) => (
             ErrorKind::Truncated,
             "remote invalid request error",
-            "the peer's receive is shorter than the message",
+            "post a longer receive on the peer: the message did not fit",
         ),
         (WcStatus::IBV_WC_REM_INV_REQ_ERR, _) => (
             ErrorKind::InvalidArgument,
             "remote invalid request error",
-            "the peer's NIC cannot do the operation",
+            "use an operation that the peer's NIC supports",
         ),
         (WcStatus::IBV_WC_REM_ACCESS_ERR, _) => (
             ErrorKind::AccessDenied,
             "remote access error",
-            "the key is stale or foreign, the range reaches outside, or the right was not granted: the NIC does not \
-             say which",
+            "the key is stale or foreign, the range reaches outside, or the right was not granted: \
+             the NIC does not say which",
         ),
         (WcStatus::IBV_WC_RETRY_EXC_ERR, _) => (
             ErrorKind::Unreachable,
             "transport retries exceeded",
-            "the peer does not answer: has it resolved this endpoint, and is it open?",
+            "check that the peer's endpoint is open and has resolved this one: it does not answer",
         ),
         (WcStatus::IBV_WC_RNR_RETRY_EXC_ERR, _) => {
-            (ErrorKind::Unreachable, "receiver not ready", "the peer has no receive posted")
+            (ErrorKind::Unreachable, "receiver not ready", "post a receive on the peer")
         }
         (WcStatus::IBV_WC_REM_OP_ERR, Send) => (
             ErrorKind::Driver,
             "remote operation error",
-            "the peer's NIC could not complete it: its receive may be shorter than the message, or without rights",
+            "the peer's NIC could not complete it: its receive may be shorter than the message, or \
+             without rights",
         ),
         (WcStatus::IBV_WC_REM_OP_ERR, _) => {
-            (ErrorKind::Driver, "remote operation error", "the peer's NIC could not complete it")
+            (ErrorKind::Driver, "remote operation error", "see the peer's driver log")
         }
         (WcStatus::IBV_WC_REM_ABORT_ERR, _) => {
-            (ErrorKind::Canceled, "remote abort", "the peer gave up")
+            (ErrorKind::Canceled, "remote abort", "resolve the peer again: it aborted the request")
         }
         _ => (ErrorKind::Driver, "failed", "see the driver's log"),
     };

@@ -1,4 +1,4 @@
-//! Reliable connections: queue pairs, their names, and their walk RESET, INIT, RTR, RTS.
+//! Reliable connections: queue pairs, their names, and their states RESET, INIT, RTR and RTS.
 
 use std::{
     collections::HashSet,
@@ -20,24 +20,24 @@ use super::{
     },
 };
 
-/// Reads and atomics in flight at once, in each direction.
+/// Limit of reads and atomics in flight, in each direction.
 const DEPTH_OF_READS: i32 = 16;
-/// 4.096 us << 17: half a second before a packet is sent again.
+/// Time before a packet is sent again, as an exponent: 4.096 us << 17 is half a second.
 const TIMEOUT: u8 = 17;
-/// Packets are sent again this often before the peer counts as gone. Not the maximum of 7, which
-/// rxe takes as without end: it would never notice that a peer is gone.
+/// Number of retries before the peer counts as gone. Not the maximum of 7: rxe retries forever
+/// then, and would never notice that a peer is gone.
 const RETRIES: u8 = 6;
-/// A receiver without a receive is waited for without end.
+/// Number of retries while the peer has no receive posted: 7 is without limit.
 const RECEIVER_RETRIES: u8 = 7;
-/// 0.64 ms before a sender tries a receiver that was not ready again.
+/// Time before a sender retries a receiver that was not ready: code 12 is 0.64 ms.
 const RECEIVER_NOT_READY: u8 = 12;
 const HOPS: u8 = 64;
 
-/// Bytes that an endpoint's inline sends may have, if the device allows it.
+/// Limit of inline sends in bytes, if the device supports it.
 const INLINE: u32 = 220;
 const SEGMENTS: i32 = 16;
 
-/// The properties of a queue pair that a peer needs to connect: an [`EndpointName`]'s bytes.
+/// Properties of a queue pair that a peer needs to connect: the bytes of an [`EndpointName`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PeerName {
     pub(super) qpn: u32,
@@ -46,7 +46,7 @@ pub(super) struct PeerName {
     pub(super) lid: u16,
     pub(super) mtu: u8,
     pub(super) reads: u8,
-    /// The number of times that the connection went down. A name with another epoch asks for a new
+    /// Number of times that the connection went down. A name with another epoch requests a new
     /// connection.
     pub(super) epoch: u16,
 }
@@ -75,7 +75,7 @@ impl PeerName {
             Error::new(ErrorKind::Malformed, "resolve")
                 .provider("verbs")
                 .context("bytes", name.0.len())
-                .remedy("pass on the bytes of the peer's name unchanged and whole")
+                .remedy("pass the bytes of the peer's name unchanged and complete")
         };
         let bytes: &[u8; NAME] = name.0.as_slice().try_into().map_err(|_| malformed())?;
         let number = |from: usize| {
@@ -126,7 +126,7 @@ unsafe impl Send for QueuePair {}
 unsafe impl Sync for QueuePair {}
 
 impl QueuePair {
-    /// Creates an RC queue pair that completes to the given queues, and walks it to INIT.
+    /// Creates an RC queue pair in the state INIT. Its requests complete to the given queues.
     pub(super) fn create(
         pd: &ProtectionDomain,
         (tx, rx): (&VerbsCq, &VerbsCq),
@@ -151,9 +151,10 @@ impl QueuePair {
             created = Self::try_create(pd, (tx, rx), cap);
         }
         let (qp, cap) = created.map_err(|errno| {
-            errors::call(device.nic(), "ibv_create_qp", errno)
-                .context("depth", depth)
-                .remedy("the NIC is out of queue pairs, or locked memory (RLIMIT_MEMLOCK) is short")
+            errors::call(device.nic(), "ibv_create_qp", errno).context("depth", depth).remedy(
+                "raise the locked-memory limit (ulimit -l), or close endpoints: the NIC \
+                         may be out of queue pairs",
+            )
         })?;
         let psn = RandomState::new().build_hasher().finish() as u32 & 0xff_ffff;
         let pair = Self { device: Arc::clone(device), qp, port, cap, psn };
@@ -230,8 +231,7 @@ impl QueuePair {
         self.modify(attr, mask)
     }
 
-    /// Resets the queue pair and walks it to INIT. Requests in flight are dropped without
-    /// completions.
+    /// Resets the queue pair to the state INIT. Requests in flight are dropped without completions.
     pub(super) fn reset(&self) -> Result<()> {
         let attr = QpAttr { qp_state: QpState::IBV_QPS_RESET, ..QpAttr::default() };
         self.modify(attr, QpAttrMask::STATE)?;
@@ -244,7 +244,7 @@ impl QueuePair {
         self.modify(attr, QpAttrMask::STATE)
     }
 
-    /// Walks from INIT to RTS.
+    /// Connects: moves the queue pair from INIT to RTS.
     pub(super) fn connect(&self, peer: &PeerName) -> Result<()> {
         let global = peer.gid != [0; 16];
         let gid_index = self.port.gid.map_or(0, |entry| entry.index);
@@ -301,7 +301,7 @@ impl QueuePair {
         )
     }
 
-    /// Asks the NIC for the current state.
+    /// Queries the current state.
     pub(super) fn state(&self) -> Result<QpState> {
         let mut attr = QpAttr::default();
         // SAFETY: all zeros is a value of this plain structure.
@@ -321,7 +321,8 @@ impl Drop for QueuePair {
             return;
         }
         let destroy = self.device.library().functions.destroy_qp;
-        // SAFETY: it was created by `create`, and each post to it borrows `self`.
+        // SAFETY: `create` made the queue pair, and each post to it borrows `self`, so none is
+        // running.
         let destroyed = unsafe { destroy(self.qp) };
         if let Err(errno) = errors::status(destroyed) {
             tracing::error!(nic = %self.device.nic(), %errno, "ibv_destroy_qp");
@@ -334,7 +335,7 @@ pub(super) struct Connection {
     /// `None` once closed.
     pair: Option<QueuePair>,
     peer: Option<PeerName>,
-    /// A request failed since the connection was made.
+    /// Set if a request failed since the connection was made.
     failed: bool,
     epoch: u16,
     /// Type 2 windows that were bound through the queue pair, to be freed before it.
@@ -361,7 +362,7 @@ impl Connection {
         self.pair.as_ref().ok_or_else(|| {
             Error::new(ErrorKind::BadState, "endpoint")
                 .provider("verbs")
-                .remedy("the endpoint is closed")
+                .remedy("open another endpoint: this one is closed")
         })
     }
 
@@ -383,7 +384,7 @@ impl Connection {
         Ok(self.open()?.name(self.epoch))
     }
 
-    /// Notes that a request failed, which ends the connection.
+    /// Records that a request failed, which ends the connection.
     pub(super) fn note_failure(&mut self) {
         if !self.failed {
             self.failed = true;
@@ -399,8 +400,8 @@ impl Connection {
         }
     }
 
-    /// Asks the NIC for the state. The NIC ends a connection without a completion if this side had
-    /// posted nothing.
+    /// Queries the NIC for the state. The NIC can end a connection without a completion, if this
+    /// side had posted nothing.
     pub(super) fn refresh(&mut self) -> Result<()> {
         if self.peer.is_some() && !self.failed && self.open()?.state()? != QpState::IBV_QPS_RTS {
             self.note_failure();
@@ -408,7 +409,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Resets a queue pair that has been connected, and returns whether it has. Receives that were
+    /// Resets a queue pair that was connected before. Returns whether it was. Receives that were
     /// posted before the first connection stay.
     pub(super) fn reset(&mut self) -> Result<bool> {
         if self.peer.is_none() {
@@ -435,22 +436,22 @@ impl Connection {
         Ok(())
     }
 
-    /// Takes the queue pair, with the windows to free before it, unless that was done before.
+    /// Takes the queue pair and the windows to free before it. Returns `None` the second time.
     pub(super) fn take(&mut self) -> Option<(QueuePair, HashSet<u64>)> {
         Some((self.pair.take()?, std::mem::take(&mut self.windows.tokens)))
     }
 }
 
-/// Windows by their tokens.
+/// Set of windows by their tokens.
 #[derive(Debug, Default)]
 pub(super) struct NotedWindows {
     pub(super) tokens: HashSet<u64>,
-    /// The number of windows that remained when those that were freed were last forgotten.
+    /// Number of windows that remained after the last removal of freed windows.
     alive: usize,
 }
 
 impl NotedWindows {
-    /// Notes a window. Forgets those that were freed whenever the number has doubled.
+    /// Adds a window. Removes freed windows whenever the number has doubled.
     pub(super) fn note(&mut self, token: u64, is_alive: impl Fn(u64) -> bool) {
         self.tokens.insert(token);
         if self.tokens.len() > 2 * self.alive.max(8) {
@@ -469,7 +470,7 @@ mod tests {
     use super::NotedWindows;
 
     #[test]
-    fn windows_that_were_freed_are_forgotten() {
+    fn freed_windows_are_removed() {
         let mut noted = NotedWindows::default();
         for token in 0..1000 {
             // Every hundredth window stays.

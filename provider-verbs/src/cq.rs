@@ -23,7 +23,7 @@ const WOULD_BLOCK: Errno = Errno(11);
 /// An `ibv_cq`. Dropping the value destroys the queue.
 #[derive(Debug)]
 pub(super) struct VerbsCq {
-    /// Before the channel, which has to outlive it.
+    /// Dropped before the channel, which must outlive the queue.
     cq: QueueOfDriver,
     channel: Option<Channel>,
 }
@@ -47,13 +47,14 @@ struct Channel {
 unsafe impl Send for QueueOfDriver {}
 // SAFETY: libibverbs locks a queue in each call that takes it (ibverbs(7)).
 unsafe impl Sync for QueueOfDriver {}
-// SAFETY: as for the queue.
+// SAFETY: libibverbs objects may be used from any thread; the owner of this value destroys the
+// channel once.
 unsafe impl Send for Channel {}
 // SAFETY: the channel's only state is its fd, which any thread may read (ibv_get_cq_event(3)).
 unsafe impl Sync for Channel {}
 
 impl Channel {
-    /// Creates a channel, if the driver tells of completions.
+    /// Creates a channel, if the driver reports completions.
     fn create(device: &Arc<OpenDevice>) -> Result<Option<Self>> {
         if device.ops().req_notify_cq.is_none() {
             return Ok(None);
@@ -62,7 +63,9 @@ impl Channel {
         let channel = unsafe { (device.library().functions.create_comp_channel)(device.context()) };
         if channel.is_null() {
             let error = errors::call(device.nic(), "ibv_create_comp_channel", errors::last());
-            return Err(error.remedy("each completion queue takes a file descriptor (ulimit -n)"));
+            return Err(error.remedy(
+                "raise the limit of file descriptors (ulimit -n): each completion queue needs one",
+            ));
         }
         let created = Self { device: Arc::clone(device), channel };
         let fcntl = |errno: rustix::io::Errno| {
@@ -87,7 +90,7 @@ impl Drop for Channel {
             return;
         }
         let destroy = self.device.library().functions.destroy_comp_channel;
-        // SAFETY: it was created by `create`, and its queue was destroyed before.
+        // SAFETY: `create` made the channel, and its queue is already destroyed.
         if let Err(errno) = errors::status(unsafe { destroy(self.channel) }) {
             tracing::error!(nic = %self.device.nic(), %errno, "ibv_destroy_comp_channel");
         }
@@ -95,13 +98,13 @@ impl Drop for Channel {
 }
 
 impl VerbsCq {
-    /// Creates a queue for `depth` requests that is only polled.
+    /// Creates a queue for `depth` requests without a channel. It can only be polled.
     pub(super) fn create(device: &Arc<OpenDevice>, depth: usize) -> Result<Self> {
         Self::with_channel(device, depth, None)
     }
 
-    /// Creates a queue for `depth` requests that can be slept for, if the driver tells of
-    /// completions. A channel cannot be given to a queue later.
+    /// Creates a queue for `depth` requests, with a channel if the driver reports completions. A
+    /// channel cannot be added to a queue later.
     pub(super) fn create_waitable(device: &Arc<OpenDevice>, depth: usize) -> Result<Self> {
         Self::with_channel(device, depth, Channel::create(device)?)
     }
@@ -143,13 +146,13 @@ impl VerbsCq {
         &self.cq.device
     }
 
-    /// Returns the fd that is readable once the NIC has completed something after [`Self::arm`].
+    /// Returns the fd that becomes readable when a request completes after [`Self::arm`].
     pub(super) fn channel(&self) -> Option<BorrowedFd<'_>> {
         self.channel.as_ref().map(AsFd::as_fd)
     }
 
-    /// Takes the events of before, and asks for one at the next completion. What completed before
-    /// may give none: the caller polls afterwards.
+    /// Discards earlier events and requests an event for the next completion. Earlier completions
+    /// may give no event: the caller polls afterwards.
     pub(super) fn arm(&self) -> Result<()> {
         let (Some(channel), Some(request)) = (&self.channel, self.device().ops().req_notify_cq)
         else {
@@ -160,15 +163,17 @@ impl VerbsCq {
         let (mut cq, mut context) = (ptr::null_mut(), ptr::null_mut());
         // SAFETY: the channel lives as long as `self`; both places are writable for the call.
         while unsafe { (functions.get_cq_event)(channel.channel, &mut cq, &mut context) } == 0 {
-            // SAFETY: the event is of this queue, the only one of its channel, and is acknowledged
-            // once. Destroying a queue waits for the events that are not.
+            // SAFETY: the channel has only this queue, so the event is the queue's, and it is
+            // acknowledged once. Destroying a queue waits for unacknowledged events.
             unsafe { (functions.ack_cq_events)(self.cq(), 1) };
         }
         let errno = errors::last();
         if errno != WOULD_BLOCK && errno != INTERRUPTED {
-            return Err(failed("ibv_get_cq_event", errno).remedy("the device is gone"));
+            return Err(
+                failed("ibv_get_cq_event", errno).remedy("open the device again: it was removed")
+            );
         }
-        // SAFETY: the queue lives as long as `self`. Zero asks for an event at any completion.
+        // SAFETY: the queue lives as long as `self`. Zero requests an event for any completion.
         errors::status(unsafe { request(self.cq(), 0) })
             .map_err(|errno| failed("ibv_req_notify_cq", errno))
     }
@@ -186,12 +191,12 @@ impl VerbsCq {
         let count = unsafe { poll(self.cq(), most, batch.as_mut_ptr().cast()) };
         if let Ok(read) = usize::try_from(count) {
             let filled = &batch[..read];
-            // SAFETY: the driver has filled so many entries; every bit pattern of its plain fields
-            // is a value. The entries stay borrowed.
+            // SAFETY: the driver filled `count` entries, and every bit pattern of its plain fields
+            // is valid. The result borrows the entries.
             return Ok(unsafe { slice::from_raw_parts(filled.as_ptr().cast(), filled.len()) });
         }
         let why =
-            "the queue was overrun or the device is gone: open a deeper queue, read it more often";
+            "open a deeper queue or read it more often: it was overrun, or the device was removed";
         Err(device.refuse(ErrorKind::Driver, "ibv_poll_cq", why).context("returned", count))
     }
 }
@@ -202,7 +207,7 @@ impl Drop for QueueOfDriver {
             return;
         }
         let destroy = self.device.library().functions.destroy_cq;
-        // SAFETY: `VerbsCq` created it. The owner of a queue pair holds its queues, and drops
+        // SAFETY: `VerbsCq` created the queue. The owner of a queue pair holds its queues and drops
         // the queue pair first.
         let destroyed = unsafe { destroy(self.cq) };
         if let Err(errno) = errors::status(destroyed) {

@@ -1,4 +1,4 @@
-//! An open device with its attributes as core wants them, and protection domains on it.
+//! Open devices with their attributes, and protection domains on them.
 
 use std::{
     borrow::Cow,
@@ -24,7 +24,7 @@ use super::{
     },
 };
 
-/// Ranges in one region: each is a registration of its own.
+/// Limit of ranges in one region. Each range is a registration.
 const RANGES: usize = 32;
 
 /// `RXE_VENDOR_ID` of the kernel's rdma_rxe.
@@ -60,19 +60,20 @@ pub(super) struct OpenDevice {
     provider_attr: ProviderAttr,
     window_types: Vec<WindowType>,
     generations: AtomicU32,
-    /// The process that opened the context. A forked child destroys nothing of it.
+    /// The process that opened the context. A forked child must not destroy it.
     process: ProcessMark,
 }
 
 // SAFETY: a context of libibverbs may be used from any thread, several at once ("thread safe",
 // ibverbs(7)); everything else here is plain data.
 unsafe impl Send for OpenDevice {}
-// SAFETY: libibverbs calls may share a context between threads (ibverbs(7)); nothing else here has
-// interior state of its own but locks and atomics.
+// SAFETY: libibverbs calls may share a context between threads (ibverbs(7)). All other interior
+// mutability is behind locks and atomics.
 unsafe impl Sync for OpenDevice {}
 
 impl OpenDevice {
-    /// Opens a device by name. `pcie_mapping_first` asks for dma-bufs with that mapping first.
+    /// Opens a device by name. With `pcie_mapping_first`, dma-bufs are first requested with the
+    /// PCIe mapping.
     pub(super) fn open(
         library: &Arc<Library>,
         name: &str,
@@ -80,11 +81,11 @@ impl OpenDevice {
     ) -> Result<Self> {
         let process = ProcessMark::current()?;
         let context = library.open_device(name)?;
-        // SAFETY: the context was opened just now, and nobody else closes it.
+        // SAFETY: this function opened the context, and only the result closes it.
         unsafe { Self::new(library, context, true, pcie_mapping_first, process) }
     }
 
-    /// Returns true in a forked child, where the driver's objects are the parent's.
+    /// Returns true in a forked child: the driver's objects belong to the parent.
     pub(super) fn is_inherited(&self) -> bool {
         !self.process.is_current()
     }
@@ -146,8 +147,8 @@ impl OpenDevice {
         Ok(device)
     }
 
-    /// Returns the generation of the first request of an endpoint that is opened now. Endpoints add
-    /// as many as they have used when they close.
+    /// Returns the generation of the next endpoint's first request. An endpoint adds the number
+    /// that it used when it closes.
     pub(super) fn generations(&self) -> &AtomicU32 {
         &self.generations
     }
@@ -172,30 +173,30 @@ impl OpenDevice {
         &self.provider_attr
     }
 
-    /// Returns the types of memory windows that the device has.
+    /// Returns the supported types of memory windows.
     pub(super) fn window_types(&self) -> &[WindowType] {
         &self.window_types
     }
 
-    /// Returns true for rdma_rxe, by the vendor id of its driver. The driver follows a null pointer
-    /// when a window is invalidated that is free already, and flags invalidated keys otherwise.
+    /// Returns true for rdma_rxe, by the vendor id of its driver. The driver dereferences a null
+    /// pointer when a free window is invalidated, and marks invalidated keys with another flag.
     pub(super) fn is_rxe(&self) -> bool {
         self.attr.vendor_id == RXE_VENDOR
     }
 
-    /// Returns true if the device reports that it pages on demand.
+    /// Returns true if the device reports on-demand paging.
     pub(super) fn on_demand(&self) -> bool {
         self.on_demand
     }
 
     /// Returns the driver's operations, which the header's inline functions call.
     pub(super) fn ops(&self) -> &sys::ContextOps {
-        // SAFETY: the context is open as long as `self`; its operations are set before it is handed
-        // out.
+        // SAFETY: the context is open as long as `self`; libibverbs sets its operations when it
+        // opens the device.
         unsafe { &(*self.context).ops }
     }
 
-    /// Returns the properties on which rights depend, looked up once.
+    /// Returns the properties that rights depend on, queried once.
     pub(super) fn rights(&self) -> DeviceRights {
         self.rights
     }
@@ -210,7 +211,7 @@ impl OpenDevice {
         Error::new(kind, operation).provider(self.nic.to_string()).remedy(why)
     }
 
-    /// Returns the option for relaxed ordering, or none where libibverbs is too old to take it.
+    /// Returns the option for relaxed ordering, or none if libibverbs is too old for it.
     ///
     /// `ibv_reg_mr_iova2` drops the flag for a kernel that does not know optional access flags, and
     /// drivers ignore those that they lack. So the flag refuses no registration.
@@ -228,7 +229,7 @@ impl OpenDevice {
         if self.rights.atomics || !asked {
             return Ok(());
         }
-        let why = format!("{} has no atomics: register without REMOTE_ATOMIC", self.nic.name);
+        let why = format!("register without REMOTE_ATOMIC: {} has no atomics", self.nic.name);
         Err(self.refuse(ErrorKind::Unsupported, operation, why).context("access", "REMOTE_ATOMIC"))
     }
 
@@ -261,7 +262,7 @@ impl OpenDevice {
         if unsafe { (*surrounding).sz } < needed {
             return Ok(false);
         }
-        // SAFETY: `sz` said that the structure reaches back as far as this field.
+        // SAFETY: `sz` says that the structure includes this field.
         let Some(query) = (unsafe { (*surrounding).query_device_ex }) else { return Ok(false) };
         // SAFETY: all zeros is a value of this plain structure.
         let mut attr: DeviceAttrEx = unsafe { mem::zeroed() };
@@ -294,11 +295,11 @@ impl OpenDevice {
         let region = unsafe { register(pd, 0, 4096, 0, -1, 0) };
         let refusal = errors::last();
         if !region.is_null() {
-            // SAFETY: the region was registered just now and is used by nobody.
+            // SAFETY: this function registered the region, and no other code has it.
             errors::status(unsafe { (functions.dereg_mr)(region) })
                 .map_err(|errno| errors::call(&self.nic, "ibv_dereg_mr", errno))?;
         }
-        // SAFETY: nothing was left in the protection domain.
+        // SAFETY: this function allocated the protection domain, and nothing is registered in it.
         errors::status(unsafe { (functions.dealloc_pd)(pd) })
             .map_err(|errno| errors::call(&self.nic, "ibv_dealloc_pd", errno))?;
         let imports = region.is_null() && refusal == Errno(9);
@@ -317,7 +318,7 @@ impl OpenDevice {
                 // Only a registration shows whether a peer-memory client handles the device.
                 peer_memory: true,
                 staged: true,
-                // No call tells: whoever built the provider says it.
+                // No call reports it. The builder or the environment sets it.
                 pcie_mapping_first: dma_buf && pcie_mapping_first,
             },
             flags: if dma_buf { host | MrFlags::MR_DMABUF } else { host },
@@ -346,7 +347,7 @@ impl Drop for OpenDevice {
             return;
         }
         let close = self.library.functions.close_device;
-        // SAFETY: the context was opened by `open`, and everything made from it holds this value.
+        // SAFETY: `open` opened the context, and every object made from it holds this value.
         let closed = unsafe { close(self.context) };
         if let Err(errno) = errors::status(closed) {
             tracing::error!(nic = %self.nic, %errno, "ibv_close_device");
@@ -393,7 +394,7 @@ pub(super) struct ProtectionDomain {
     owned: bool,
 }
 
-// SAFETY: as for the context: libibverbs objects may be used from any thread.
+// SAFETY: libibverbs objects may be used from any thread (ibverbs(7)).
 unsafe impl Send for ProtectionDomain {}
 // SAFETY: libibverbs calls may share a protection domain between threads (ibverbs(7)).
 unsafe impl Sync for ProtectionDomain {}
@@ -421,9 +422,9 @@ impl Drop for ProtectionDomain {
             return;
         }
         let deallocate = self.device.library.functions.dealloc_pd;
-        // SAFETY: the protection domain was allocated by `alloc`; regions, windows and queue pairs
-        // in it hold the domain that owns this value, so that they are gone, or were
-        // leaked, which the driver refuses with EBUSY.
+        // SAFETY: `alloc` allocated the protection domain. Regions, windows and queue pairs in it
+        // hold the domain that owns this value. So they are gone, or they were leaked, and the
+        // driver then refuses with EBUSY.
         if let Err(errno) = errors::status(unsafe { deallocate(self.pd) }) {
             tracing::error!(nic = %self.device.nic, %errno, "ibv_dealloc_pd");
         }

@@ -33,7 +33,7 @@ use super::{
     window::BIND_TIMEOUT,
 };
 
-/// An open domain, with the calls of verbs that core has no words for.
+/// An open domain, with verbs calls that core does not have.
 ///
 /// ```no_run
 /// use hmem_core::Domain;
@@ -59,11 +59,12 @@ impl VerbsDomain {
         request: &DomainRequest,
     ) -> Result<Self> {
         if !request.auth_key.0.is_empty() {
-            let why = "verbs has no authorization keys: domains are separated by their protection \
-                       domains";
+            let why = "open domains without authorization keys: verbs separates them by \
+                       protection domains";
             return Err(pd.device.refuse(ErrorKind::Unsupported, "open domain", why));
         }
-        tracing::debug!(nic = %pd.device.nic(), mode = %request.mode, ?options, "verbs domain opened");
+        let nic = pd.device.nic();
+        tracing::debug!(%nic, mode = %request.mode, ?options, "verbs domain opened");
         let state = Arc::new(DomainState::new(pd, options, request.staging));
         Ok(Self { state, active, fabric })
     }
@@ -94,7 +95,7 @@ impl VerbsDomain {
         self.state.pd.device.context().cast()
     }
 
-    /// Returns the keys of a region, one for each registration that it took.
+    /// Returns the keys of a region, one for each of its registrations.
     ///
     /// # Errors
     /// InvalidArgument for a region that is not open here.
@@ -102,7 +103,7 @@ impl VerbsDomain {
         self.state.regions.keys(region)
     }
 
-    /// Returns the options that a region was registered with, and what is known about each.
+    /// Returns the options of a region's registration, with their confirmation.
     ///
     /// # Errors
     /// InvalidArgument for a region that is not open here.
@@ -118,7 +119,7 @@ impl VerbsDomain {
         self.state.regions.with(region, "flags", |region| Ok(region.flags))
     }
 
-    /// Registers as [`ProviderDomain::register`] does, with options of this registration only.
+    /// Registers like [`ProviderDomain::register`], with options for this registration only.
     ///
     /// The call hands raw addresses to hardware, so it is unsafe:
     ///
@@ -139,8 +140,8 @@ impl VerbsDomain {
     /// As [`ProviderDomain::register`].
     ///
     /// # Errors
-    /// Those of [`ProviderDomain::register`]; Unsupported naming the device for an option that it
-    /// lacks.
+    /// The errors of [`ProviderDomain::register`]. Unsupported if the device lacks an option; the
+    /// error names the device.
     pub unsafe fn register_with(
         &self,
         request: &Registration<'_>,
@@ -154,15 +155,15 @@ impl VerbsDomain {
         registrar.register(request, pieces, options)
     }
 
-    /// Registers host pages in verbs' own words, as `ibv_reg_mr(3)`.
+    /// Registers host pages with verbs flags, like `ibv_reg_mr(3)`.
     ///
     /// # Safety
     /// As [`Domain::regattr`].
     ///
     /// # Errors
-    /// BadAccess for REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE, before the driver is asked;
-    /// ZeroLength; BadAddress; OutOfResources; Unsupported naming the device for a flag that it
-    /// lacks.
+    /// - BadAccess: REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE. The driver is not called.
+    /// - Unsupported: the device lacks a flag; the error names the device.
+    /// - ZeroLength, BadAddress and OutOfResources.
     pub unsafe fn reg_mr(&self, range: AddressRange, flags: AccessFlags) -> Result<ProviderRegion> {
         self.state.registrar().register_flags(range, flags)
     }
@@ -199,10 +200,10 @@ impl VerbsDomain {
     }
 }
 
-// SAFETY: every handle is looked up in the domain's own tables before the driver is called. A region
-// is deregistered by `ibv_dereg_mr`, after which the NIC refuses its keys, and a staged one once its
-// transfers have ended. The NIC itself checks key, rights and bounds of each access, and completes a
-// request when it is done with its memory.
+// SAFETY: this domain's tables resolve every handle before a driver call. `ibv_dereg_mr`
+// deregisters a region, after which the NIC refuses its keys. A staged region is closed once its
+// transfers have ended. The NIC itself checks key, rights and bounds of each access, and completes
+// a request after its last access to the request's memory.
 unsafe impl ProviderDomain for VerbsDomain {
     fn attr(&self) -> &ProviderAttr {
         self.state.pd.device.provider_attr()
@@ -224,7 +225,7 @@ unsafe impl ProviderDomain for VerbsDomain {
             WriteOrdering::Relaxed if staged(pieces) => {}
             WriteOrdering::Relaxed => options |= self.state.pd.device.relaxed_ordering(),
         }
-        // SAFETY: the caller makes the same promise.
+        // SAFETY: this function has the contract of `register_with`.
         unsafe { self.register_with(request, pieces, options) }
     }
 
@@ -282,10 +283,12 @@ unsafe impl ProviderDomain for VerbsDomain {
     fn remedy_without(&self, missing: Features) -> Option<&'static str> {
         match missing {
             Features::SUB_REGIONS => Some(
-                "verbs has no key for part of a registration: register the part by itself, or bind a memory window",
+                "verbs has no key for part of a registration: register the part by itself, or bind \
+                 a memory window",
             ),
             Features::REFRESH => Some(
-                "a verbs region keeps its pages: close it and register again, or use the ON_DEMAND option",
+                "a verbs region keeps its pages: close it and register again, or use the ON_DEMAND \
+                 option",
             ),
             _ => None,
         }
@@ -315,7 +318,7 @@ impl RawKeys for VerbsDomain {
         raw: &RawKey,
     ) -> Result<RemoteKey> {
         let pieces: Arc<[_]> = raw_key::decode(raw)?.into();
-        // Not counted: another domain's key must not name one of this.
+        // Random, not counted: another domain's key must not match a key of this domain.
         let number = loop {
             let number = random_u64("verbs")?;
             if let Entry::Vacant(entry) = self.state.mapped.write().entry(number) {
@@ -330,7 +333,7 @@ impl RawKeys for VerbsDomain {
         if key.is_mapped() && self.state.mapped.write().remove(&key.as_u64()?).is_some() {
             return Ok(());
         }
-        let why = "unmap a key once, in the domain that mapped it";
+        let why = "unmap each key once, in the domain that mapped it";
         Err(self.state.pd.device.refuse(ErrorKind::InvalidKey, "unmap key", why))
     }
 }
@@ -383,7 +386,7 @@ impl provider::Windows for VerbsDomain {
         window: ProviderWindow,
     ) -> Result<()> {
         if self.state.pd.device.is_rxe() {
-            // A peer may have invalidated it, of which no completion was read yet.
+            // A peer may have invalidated the window, and its completion is not read yet.
             return Err(WindowRule::DriverInvalidatesOnce.refuse("invalidate window"));
         }
         self.own(endpoint)?.run_window(Operation::InvalidateWindow { window })
@@ -396,7 +399,7 @@ impl StagingAccess for VerbsDomain {
     }
 }
 
-/// The NIC executes requests by itself, except those that name staged memory.
+/// The NIC executes requests without calls, except requests that name staged memory.
 impl ManualProgress for VerbsDomain {
     fn progress(&self) -> Result<usize> {
         Ok(self.active.progress())

@@ -28,10 +28,10 @@ use super::{
 pub(super) struct DomainOptions {
     pub(super) options: VerbsOptions,
     pub(super) port: PortChoice,
-    /// 0 for the device's.
+    /// Limit of one registration in bytes; 0 for the device's limit.
     pub(super) max_registration: u64,
     pub(super) connect_in_process: bool,
-    /// `None` for [`BIND_TIMEOUT`](super::window::BIND_TIMEOUT).
+    /// Timeout of binds; `None` for [`BIND_TIMEOUT`](super::window::BIND_TIMEOUT).
     pub(super) bind_timeout: Option<Duration>,
 }
 
@@ -47,7 +47,7 @@ pub(super) struct DomainState {
     /// The completion queues, which end with the domain.
     queues: Mutex<Vec<Weak<Ready>>>,
     nowhere: OnceLock<Nowhere>,
-    /// Last, so that everything in it is gone before.
+    /// The last field, so that everything in it is dropped before.
     pub(super) pd: ProtectionDomain,
 }
 
@@ -96,13 +96,13 @@ impl DomainState {
         })
     }
 
-    /// Returns eight bytes that the NIC may write and nobody reads.
+    /// Returns eight bytes that the NIC may write and no code reads.
     pub(super) fn nowhere(&self) -> Result<Span> {
         let nowhere = match self.nowhere.get() {
             Some(nowhere) => nowhere,
             None => {
-                // No lock is held over the driver's call: of two threads that come here at once,
-                // one gives its back.
+                // No lock is held over the driver's call. If two threads register at once, one of
+                // them releases its registration.
                 let made = Nowhere::register(&self.pd)?;
                 if let Err(late) = self.nowhere.set(made) {
                     late.release(&self.pd);
@@ -115,17 +115,17 @@ impl DomainState {
     }
 }
 
-/// The target of the old values of atomics that fetch nothing.
+/// Memory for the old values of atomics that fetch nothing.
 struct Nowhere {
     mr: *mut Mr,
     lkey: u32,
-    /// Written by the NIC only.
+    /// Memory that only the NIC writes.
     memory: *mut u64,
 }
 
-// SAFETY: libibverbs objects may be used from any thread; the memory is never looked at.
+// SAFETY: libibverbs objects may be used from any thread, and no thread reads the memory.
 unsafe impl Send for Nowhere {}
-// SAFETY: no thread looks at the memory, and the region is only named by its key.
+// SAFETY: no thread reads the memory, and the region is only used through its key.
 unsafe impl Sync for Nowhere {}
 
 impl Nowhere {
@@ -137,21 +137,21 @@ impl Nowhere {
         let mr = unsafe { register(pd.pd, memory.cast(), size_of::<u64>(), access) };
         if mr.is_null() {
             let error = errors::call(pd.device.nic(), "ibv_reg_mr", errors::last());
-            // SAFETY: it was boxed above and is registered nowhere.
+            // SAFETY: `memory` came from `Box::into_raw` above, and its registration failed.
             drop(unsafe { Box::from_raw(memory) });
             return Err(error);
         }
-        // SAFETY: the driver made the region just now.
+        // SAFETY: the driver returned the region, so it is valid.
         let lkey = unsafe { (*mr).lkey };
         Ok(Self { mr, lkey, memory })
     }
 
     fn release(self, pd: &ProtectionDomain) {
         let deregister = pd.device.library().functions.dereg_mr;
-        // SAFETY: nobody transfers there: the value was never handed out, or every endpoint is
-        // gone.
+        // SAFETY: no transfer uses the memory: this value was never returned, or every endpoint is
+        // closed.
         match errors::status(unsafe { deregister(self.mr) }) {
-            // SAFETY: it was boxed when it was registered, and is registered no more.
+            // SAFETY: `memory` came from `Box::into_raw`, and its registration is gone.
             Ok(()) => drop(unsafe { Box::from_raw(self.memory) }),
             Err(errno) => tracing::error!(%errno, "ibv_dereg_mr: eight bytes are leaked"),
         }

@@ -1,4 +1,4 @@
-//! The application's handles of endpoints, one reliable connection each, and of completion queues.
+//! Handles of endpoints, one reliable connection each, and of completion queues.
 
 use std::{
     any::Any,
@@ -30,10 +30,10 @@ use super::{
     window::BIND_TIMEOUT,
 };
 
-/// The one peer of an endpoint.
+/// The only peer of an endpoint.
 const PEER: PeerId = PeerId(0);
 
-/// The application's handle of a completion queue.
+/// A completion queue of the application.
 pub(super) struct Queue {
     state: Arc<CqState>,
     active: Arc<ActiveLanes>,
@@ -73,12 +73,11 @@ impl CompletionQueue for Queue {
             }
             if turn.is_none() {
                 turn = self.state.turn(deadline);
-                // The thread that slept before may have left something.
+                // The previous sleeper may have left completions.
                 continue;
             }
             if self.state.arm()? {
-                // Calls move staged transfers on, and this is one.
-                let by_call = self.active.any() || !self.state.has_channel();
+                let by_call = !self.state.has_channel() || self.active.need_calls(&self.state);
                 let slice = left.map_or(MANUAL_WAIT, |left| left.min(MANUAL_WAIT));
                 self.state.sleep(if by_call { Some(slice) } else { left })?;
             }
@@ -97,8 +96,8 @@ impl CompletionChannel for Queue {
 
     fn arm(&self) -> Result<bool> {
         self.active.progress();
-        // A staged transfer that begins later makes the fd readable.
-        Ok(self.state.arm()? && !self.active.any())
+        // A staged transfer that needs calls later makes the fd readable.
+        Ok(self.state.arm()? && !self.active.need_calls(&self.state))
     }
 }
 
@@ -108,7 +107,7 @@ impl fmt::Debug for Queue {
     }
 }
 
-/// The endpoints of one provider, for [`Builder::connect_in_process`](super::Builder).
+/// Endpoints of one provider, for [`Builder::connect_in_process`](super::Builder).
 #[derive(Debug, Default)]
 pub(super) struct Fabric {
     endpoints: Mutex<Vec<Weak<Endpoint>>>,
@@ -121,7 +120,7 @@ impl Fabric {
         endpoints.push(Arc::downgrade(endpoint));
     }
 
-    /// Returns the endpoint of a name, if it is one of this process.
+    /// Returns the endpoint with a name, if it belongs to this process.
     fn find(&self, peer: &PeerName) -> Option<Arc<Endpoint>> {
         let alive: Vec<_> = self.endpoints.lock().iter().filter_map(Weak::upgrade).collect();
         alive.into_iter().find(|endpoint| {
@@ -132,7 +131,7 @@ impl Fabric {
     }
 }
 
-/// The application's handle of an endpoint.
+/// An endpoint of the application.
 pub(super) struct Endpoint {
     domain: Arc<DomainState>,
     fabric: Arc<Fabric>,
@@ -158,7 +157,7 @@ impl Endpoint {
             })
         };
         if attr.auth_key.as_ref().is_some_and(|key| !key.0.is_empty()) {
-            let why = "verbs has no authorization keys: use another domain";
+            let why = "use another domain: verbs has no authorization keys";
             return Err(refuse(ErrorKind::Unsupported, why));
         }
         let queues = Queues { tx: queue(&*attr.tx_cq)?, rx: queue(&*attr.rx_cq)? };
@@ -194,8 +193,7 @@ impl Endpoint {
         if failed { self.connect_both(&peer).map(|_| ()) } else { Ok(()) }
     }
 
-    /// Connects this side and, if it is an endpoint of this process, the other. Returns `false` if
-    /// it is not.
+    /// Connects both sides. Returns `false` if the peer is not an endpoint of this process.
     fn connect_both(&self, peer: &PeerName) -> Result<bool> {
         let Some(other) = self.fabric.find(peer) else { return Ok(false) };
         if std::ptr::eq(&*other, self) {
@@ -205,8 +203,8 @@ impl Endpoint {
             state.connection.connect(own)?;
             return Ok(true);
         }
-        // In the order of their numbers, so that two threads that connect the same two do not wait
-        // for each other.
+        // Locked in the order of their numbers, so that two threads that connect the same endpoints
+        // do not deadlock.
         let (mut mine, mut theirs);
         if self.poster.number() < other.poster.number() {
             mine = self.poster.lock();
@@ -276,13 +274,13 @@ impl Endpoint {
         loop {
             self.queues.tx.drain()?;
             if let Some(result) = awaited.lock().take() {
-                // Completions of others may lie in memory now.
+                // The drain may have moved other completions to memory.
                 self.queues.ring();
                 return result.map(|_| ());
             }
             if Instant::now() >= until {
-                let why = "a window request never completed: a message before it waits for its \
-                           receiver, or the device is stuck";
+                let why = "check that the peer has posted a receive for each message before the \
+                           window request: it never completed, or the device is stuck";
                 return Err(self.domain.pd.device.refuse(ErrorKind::Driver, "window", why));
             }
             std::thread::yield_now();
@@ -293,7 +291,7 @@ impl Endpoint {
         Arc::ptr_eq(&self.domain, domain)
     }
 
-    /// Ends requests that the NIC has forgotten.
+    /// Ends requests that the NIC dropped.
     fn end_all(&self, entries: Vec<InFlight>) {
         for entry in entries {
             if let Some((token, _)) = entry.window {
@@ -326,8 +324,7 @@ impl Endpoint {
         drop(state);
         self.domain.pd.device.generations().fetch_add(used, Ordering::Relaxed);
         self.queues.detach(&self.poster);
-        // Soft-RoCE waits for a window that is bound through the queue pair until a timeout of its
-        // own.
+        // Soft-RoCE waits for a window that is bound through the queue pair, until its own timeout.
         for token in windows {
             self.domain.windows.replace(&self.domain.pd, token);
         }
@@ -339,12 +336,12 @@ impl Endpoint {
 }
 
 impl ProviderEndpoint for Endpoint {
-    /// Returns a name whose bytes change after a failed completion, so that the peer's `resolve`
-    /// connects anew.
+    /// Returns the endpoint's name. Its bytes change after a failed completion, so that the peer's
+    /// `resolve` connects again.
     fn name(&self) -> EndpointName {
         let connection = &mut self.poster.lock().connection;
         if let Err(error) = connection.refresh() {
-            tracing::debug!(%error, "the state of an endpoint is not known");
+            tracing::debug!(%error, "cannot query the state of an endpoint");
         }
         connection.name().map_or(EndpointName(Vec::new()), |name| name.encode())
     }
@@ -391,8 +388,9 @@ impl ProviderEndpoint for Endpoint {
 impl Drop for Endpoint {
     fn drop(&mut self) {
         if let Err(error) = self.close_pair() {
-            tracing::error!(%error, "an endpoint is dropped that could not be closed");
-            // Its queue pair must go before its queues and its domain, which the fields hold.
+            tracing::error!(%error, "cannot close a dropped endpoint");
+            // The queue pair must be destroyed before the queues and the domain, which the fields
+            // hold.
             self.tear_down(self.poster.lock());
         }
     }

@@ -1,4 +1,4 @@
-//! The errno dialect of libibverbs and its drivers, turned into kinds, causes and remedies.
+//! Translation of errno values of libibverbs and its drivers to kinds, causes and remedies.
 
 use std::ffi::c_int;
 
@@ -21,12 +21,12 @@ pub(super) fn status(returned: c_int) -> Result<(), Errno> {
     }
 }
 
-/// Returns the error of a failed call of which only the errno is known.
+/// Returns the error of a failed call that reported only an errno.
 pub(super) fn call(nic: &Nic, symbol: &'static str, errno: Errno) -> Error {
     Error::os(errno, symbol).provider(nic.to_string())
 }
 
-/// The inputs of a registration, for its error.
+/// Inputs of a registration, for its error.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RegistrationCall {
     pub(super) symbol: &'static str,
@@ -35,7 +35,7 @@ pub(super) struct RegistrationCall {
     pub(super) backing: BackingKind,
 }
 
-/// The NIC's access to the memory.
+/// Kind of path by which the NIC reaches the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BackingKind {
     Host,
@@ -43,7 +43,7 @@ pub(super) enum BackingKind {
     PeerMemory,
 }
 
-/// Options for which a driver may refuse a registration. It ignores optional ones that it lacks.
+/// Options that a driver may refuse. It ignores optional flags that it lacks.
 const OPTIONS: AccessFlags = AccessFlags::MW_BIND
     .union(AccessFlags::ZERO_BASED)
     .union(AccessFlags::ON_DEMAND)
@@ -61,34 +61,45 @@ pub(super) fn registration(nic: &Nic, errno: Errno, what: &RegistrationCall) -> 
     };
     let options = what.flags.intersection(OPTIONS);
     match (errno.0, what.backing) {
-        (1, BackingKind::Host) if limit.is_some() => memlock(base(ErrorKind::OutOfResources), limit),
-        (12, BackingKind::Host) if limit.is_some() => memlock(base(ErrorKind::OutOfResources), limit),
-        (12, _) => base(ErrorKind::OutOfResources)
-            .remedy("the NIC is out of regions or translation tables: close regions, or register larger pages"),
-        (14, BackingKind::Host) => base(ErrorKind::BadAddress)
-            .remedy("map the whole range, with write permission if the NIC is to write, before registering it"),
+        (1, BackingKind::Host) if limit.is_some() => {
+            memlock(base(ErrorKind::OutOfResources), limit)
+        }
+        (12, BackingKind::Host) if limit.is_some() => {
+            memlock(base(ErrorKind::OutOfResources), limit)
+        }
+        (12, _) => base(ErrorKind::OutOfResources).remedy(
+            "close regions, or use larger pages: the NIC is out of regions or translation \
+                     tables",
+        ),
+        (14, BackingKind::Host) => base(ErrorKind::BadAddress).remedy(
+            "map the whole range, with write permission if the NIC is to write, before \
+                     registering it",
+        ),
         (14, BackingKind::PeerMemory) => base(ErrorKind::BadAddress).remedy(
-            "no peer-memory client answers for this device address: load one (nvidia-peermem), or use dma-buf",
+            "load a peer-memory client (modprobe nvidia-peermem), or use dma-buf: no client knows \
+             the address",
         ),
         (9, BackingKind::DmaBuf) => {
-            base(ErrorKind::InvalidArgument).remedy("the file descriptor is not open: give an open dma-buf")
+            base(ErrorKind::InvalidArgument).remedy("pass an open dma-buf: the fd is closed")
         }
         (22, BackingKind::DmaBuf) => base(ErrorKind::InvalidArgument).remedy(
-            "the fd is no dma-buf, the range reaches past its end, or address and offset differ within a page",
+            "pass a dma-buf, a range inside it, and an address and offset that are equal within a \
+             page",
         ),
         (38 | 95, BackingKind::DmaBuf) => base(ErrorKind::Unsupported).remedy(
-            "this kernel or NIC driver imports no dma-buf: update it, or use peer memory or a staged copy",
+            "update the kernel or NIC driver, which imports no dma-buf, or use peer memory or \
+             staged copies",
         ),
-        (524, BackingKind::DmaBuf) => base(ErrorKind::Unsupported).remedy(
-            "the device cannot be reached from this NIC, or the mapping type is wrong: try the other mapping",
-        ),
+        (524, BackingKind::DmaBuf) => base(ErrorKind::Unsupported)
+            .remedy("try the other mapping type, or a NIC that can reach the device"),
         (38 | 95 | 524, _) if !options.is_empty() => base(ErrorKind::Unsupported)
             .context("options", names(options))
-            .remedy("this device lacks one of the options: register without them"),
+            .remedy("register without the options: this device lacks one of them"),
         (22, _) if !options.is_empty() => base(ErrorKind::InvalidArgument)
             .context("options", names(options))
-            .remedy("the driver refused the range, the rights or one of the options"),
-        (22, _) => base(ErrorKind::InvalidArgument).remedy("the driver refused the range or the rights"),
+            .remedy("check the range, the rights and the options: the driver refused one of them"),
+        (22, _) => base(ErrorKind::InvalidArgument)
+            .remedy("check the range and the rights: the driver refused one of them"),
         _ => base(errno.kind()),
     }
 }
@@ -97,7 +108,8 @@ pub(super) fn registration(nic: &Nic, errno: Errno, what: &RegistrationCall) -> 
 fn memlock(error: Error, limit: Option<u64>) -> Error {
     let value = limit.map_or_else(|| "unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
     error.context("limit", "RLIMIT_MEMLOCK").context("value", value).remedy(
-        "raise the locked-memory limit (ulimit -l, memlock in limits.conf, LimitMEMLOCK= in systemd): each \
-         registration counts its pages again; if the limit is not reached, the NIC is out of regions",
+        "raise the locked-memory limit (ulimit -l, memlock in limits.conf, LimitMEMLOCK= in \
+         systemd): each registration counts its pages again; if the limit is not reached, the NIC \
+         is out of regions",
     )
 }

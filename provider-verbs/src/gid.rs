@@ -1,4 +1,4 @@
-//! The GIDs of a port, and the choice of one.
+//! GIDs of a port, and the choice of the GID for a connection.
 
 use std::fs;
 
@@ -10,26 +10,26 @@ use super::{
     sys::{Gid, PortAttr},
 };
 
-/// The meaning of a GID (`/sys/class/infiniband/*/ports/*/gid_attrs/types/*`).
+/// Type of a GID (`/sys/class/infiniband/*/ports/*/gid_attrs/types/*`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GidType {
-    /// InfiniBand, or RoCE version 1, which sysfs names alike.
+    /// InfiniBand, or RoCE version 1. sysfs has one name for both.
     IbOrRoceV1,
     /// RoCE version 2: UDP over IP.
     RoceV2,
-    /// The kernel does not say.
+    /// The kernel does not report the type.
     Unknown,
 }
 
 /// An entry of a port's GID table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GidEntry {
-    /// Its place in the table.
+    /// Index in the table.
     pub index: u8,
     /// The GID, in network order.
     pub gid: [u8; 16],
-    /// Its meaning.
+    /// The type of the GID.
     pub kind: GidType,
 }
 
@@ -50,8 +50,10 @@ impl GidEntry {
     }
 }
 
-/// Returns the GID to use on an Ethernet port: RoCE version 2 before version 1, routable before
-/// link-local, IPv4 first; the lowest index among equals. `None` if the table is empty.
+/// Returns the GID to use on an Ethernet port, or `None` if the table is empty.
+///
+/// Prefers RoCE version 2 to version 1, then routable to link-local addresses, then IPv4, then the
+/// lowest index.
 #[must_use]
 pub fn choose_gid(entries: &[GidEntry]) -> Option<GidEntry> {
     let ranked = entries.iter().filter_map(|entry| Some((entry.rank()?, entry.index, *entry)));
@@ -72,7 +74,7 @@ pub(super) fn table(
         let done = unsafe { query(device.context(), port, i32::from(index), &mut gid) };
         match errors::status(done) {
             Ok(()) => {}
-            // Kernels answer so for entries that are not set.
+            // Kernels return these for empty entries.
             Err(Errno(2 | 22 | 61 | 11)) => continue,
             Err(errno) => return Err(errno),
         }

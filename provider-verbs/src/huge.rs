@@ -17,8 +17,8 @@ pub(super) fn lies_in_huge_pages(range: AddressRange) -> io::Result<bool> {
     covered(smaps.lines(), range.start().0, range.len(), rustix::param::page_size() as u64)
 }
 
-/// Returns true if every mapping that holds some of the `len` bytes from `start` has pages longer
-/// than `page`, and no byte is unmapped.
+/// Returns true if no byte of the `len` bytes from `start` is unmapped, and every mapping of them
+/// has pages longer than `page`.
 fn covered(
     lines: impl Iterator<Item = io::Result<String>>,
     start: u64,
@@ -41,7 +41,7 @@ fn covered(
     Ok(huge == len)
 }
 
-/// The addresses at the start of the first line of a mapping.
+/// Parses the addresses at the start of a mapping's first line.
 fn mapping_of(line: &str) -> Option<std::ops::Range<u64>> {
     let (start, end) = line.split_whitespace().next()?.split_once('-')?;
     Some(u64::from_str_radix(start, 16).ok()?..u64::from_str_radix(end, 16).ok()?)
@@ -63,7 +63,7 @@ KernelPageSize:     2048 kB\n\
 KernelPageSize:        4 kB\n";
 
     #[test]
-    fn a_range_lies_in_huge_pages_if_each_of_its_mappings_has_them() {
+    fn range_is_huge_only_if_each_of_its_mappings_is() {
         let covered = |start, len| {
             let lines = SMAPS.lines().map(|line| Ok(line.to_owned()));
             covered(lines, start, len, 4096).expect("no error in the lines")

@@ -5,33 +5,34 @@ use std::{ops::Range, sync::Arc};
 use hmem_core::{Result, transfer::CompletionKind};
 use parking_lot::Mutex;
 
-/// The number of a request that a lane posted, by which the lane knows it.
+/// Number of a request that a lane posted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Token {
     pub(super) entry: u64,
     pub(super) chunk: u64,
 }
 
-/// The facts about a message that the completion of its receive carries.
+/// Data about a message in the completion of its receive.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Arrival {
     pub(super) data: Option<u64>,
     pub(super) invalidated: Option<u64>,
-    /// The bytes of a write with immediate data, which lie where its key led.
+    /// Length of a write with immediate data. Its bytes are in the region of its key, not in the
+    /// receive's buffers.
     pub(super) written: Option<u64>,
 }
 
 /// The result of a request for which a call waits.
 pub(super) type Awaited = Arc<Mutex<Option<Result<u64>>>>;
 
-/// The poster of a request, which gets its result.
+/// Recipient of a request's result.
 #[derive(Clone, Debug)]
 pub(super) enum RequestOwner {
-    /// The application, by a completion.
+    /// The application, which gets a completion.
     Application,
     /// A lane.
     Lane(Token),
-    /// A call that waits.
+    /// A call that waits for the result.
     Call(Awaited),
 }
 
@@ -39,22 +40,22 @@ pub(super) enum RequestOwner {
 pub(super) struct InFlight {
     pub(super) context: u64,
     pub(super) kind: CompletionKind,
-    /// The request takes a receive of the peer, and completes when the peer has one.
+    /// Set if the request consumes a receive of the peer. It completes when the peer has one.
     pub(super) takes_receive: bool,
     pub(super) bytes: u64,
-    /// Entries of the queue that the request takes.
+    /// Number of entries of the queue that the request uses.
     pub(super) requests: u32,
-    /// For binds and invalidations: the window, and the key to bind or to invalidate.
+    /// Token of the window and its key, for binds and invalidations.
     pub(super) window: Option<(u64, u32)>,
     pub(super) owner: RequestOwner,
 }
 
-/// A place in the table of requests.
+/// A slot of the request table.
 ///
-/// The NIC returns a request's `wr_id`: the place, and the request's generation. Each request of an
-/// endpoint has another generation, and so has each request of an endpoint that was opened after
-/// this one closed. A NIC may give a new queue pair the number of an old one. Late completions of
-/// the old one then match no request.
+/// The NIC returns a request's `wr_id`: the index of the slot and the request's generation.
+/// Generations never repeat between requests of an endpoint, nor in endpoints that are opened after
+/// it closed. A NIC may give a new queue pair the number of an old one. Late completions of the old
+/// queue pair then match no request.
 #[derive(Default)]
 struct Slot {
     generation: u32,
@@ -72,7 +73,7 @@ pub(super) struct RequestTable {
     /// Generations that the table has used. The next request gets the end of the range.
     generations: Range<u32>,
     sends: u32,
-    /// Those among the sends that take a receive of the peer.
+    /// Number of sends that consume a receive of the peer.
     messages: u32,
     receives: u32,
 }
@@ -105,8 +106,8 @@ impl RequestTable {
         wr_id(generation, index)
     }
 
-    /// Removes a request. Returns `None` for one that ended before, such as the parts after the one
-    /// that failed.
+    /// Removes a request. Returns `None` if the request ended before, such as the parts after a
+    /// failed part.
     #[inline]
     pub(super) fn take(&mut self, wr_id: u64) -> Option<InFlight> {
         let index = wr_id as u32;
@@ -148,6 +149,6 @@ impl RequestTable {
 #[derive(Debug, Default)]
 pub(super) struct Mail {
     pub(super) ended: Vec<(Token, Result<u64>, Arrival)>,
-    /// Entries of the lane before this one end with the connection that they were posted to.
+    /// Entries with smaller numbers are canceled: they were posted to an earlier connection.
     pub(super) canceled_before: u64,
 }

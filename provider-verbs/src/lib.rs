@@ -1,42 +1,47 @@
-//! RDMA hardware through libibverbs, which is loaded at run time: nothing is linked, nothing has to
-//! be installed.
+//! Provider for RDMA hardware through libibverbs. The library is loaded at run time: nothing is
+//! linked, and nothing needs to be installed.
 //!
 //! ```
 //! use hmem_core::provider::Provider;
 //! use hmem_provider_verbs::Verbs;
 //!
 //! match Verbs::open().and_then(|verbs| verbs.nics()) {
-//!     Ok(nics) => nics.iter().for_each(|nic| println!("{}: {} bytes per region", nic.nic, nic.max_mr_size)),
+//!     Ok(nics) => {
+//!         for nic in nics {
+//!             println!("{}: {} bytes per region", nic.nic, nic.max_mr_size);
+//!         }
+//!     }
 //!     // No libibverbs, or no device: the error says which, and everything else works on.
 //!     Err(error) => assert!(error.is_unavailable(), "{error}"),
 //! }
 //! ```
 //!
-//! # How fi words become verbs words
+//! # Translation of rights
 //!
-//! | fi access | verbs access |
+//! | libfabric access | verbs access |
 //! |---|---|
 //! | WRITE, SEND, COLLECTIVE | none: the NIC may always read a region locally |
 //! | READ, RECV | LOCAL_WRITE (on iWARP READ is LOCAL_WRITE and REMOTE_WRITE) |
 //! | REMOTE_READ | REMOTE_READ |
-//! | REMOTE_WRITE | REMOTE_WRITE, LOCAL_WRITE (verbs demands it), and REMOTE_ATOMIC where the device has atomics |
+//! | REMOTE_WRITE | REMOTE_WRITE, LOCAL_WRITE, and REMOTE_ATOMIC if the device has it |
 //! | REMOTE_RMA_WRITE | REMOTE_WRITE, LOCAL_WRITE |
-//! | REMOTE_ATOMIC | REMOTE_ATOMIC, LOCAL_WRITE; Unsupported where the device has no atomics |
-//! | MW_BIND | MW_BIND; Unsupported where the device has no memory windows |
+//! | REMOTE_ATOMIC | REMOTE_ATOMIC, LOCAL_WRITE; Unsupported without atomics |
+//! | MW_BIND | MW_BIND; Unsupported without memory windows |
 //!
-//! The provider checks the rights that verbs does not (WRITE and SEND on the local side) when a
-//! request is posted. The flags that libfabric has no word for are [`VerbsOptions`]: asked for,
-//! never added. See [`access_flags`]. RELAXED_ORDERING alone is added, unless the region or its
-//! domain wants the strict order ([`WriteOrdering`](hmem_core::WriteOrdering)).
+//! The provider checks rights that verbs lacks (local WRITE and SEND) when a request is posted.
+//! Flags without a counterpart in libfabric are [`VerbsOptions`]. The provider sets them only on
+//! request; see [`access_flags`]. The exception is RELAXED_ORDERING, which is set unless the region
+//! or its domain needs the strict order ([`WriteOrdering`](hmem_core::WriteOrdering)).
 //!
 //! # Endpoints
 //!
-//! An endpoint is one reliable connection (RC). Both sides exchange names and both call `resolve`.
-//! A failed completion ends the connection, as InfiniBand has it, often on both sides; `resolve`
-//! again on both, with the names of then. [`Builder::connect_in_process`] does both for endpoints
-//! of this process, which is how tests of one process run. The NIC cannot say why a peer refused: a
-//! stale or foreign key, a range that is too long and a missing right are all "remote access error
-//! (10)", here AccessDenied.
+//! An endpoint is one reliable connection (RC). Both sides exchange names and call `resolve`. A
+//! failed completion ends the connection, often on both sides. Both sides then exchange names and
+//! call `resolve` again. [`Builder::connect_in_process`] does both for endpoints of this process,
+//! which single-process tests use.
+//!
+//! The NIC cannot report why a peer refused. A stale or foreign key, a range that is too long and a
+//! missing right are all "remote access error (10)", AccessDenied here.
 //!
 //! # Layers
 //!
@@ -69,12 +74,16 @@
 //! - `domain`
 //! - `provider`
 //!
-//! # Things this does not do
+//! # Limits
 //!
-//! Tagged messages, atomics other than 64-bit fetch-and-add and compare-and-swap, sub-regions with
-//! a key of their own (verbs has none: register the part, or bind a window), counters of regions,
-//! authorization keys, addresses from 0 on more than one registration. Each is refused with its
-//! reason.
+//! The provider refuses these, each with the reason:
+//!
+//! - tagged messages
+//! - atomics other than 64-bit fetch-and-add and compare-and-swap
+//! - sub-regions with their own keys, which verbs lacks: register the part, or bind a window
+//! - counters of regions
+//! - authorization keys
+//! - addresses from 0 on more than one registration
 
 #![deny(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! The loaded library: device lists, opened devices, and safety over `fork`.
+//! The loaded library: device lists, open devices, and protection over `fork`.
 
 use std::{
     ffi::CStr,
@@ -14,19 +14,21 @@ use super::{
     sys::{Context, Device, ForkStatus, Functions},
 };
 
-/// The way in which pages under registration survive a `fork` of the process (MON-06).
+/// Protection of registered pages over a `fork` of the process (MON-06).
 ///
 /// Without help, the first write after a fork moves the *parent* to a copy, and the NIC keeps the
 /// old page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ForkSupport {
-    /// The kernel copies pinned pages for the child at fork: nothing to do (Linux 5.12 and newer).
+    /// The kernel copies pinned pages for the child at fork, so nothing needs to be done (Linux
+    /// 5.12 and newer).
     KernelCopies,
-    /// `ibv_fork_init` is in force: children do not see pages under registration. Each registration
-    /// costs an `madvise`.
+    /// `ibv_fork_init` is active: children do not get registered pages. Each registration costs an
+    /// `madvise` call.
     Initialized,
-    /// They do not, with the reason. A forked child must not be used while regions are open.
+    /// Pages are not protected, for this reason. A forked child must not be used while regions are
+    /// open.
     Off(String),
 }
 
@@ -71,8 +73,7 @@ pub(super) fn device_name(functions: &Functions, device: *mut Device) -> String 
 }
 
 impl Library {
-    /// Prepares the library for use; `fork_init` says whether it may be told to protect pages over
-    /// `fork`.
+    /// Prepares the library for use. `fork_init` allows the call of `ibv_fork_init`.
     pub(super) fn new(functions: Functions, fork_init: bool) -> Self {
         let fork = fork_support(&functions, fork_init);
         tracing::debug!(library = functions.library(), ?fork, "libibverbs in use");
@@ -86,7 +87,7 @@ impl Library {
         if list.is_null() {
             let errno = errors::last();
             let remedy = if errno == Errno(38) {
-                "the kernel has no RDMA devices: load the NIC's driver and ib_uverbs"
+                "load the NIC's driver and ib_uverbs (modprobe): the kernel has no RDMA devices"
             } else {
                 "check that ib_uverbs is loaded and that /dev/infiniband can be read"
             };
@@ -98,9 +99,9 @@ impl Library {
             count: usize::try_from(count).unwrap_or(0),
         };
         if list.count == 0 {
-            return Err(self
-                .no_device("ibv_get_device_list")
-                .remedy("no RDMA device is there: load the NIC's driver and ib_uverbs"));
+            return Err(self.no_device("ibv_get_device_list").remedy(
+                "load the NIC's driver and ib_uverbs (modprobe): there is no RDMA device",
+            ));
         }
         Ok(list)
     }
@@ -127,9 +128,9 @@ impl Library {
                 .provider("verbs")
                 .context("device", name)
                 .context("devices", names.join(","))
-                .remedy("name a device that is there")
+                .remedy("use one of the listed devices (ibv_devices)")
         })?;
-        // SAFETY: the device is of the list that is still held.
+        // SAFETY: the device belongs to `list`, which is not freed yet.
         let context = unsafe { (self.functions.open_device)(device) };
         if ptr::eq(context, ptr::null()) {
             return Err(not_opened(name, errors::last()));
@@ -154,13 +155,17 @@ fn not_opened(name: &str, errno: Errno) -> Error {
     };
     match errno {
         Errno(1 | 13) => error.remedy(
-            "the process may not open the device's node under /dev/infiniband: give its user or group read and write \
-             permission",
+            "give the user or group read and write permission on the device's node under \
+             /dev/infiniband",
         ),
         Errno(2) => error.remedy(
-            "the device's node under /dev/infiniband is not there: load ib_uverbs, and pass the node into the container",
+            "load ib_uverbs (modprobe ib_uverbs), or pass the device's node under /dev/infiniband \
+             into the container",
         ),
-        _ => error.remedy("the process must be able to open the device's node under /dev/infiniband"),
+        _ => error.remedy(
+            "check that the process can open the \
+                           device's node under /dev/infiniband",
+        ),
     }
 }
 
@@ -180,14 +185,14 @@ fn fork_support(functions: &Functions, fork_init: bool) -> ForkSupport {
     match status {
         Some(ForkStatus::IBV_FORK_UNNEEDED) => return ForkSupport::KernelCopies,
         Some(ForkStatus::IBV_FORK_ENABLED) => return ForkSupport::Initialized,
-        _ if !fork_init => return ForkSupport::Off("switched off by the application".to_owned()),
+        _ if !fork_init => return ForkSupport::Off("disabled by the application".to_owned()),
         _ => {}
     }
-    // SAFETY: the call has no precondition; it refuses by itself where regions exist already.
+    // SAFETY: the call has no precondition. It fails if regions already exist.
     match errors::status(unsafe { (functions.fork_init)() }) {
         Ok(()) => ForkSupport::Initialized,
         Err(errno) => {
-            tracing::warn!(%errno, "ibv_fork_init was refused: do not fork while regions are open");
+            tracing::warn!(%errno, "ibv_fork_init failed: do not fork while regions are open");
             ForkSupport::Off(format!("ibv_fork_init: {errno}"))
         }
     }

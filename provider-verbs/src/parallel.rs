@@ -1,4 +1,4 @@
-//! Long registrations by several driver calls at once: pinning takes one CPU for each.
+//! Parallel registration of long ranges: one driver call pins pages with one CPU.
 
 use std::{
     num::NonZero,
@@ -12,31 +12,31 @@ use parking_lot::Mutex;
 
 use super::region::{Part, Parts};
 
-/// Below this a call is over before another CPU has woken up for the rest.
+/// Minimum length for parallel calls. A shorter call ends before another CPU has started.
 const PAYS_FROM: u64 = 64 << 20;
-/// The length of a huge page. A part's length that the provider picks is a multiple of it.
+/// Length of a huge page. Parts whose length the provider chooses are multiples of it.
 const HUGE: u64 = 2 << 20;
 
-/// The cut of one range into registrations.
+/// Division of one range into registrations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Cut {
-    /// Bytes of a part at most.
+    /// Maximum length of a part in bytes.
     pub(super) part: u64,
-    /// Calls in flight at once at most.
+    /// Maximum number of calls in flight.
     pub(super) threads: usize,
 }
 
 impl Cut {
-    /// Cuts into as few calls as the device allows, one after the other.
+    /// Divides a range into as few calls as the device allows, one after the other.
     pub(super) const fn none(max: u64) -> Self {
         Self { part: max, threads: 1 }
     }
 
-    /// Cuts `len` bytes of host memory on a device that registers `max` at once.
+    /// Divides `len` bytes of host memory, on a device that registers at most `max` bytes at once.
     pub(super) fn new(len: u64, max: u64, asked: Option<&Parallel<'_>>, cpus: usize) -> Self {
         let calls = |part: u64| usize::try_from(len.div_ceil(part.max(1))).unwrap_or(usize::MAX);
         let Some(asked) = asked else {
-            // One after the other would only be slower, where there are several anyhow.
+            // The device needs several calls anyway, so they run in parallel.
             let threads = if len >= PAYS_FROM { cpus.min(calls(max)) } else { 1 };
             return Self { part: max, threads: threads.max(1) };
         };
@@ -58,8 +58,8 @@ pub(super) fn cpus() -> usize {
     thread::available_parallelism().map_or(1, NonZero::get)
 }
 
-/// Registers the parts at `seams`, each an offset and a length, by up to `threads` calls at once,
-/// and puts them into `parts` in order.
+/// Registers the parts at `seams`, each an offset and a length, with up to `threads` calls at once.
+/// Puts them into `parts` in order.
 ///
 /// After an error or a panic of `progress`, `parts` holds the registrations that succeeded.
 pub(super) fn register(
@@ -110,7 +110,7 @@ pub(super) fn register(
             })
         })
     };
-    // Unwinding from here would lose the registrations, which have no owner yet.
+    // A panic here would leak the registrations, which have no owner yet.
     let result = catch_unwind(AssertUnwindSafe(all));
     let mut made = made.into_inner();
     made.sort_unstable_by_key(|(index, _)| *index);
@@ -129,10 +129,10 @@ mod tests {
     }
 
     #[test]
-    fn a_range_is_cut_where_it_was_asked_for_and_pays() {
+    fn range_is_split_on_request_if_it_is_long_enough() {
         let cut =
             |len, asked: Option<Parallel<'_>>, cpus| Cut::new(len, u64::MAX, asked.as_ref(), cpus);
-        assert_eq!(cut(GIB, None, 8), Cut::none(u64::MAX), "nobody asked: one key");
+        assert_eq!(cut(GIB, None, 8), Cut::none(u64::MAX), "not requested: one key");
         assert_eq!(cut(GIB, Some(asked(0, 0)), 8), Cut { part: GIB / 8, threads: 8 });
         assert_eq!(cut(GIB, Some(asked(3, 0)), 8), Cut { part: 342 << 20, threads: 3 });
         assert_eq!(cut(GIB, Some(asked(0, 0)), 1), Cut::none(u64::MAX), "one CPU gains nothing");
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_device_cuts_anyhow_is_registered_at_once() {
+    fn parts_over_the_device_limit_are_registered_in_parallel() {
         let cut = |len, asked: Option<Parallel<'_>>| Cut::new(len, GIB, asked.as_ref(), 8);
         assert_eq!(cut(4 * GIB, None), Cut { part: GIB, threads: 4 });
         assert_eq!(cut(40 * GIB, Some(asked(2, 0))), Cut { part: GIB, threads: 2 });

@@ -11,12 +11,12 @@ use super::{
     sys::{LinkLayer, PortAttr, PortState},
 };
 
-/// The port and the entry of its GID table that an application asked for.
+/// Port and GID table entry of the application's choice.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct PortChoice {
-    /// `None` for the first active port.
+    /// Number of the port; `None` for the first active port.
     pub(super) number: Option<u8>,
-    /// `None` for the best entry.
+    /// Index of the GID; `None` for the best entry.
     pub(super) gid_index: Option<u8>,
 }
 
@@ -53,7 +53,7 @@ impl Port {
             }
             return Self::describe(device, number, &attr, choice.gid_index);
         }
-        let why = "no port is active: bring the link up, or name a port";
+        let why = "bring the link up, or choose a port: no port is active";
         let refused = device.refuse(ErrorKind::Unavailable, "ibv_query_port", why);
         Err(refused.context("ports", down.join(", ")))
     }
@@ -70,7 +70,7 @@ impl Port {
             })
         };
         let no_gid = || {
-            let why = "the port has no such GID: give its network interface an address";
+            let why = "assign an address to the port's network interface: the port has no such GID";
             device.refuse(ErrorKind::Unavailable, "ibv_query_gid", why).context("port", number)
         };
         let gid = match gid_index {

@@ -44,7 +44,7 @@ pub(super) struct PostState {
 }
 
 impl Poster {
-    /// Takes over a queue pair whose first request gets this generation.
+    /// Creates a poster for a queue pair. The first request gets this generation.
     pub(super) fn new(
         domain: &Arc<DomainState>,
         pair: QueuePair,
@@ -124,7 +124,7 @@ impl Poster {
                     return self.submit(connection, requests, slice::from_mut(&mut wr), entry);
                 }
                 let bytes = chain.rma(domain, &held, pair, lists, rma)?;
-                // The last request of the chain: the others are in memory before it.
+                // The last request of the chain carries the data, after all others arrived.
                 if let (Some(data), Some(last)) = (data, chain.requests.last_mut()) {
                     carry(last, data);
                 }
@@ -183,8 +183,10 @@ impl Poster {
                 });
             }
             _ => {
-                return Err(domain
-                    .refuse_post(ErrorKind::Unsupported, "this operation is not known to verbs"));
+                return Err(domain.refuse_post(
+                    ErrorKind::Unsupported,
+                    "use another operation: verbs does not have this one",
+                ));
             }
         };
         self.submit(connection, requests, &mut chain.requests, entry)
@@ -204,7 +206,8 @@ impl Poster {
                 .refuse_post(ErrorKind::Again, "the receive queue is full: read completions"));
         }
         let post = self.domain.pd.device.ops().post_recv.ok_or_else(|| {
-            self.domain.refuse_post(ErrorKind::Unsupported, "this driver has no receives")
+            self.domain
+                .refuse_post(ErrorKind::Unsupported, "use another driver: this one has no receives")
         })?;
         entry.requests = 1;
         let wr_id = requests.admit(entry);
@@ -215,9 +218,9 @@ impl Poster {
             num_sge: segments.len() as i32,
         };
         let mut bad = ptr::null_mut();
-        // SAFETY: the queue pair is open under the lock; the request and its segments live for the
-        // call, and the memory that they name lies in regions that are registered, or were,
-        // in which case the NIC refuses their keys.
+        // SAFETY: the lock keeps the queue pair open. The request and its segments live for the
+        // call. The memory that they name lies in regions that are registered, or that were: the
+        // NIC then refuses their keys.
         errors::status(unsafe { post(pair.qp, &mut wr, &mut bad) }).map_err(|errno| {
             requests.take(wr_id);
             self.post_failed("ibv_post_recv", errno)
@@ -246,7 +249,8 @@ impl Poster {
             return Err(refused.context("requests", count).context("depth", most));
         }
         let post = self.domain.pd.device.ops().post_send.ok_or_else(|| {
-            self.domain.refuse_post(ErrorKind::Unsupported, "this driver has no sends")
+            self.domain
+                .refuse_post(ErrorKind::Unsupported, "use another driver: this one has no sends")
         })?;
         entry.requests = count;
         let wr_id = requests.admit(entry);
@@ -261,16 +265,15 @@ impl Poster {
             }
         }
         let mut bad = ptr::null_mut();
-        // SAFETY: the queue pair is open under the lock; requests and segments live for the call.
-        // The memory that they name lies in regions that are held registered until this
-        // returns; inline bytes are of memory that its region owns.
+        // SAFETY: the lock keeps the queue pair open. Requests and segments live for the call. The
+        // memory that they name lies in regions that this function keeps registered until it
+        // returns. Inline bytes are in memory that the region owns.
         let posted = errors::status(unsafe { post(pair.qp, first, &mut bad) });
         posted.map_err(|errno| {
             requests.take(wr_id);
             if !bad.is_null() && bad != first {
-                // Some of the chain is on its way and would go on behind the error: end the
-                // connection.
-                connection.fail("a partly posted request could not be stopped");
+                // Part of the chain was posted and would run without the rest: end the connection.
+                connection.fail("cannot stop a partly posted request");
             }
             self.post_failed("ibv_post_send", errno)
         })
@@ -283,16 +286,17 @@ impl Poster {
             12 => Error::new(ErrorKind::Again, symbol)
                 .errno(errno)
                 .provider(nic.to_string())
-                .remedy("the queue is full: read completions"),
+                .remedy("read completions: the queue is full"),
             22 => error.remedy(
-                "the endpoint is not connected (resolve the peer), or the request does not fit it",
+                "resolve the peer if it is not connected, or check the request against the \
+                 endpoint's limits",
             ),
             _ => error,
         }
     }
 
-    /// Turns a work completion into the completion of the request that it ends. Returns `None` if
-    /// the request is a lane's or ended before.
+    /// Translates a work completion to the completion of its request. Returns `None` if the request
+    /// belongs to a lane or ended before.
     pub(super) fn complete(&self, wc: &Wc) -> Option<Completion> {
         let (entry, failed_before) = {
             let mut state = self.state.lock();
@@ -301,8 +305,8 @@ impl Poster {
                 state.connection.note_failure();
             }
             let entry = state.requests.take(wc.wr_id)?;
-            // Under the lock: once the entry is taken, nothing else keeps the window from being
-            // replaced. A window that is no more bound need not be freed with the endpoint.
+            // Under the lock: after the entry is removed, nothing else keeps the window from being
+            // replaced. A window that is no longer bound need not be freed with the endpoint.
             if let Some(window) = entry.window {
                 let worked = wc.status == WcStatus::IBV_WC_SUCCESS;
                 if self.domain.windows.completed(window, entry.kind, worked, self.number) {
@@ -337,7 +341,7 @@ impl Poster {
         self.end(&entry, result, arrival)
     }
 
-    /// Notes that a peer's message invalidated a window's key, and returns the window.
+    /// Records that a peer's message invalidated a window's key. Returns the window.
     fn invalidated_by_peer(&self, wc: &Wc, entry: &InFlight) -> Option<u64> {
         let received =
             entry.kind == CompletionKind::Receive && wc.status == WcStatus::IBV_WC_SUCCESS;
@@ -345,8 +349,8 @@ impl Poster {
         invalidated.then(|| self.domain.windows.invalidated_by_peer(wc.invalidated_rkey)).flatten()
     }
 
-    /// Returns the completion of a request of the application. Passes the result of another to its
-    /// lane.
+    /// Returns the completion of an application's request. Passes the result of any other request
+    /// to its lane or call.
     pub(super) fn end(
         &self,
         entry: &InFlight,
@@ -393,7 +397,7 @@ impl Poster {
     }
 }
 
-/// Returns true if the request takes a receive of the peer.
+/// Returns true if the request consumes a receive of the peer.
 pub(super) fn takes_receive(operation: &Operation<'_>) -> bool {
     matches!(
         operation,
@@ -404,7 +408,7 @@ pub(super) fn takes_receive(operation: &Operation<'_>) -> bool {
 /// Returns the immediate data of an operation.
 ///
 /// # Errors
-/// InvalidArgument for data that is wider than the NIC carries.
+/// InvalidArgument: the data has more bits than the NIC carries.
 pub(super) fn immediate(domain: &DomainState, operation: &Operation<'_>) -> Result<Option<u32>> {
     let (Operation::WriteImmediate { data, .. } | Operation::SendImmediate { data, .. }) =
         operation
@@ -418,12 +422,12 @@ pub(super) fn immediate(domain: &DomainState, operation: &Operation<'_>) -> Resu
 /// Returns true if a successful receive names a key that the peer's message invalidated.
 fn has_invalidated(device: &OpenDevice, wc: &Wc) -> bool {
     let flags = WcFlags::from_bits_truncate(wc.wc_flags);
-    // rdma_rxe hands out the kernel's bit for an invalidated key, which is that of a checksum here.
-    // Checksums are of other transports than RC.
+    // rdma_rxe passes the kernel's bit for an invalidated key, which libibverbs defines as a
+    // checksum flag. RC has no checksums.
     flags.contains(WcFlags::WITH_INV) || (device.is_rxe() && flags.contains(WcFlags::IP_CSUM_OK))
 }
 
-/// Reads what a successful receive carries.
+/// Reads the data of a successful receive.
 fn arrived(device: &OpenDevice, wc: &Wc) -> Arrival {
     let with_data = WcFlags::from_bits_truncate(wc.wc_flags).contains(WcFlags::WITH_IMM);
     let written = wc.opcode == WcOpcode::IBV_WC_RECV_RDMA_WITH_IMM;

@@ -1,4 +1,4 @@
-//! The provider: a library, its devices, and how domains on them are opened.
+//! The provider: a library, its devices, and domains on them.
 
 use std::{
     collections::HashMap,
@@ -27,15 +27,14 @@ use super::{
     sys::{Functions, Pd},
 };
 
-/// Protection of pages under registration over `fork`, if the kernel does not protect them
-/// (MON-06).
+/// Protection of registered pages over `fork`, if the kernel does not protect them (MON-06).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ForkSafety {
-    /// `ibv_fork_init` where the kernel does not copy pinned pages at fork.
+    /// Calls `ibv_fork_init` if the kernel does not copy pinned pages at fork.
     #[default]
     Auto,
-    /// None: the application does not fork, or knows what it does.
+    /// No protection: for applications that do not fork.
     Off,
 }
 
@@ -57,7 +56,7 @@ impl Builder {
         self
     }
 
-    /// Uses these functions instead of a library's.
+    /// Uses these functions instead of those of a library.
     #[must_use]
     pub fn functions(mut self, functions: Functions) -> Self {
         self.functions = Some(functions);
@@ -72,40 +71,42 @@ impl Builder {
     }
 
     /// Sets whether the devices need the PCIe mapping of device memory
-    /// (`CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` of CUDA), which no call reports. They need it
-    /// on platforms with a coherent link between CPU and GPU, say. An export with the mapping is
-    /// then tried first, and if it is refused, one without. The decision's trace has both.
+    /// (`CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` of CUDA), as on platforms with a coherent
+    /// link between CPU and GPU. No call reports it. If set, an export with the mapping is tried
+    /// first. If that is refused, an export without the mapping is tried. The decision's trace has
+    /// both.
     ///
-    /// Overrides [`Verbs::PCIE_MAPPING_VARIABLE`]. Default, without either: off.
+    /// Overrides [`Verbs::PCIE_MAPPING_VARIABLE`]. The default without either is off.
     #[must_use]
     pub fn pcie_mapping_first(mut self, first: bool) -> Self {
         self.pcie_mapping_first = Some(first);
         self
     }
 
-    /// Sets the options of every registration. [`VerbsDomain::register_with`] sets those of one.
+    /// Sets the options of every registration. [`VerbsDomain::register_with`] sets them for one
+    /// registration.
     #[must_use]
     pub fn options(mut self, options: VerbsOptions) -> Self {
         self.domain.options = options;
         self
     }
 
-    /// Speaks through this port instead of the first active one.
+    /// Uses this port instead of the first active one.
     #[must_use]
     pub fn port(mut self, port: u8) -> Self {
         self.domain.port.number = Some(port);
         self
     }
 
-    /// Speaks from this entry of the port's GID table instead of the best one.
+    /// Uses this entry of the port's GID table instead of the best one.
     #[must_use]
     pub fn gid_index(mut self, index: u8) -> Self {
         self.domain.port.gid_index = Some(index);
         self
     }
 
-    /// Splits registrations longer than this many bytes, if the device's own limit is not smaller
-    /// (VRB-07).
+    /// Splits registrations that are longer than this many bytes (VRB-07). A smaller limit of the
+    /// device still applies.
     #[must_use]
     pub fn max_registration(mut self, bytes: u64) -> Self {
         self.domain.max_registration = bytes;
@@ -113,7 +114,7 @@ impl Builder {
     }
 
     /// Connects both sides at `resolve` if the peer is an endpoint of this provider in this
-    /// process. Connects them again after a failed completion, as if they were connectionless. For
+    /// process. Reconnects them after a failed completion, as if they were connectionless. For
     /// tests and single-process tools.
     #[must_use]
     pub fn connect_in_process(mut self, connect: bool) -> Self {
@@ -121,8 +122,8 @@ impl Builder {
         self
     }
 
-    /// Sets the time after which the bind of a type 1 window counts as failed. Default: 30 seconds.
-    /// Binds are local, so only a device that is gone or stuck takes that long.
+    /// Sets the timeout for binds of type 1 windows. The default is 30 seconds. Binds are local, so
+    /// only a device that was removed or is stuck takes that long.
     #[must_use]
     pub fn bind_timeout(mut self, timeout: Duration) -> Self {
         self.domain.bind_timeout = Some(timeout);
@@ -132,24 +133,27 @@ impl Builder {
     /// Loads the library.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] naming the library, with the loader's reason or the symbol that
-    /// it lacks; [`ErrorKind::InvalidArgument`] naming [`Verbs::PCIE_MAPPING_VARIABLE`] if its
-    /// value is none of those listed there.
+    /// - [`ErrorKind::Unavailable`]: the library or one of its symbols cannot be loaded. The error
+    ///   names the library, with the loader's reason or the symbol.
+    /// - [`ErrorKind::InvalidArgument`]: the value of [`Verbs::PCIE_MAPPING_VARIABLE`] is not a
+    ///   listed one. The error names the variable.
     pub fn build(self) -> Result<Verbs> {
         let pcie_mapping_first = self.needs_pcie_mapping()?;
         let library = self.start()?;
         Verbs::new(library, pcie_mapping_first, self.domain, None)
     }
 
-    /// Uses another crate's protection domain: the provider's one NIC is that of its context, and
-    /// every domain opened registers in it (VRB-04).
+    /// Uses another crate's protection domain (VRB-04). The provider's only NIC is the NIC of its
+    /// context, and every domain of the provider registers in it.
     ///
-    /// The lkey and rkey of such regions ([`VerbsDomain::keys`]) work in that crate's work requests
-    /// on the protection domain. The provider neither deallocates it nor closes its context.
+    /// The lkey and rkey of these regions ([`VerbsDomain::keys`]) work in the other crate's work
+    /// requests on the protection domain. The provider neither deallocates it nor closes its
+    /// context.
     ///
     /// # Errors
-    /// As [`Builder::build`]; InvalidArgument for a null pointer; what the driver reported about
-    /// the device.
+    /// - The errors of [`Builder::build`].
+    /// - InvalidArgument: the pointer is null.
+    /// - The driver's error from querying the device.
     ///
     /// # Safety
     /// `pd` is a live `ibv_pd` of the same copy of libibverbs that this provider loads (or was
@@ -173,7 +177,7 @@ impl Builder {
     /// /// # Safety
     /// /// `pd` is alive until this returns.
     /// unsafe fn register_beside(pd: *mut c_void, registry: Arc<Registry>) -> Result<()> {
-    ///     // SAFETY: the caller keeps the protection domain, and nothing of ours outlives the call.
+    ///     // SAFETY: the caller keeps the protection domain alive until this function returns.
     ///     let verbs = unsafe { Verbs::builder().with_pd(pd) }?;
     ///     let paths = Arc::new(DefaultPathSelector::new());
     ///     let domain = Domain::open(&verbs, registry, paths, DomainAttr::default())?;
@@ -189,18 +193,19 @@ impl Builder {
         if pd.is_null() {
             return Err(Error::new(ErrorKind::InvalidArgument, "with_pd")
                 .provider("verbs")
-                .remedy("give a protection domain of ibv_alloc_pd"));
+                .remedy("pass a protection domain of ibv_alloc_pd"));
         }
         let pcie_mapping_first = self.needs_pcie_mapping()?;
         let library = self.start()?;
         // SAFETY: the caller vouches for the protection domain.
         let device = Arc::new(unsafe { OpenDevice::borrowed(&library, pd, pcie_mapping_first) }?);
-        // SAFETY: the caller keeps it alive for as long as anything opened from the provider.
+        // SAFETY: the caller keeps the protection domain alive as long as anything opened from the
+        // provider.
         let pd = unsafe { ProtectionDomain::borrowed(&device, pd) };
         Verbs::new(library, pcie_mapping_first, self.domain, Some((pd, Arc::default())))
     }
 
-    /// Returns the builder's setting, or else that of the environment.
+    /// Returns the setting of the builder or, without one, of the environment.
     fn needs_pcie_mapping(&self) -> Result<bool> {
         const VARIABLE: &str = Verbs::PCIE_MAPPING_VARIABLE;
         let refused =
@@ -244,10 +249,11 @@ struct Inner {
     pcie_mapping_first: bool,
     options: DomainOptions,
     brought: Option<(ProtectionDomain, Arc<ActiveLanes>)>,
-    /// Kept open: opening costs milliseconds, and every domain of a device can share one context.
+    /// Devices stay open: opening takes milliseconds, and every domain of a device can share one
+    /// context.
     devices: Mutex<HashMap<String, Device>>,
     fabric: Arc<Fabric>,
-    /// The process that opened the provider, the only one in which it opens domains.
+    /// The process that opened the provider. Only this process opens domains.
     process: ProcessMark,
 }
 
@@ -272,7 +278,7 @@ impl Verbs {
         Self::builder().build()
     }
 
-    /// Starts building.
+    /// Returns a builder with the default options.
     #[must_use]
     pub fn builder() -> Builder {
         Builder::default()
@@ -299,20 +305,20 @@ impl Verbs {
         })
     }
 
-    /// Returns the library in use, as it was named.
+    /// Returns the name of the library, as the caller gave it.
     #[must_use]
     pub fn library(&self) -> &str {
         self.inner.library.functions.library()
     }
 
-    /// Returns how pages under registration survive a `fork`.
+    /// Returns the protection of registered pages over `fork`.
     #[must_use]
     pub fn fork_support(&self) -> &ForkSupport {
         &self.inner.library.fork
     }
 
-    /// Returns the devices that are present and cannot be opened, which [`Provider::nics`] leaves
-    /// out, with the reason for each.
+    /// Returns the present devices that cannot be opened, with the reason for each.
+    /// [`Provider::nics`] leaves them out.
     ///
     /// # Errors
     /// Unavailable if there is no device at all.
@@ -323,7 +329,7 @@ impl Verbs {
         Ok(self.survey()?.1)
     }
 
-    /// Opens all devices. Returns those that could be opened, and those that could not.
+    /// Opens all devices. Returns the attributes of open devices, and the errors of the others.
     fn survey(&self) -> Result<(Vec<ProviderAttr>, LeftOut)> {
         let names = self.inner.library.device_names()?;
         self.inner.devices.lock().retain(|name, _| names.contains(name));
@@ -379,8 +385,8 @@ impl Provider for Verbs {
                         .refuse(ErrorKind::InvalidArgument, "open domain", why)
                         .context("nic", request.nic.as_deref().unwrap_or_default()));
                 }
-                // SAFETY: `with_pd`'s caller keeps it alive for as long as anything opened from
-                // this provider.
+                // SAFETY: the caller of `with_pd` keeps the protection domain alive as long as
+                // anything opened from this provider.
                 let pd = unsafe { ProtectionDomain::borrowed(device, brought.pd) };
                 (pd, Arc::clone(active))
             }

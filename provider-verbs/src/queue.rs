@@ -16,16 +16,16 @@ use rustc_hash::FxHashMap;
 
 use super::{cq::VerbsCq, device::OpenDevice, post::Poster, ready::Ready, sys::Wc};
 
-/// A completion queue, and the posters whose requests complete to it.
+/// A completion queue, and the posters that complete to it.
 pub(super) struct CqState {
     cq: VerbsCq,
     posters: RwLock<FxHashMap<u32, Weak<Poster>>>,
     /// Completions read from the NIC before the application asked for them.
     ready: Arc<Ready>,
-    /// Held by the one thread that sleeps for the queue. Others that wait do so for their turn.
+    /// Locked by the one thread that sleeps for the queue. Other waiting threads sleep on the lock.
     turn: Mutex<()>,
-    /// Held while completions go from the NIC to a reader. A staged transfer's progress reads the
-    /// NIC too, and completions keep their order.
+    /// Locked while completions go from the NIC to a reader, to keep their order. The progress of a
+    /// staged transfer reads the NIC too.
     asking: ReentrantMutex<()>,
 }
 
@@ -55,10 +55,10 @@ impl CqState {
         self.ready.push(completion);
     }
 
-    /// Passes on what the NIC has completed, up to `max`.
+    /// Passes up to `max` completions of the NIC to `deliver`. Returns their number.
     fn poll(&self, max: usize, mut deliver: impl FnMut(Completion)) -> Result<usize> {
         let mut delivered = 0;
-        // Not zeroed: it would be most of the work of an empty poll.
+        // Not zeroed: zeroing would be most of the cost of an empty poll.
         let mut batch = [const { MaybeUninit::<Wc>::uninit() }; BATCH];
         while delivered < max {
             let wanted = (max - delivered).min(BATCH);
@@ -104,7 +104,7 @@ impl CqState {
         self.poll(usize::MAX, keep).map(|_| ())
     }
 
-    /// Returns true if the NIC tells of completions.
+    /// Returns true if the NIC reports completions by a channel.
     pub(super) fn has_channel(&self) -> bool {
         self.cq.channel().is_some()
     }
@@ -124,11 +124,12 @@ impl CqState {
 
     /// Makes the fd unreadable until the next completion. Returns false if there are completions.
     ///
-    /// Requests that complete after the NIC was asked make the fd readable. Those that completed
-    /// before are polled here, after the NIC was asked.
+    /// Requests that complete after the NIC was armed make the fd readable. This call then polls
+    /// those that completed before.
     ///
     /// # Errors
-    /// BadState if nothing will complete any more. The error of a device that is gone.
+    /// - BadState: nothing will complete any more.
+    /// - The driver's error if the device was removed.
     pub(super) fn arm(&self) -> Result<bool> {
         self.ready.hush(self.cq.channel())?;
         self.cq.arm()?;
@@ -139,7 +140,7 @@ impl CqState {
     /// Returns true if there are completions in memory.
     ///
     /// # Errors
-    /// BadState if there are none and nothing will complete any more.
+    /// BadState: there are none, and nothing will complete any more.
     pub(super) fn check_open(&self) -> Result<bool> {
         let ready = self.ready.lock();
         if !ready.completions.is_empty() {
@@ -152,7 +153,7 @@ impl CqState {
         Err(Error::new(ErrorKind::BadState, "wait for completions")
             .provider(self.cq.device().nic().to_string())
             .context("why", "the domain of the queue is closed")
-            .remedy("nothing completes to this queue any more: drop it"))
+            .remedy("drop the queue: nothing completes to it any more"))
     }
 
     /// Sleeps until the fd is readable, or for `time` at most.
@@ -183,12 +184,12 @@ impl Queues {
     pub(super) fn detach(&self, poster: &Poster) {
         for queue in [&self.tx, &self.rx] {
             queue.posters.write().remove(&poster.number());
-            // Nothing may complete any more.
+            // The queue may have no poster left, so its readers check that.
             queue.ready.ring();
         }
     }
 
-    /// Wakes the threads that sleep for one of the queues.
+    /// Wakes the threads that sleep for either queue.
     pub(super) fn ring(&self) {
         self.tx.ready.ring();
         self.rx.ready.ring();

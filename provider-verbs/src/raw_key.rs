@@ -1,9 +1,9 @@
-//! Raw keys: the bytes in which a region's key goes to a peer.
+//! Raw keys: the encoding of a region's key for peers.
 
 use hmem_core::{Addressing, Error, ErrorKind, Iova, RawKey, RemotePiece, Result};
 
-/// Bytes of the raw key of a region with one registration. Each further registration adds the
-/// bytes of a piece.
+/// Length in bytes of the raw key of a region with one registration. Each further registration adds
+/// a piece.
 pub(super) const RAW_KEY: usize = HEADER + PIECE;
 const HEADER: usize = 4;
 const PIECE: usize = 20;
@@ -31,7 +31,7 @@ pub(super) fn decode(raw: &RawKey) -> Result<Vec<RemotePiece>> {
         Error::new(ErrorKind::Malformed, "map raw key")
             .provider("verbs")
             .context("bytes", raw.0.len())
-            .remedy("pass on the bytes of raw_attr unchanged and whole")
+            .remedy("pass the bytes of raw_attr unchanged and complete")
     };
     let body = raw.0.strip_prefix(&MAGIC).ok_or_else(malformed)?;
     let Some((0 | 1, body)) = body.split_first().map(|(zero, body)| (*zero, body)) else {
@@ -61,7 +61,7 @@ mod tests {
 
     /// KEY-06
     #[test]
-    fn raw_keys_of_all_versions_are_read() {
+    fn raw_keys_of_all_versions_are_decoded() {
         corpus::check("raw-key-verbs", u32::from(MAGIC[2]), |bytes| {
             let pieces = decode(&RawKey(bytes.to_vec())).expect("a raw key");
             let piece = |piece: &RemotePiece| {

@@ -1,8 +1,8 @@
-//! Completions in memory, and the file descriptor on which threads sleep until there are more.
+//! Completions in memory, and the file descriptor on which threads sleep for more.
 //!
-//! The NIC tells of its completions by the queue's completion channel. Those that do not come from
-//! the NIC (of staged transfers, and of requests that a closing endpoint cancels) make an event fd
-//! readable. An epoll fd stands for both.
+//! The NIC reports its completions by the queue's completion channel. Other completions (of staged
+//! transfers, and of requests that a closing endpoint cancels) make an event fd readable. An epoll
+//! fd combines the two.
 
 use std::{
     collections::VecDeque,
@@ -23,14 +23,14 @@ use rustix::event::{
 #[derive(Debug, Default)]
 pub(super) struct Ready {
     state: Mutex<ReadyState>,
-    /// Made when a thread first sleeps, or asks for the fd.
+    /// Created when a thread first sleeps or requests the fd.
     alarm: OnceLock<Alarm>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct ReadyState {
     pub(super) completions: VecDeque<Completion>,
-    /// The domain of the queue is gone.
+    /// Set once the domain of the queue is closed.
     pub(super) closed: bool,
 }
 
@@ -63,19 +63,19 @@ impl Ready {
         self.ring();
     }
 
-    /// Notes that the domain is gone.
+    /// Records that the domain is closed.
     pub(super) fn close(&self) {
         self.lock().closed = true;
         self.ring();
     }
 
-    /// Wakes the threads that sleep. A thread that makes the alarm now locks the state afterwards, and finds
-    /// what the caller changed under that lock.
+    /// Wakes the sleeping threads. A thread that creates the alarm now locks the state afterwards,
+    /// and sees the caller's change.
     pub(super) fn ring(&self) {
         if let Some(alarm) = self.alarm.get()
             && let Err(errno) = rustix::io::write(&alarm.event, &1u64.to_ne_bytes())
         {
-            tracing::error!(%errno, "a sleeping thread could not be woken");
+            tracing::error!(%errno, "cannot wake a sleeping thread");
         }
     }
 
@@ -89,14 +89,14 @@ impl Ready {
         Ok(self.alarm.get_or_init(|| made))
     }
 
-    /// Returns the fd that is readable while there is an event of the channel or a ring.
+    /// Returns the fd that is readable while there is an event of the channel or of a ring.
     pub(super) fn fd(&self, channel: Option<BorrowedFd<'_>>) -> Result<BorrowedFd<'_>> {
         Ok(self.alarm(channel)?.epoll.as_fd())
     }
 
-    /// Takes the rings of before.
+    /// Clears earlier wake-ups by [`Self::ring`].
     pub(super) fn hush(&self, channel: Option<BorrowedFd<'_>>) -> Result<()> {
-        // Nothing to read is an error of the call, and no failure.
+        // Without a ring the read fails with EAGAIN, which is not a failure here.
         let _ = rustix::io::read(&self.alarm(channel)?.event, &mut [0; 8]);
         Ok(())
     }
@@ -108,7 +108,7 @@ impl Ready {
         time: Option<Duration>,
     ) -> Result<()> {
         let epoll = self.fd(channel)?;
-        // A time that is longer than the kernel counts is one without a limit.
+        // A time that the kernel cannot represent counts as no limit.
         let time = time.and_then(|time| Timespec::try_from(time).ok());
         match poll(&mut [PollFd::new(&epoll, PollFlags::IN)], time.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),

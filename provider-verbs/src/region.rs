@@ -1,4 +1,4 @@
-//! Regions: one or several registrations presented as one.
+//! Regions: one or several registrations behind one handle.
 
 use std::{
     collections::hash_map::{Entry, OccupiedEntry},
@@ -25,18 +25,18 @@ use super::{
     sys::{AccessFlags, Mr},
 };
 
-/// The keys of one registration, as any code that works on the same protection domain can use them
-/// (VRB-04).
+/// Keys of one registration, for any code that uses the same protection domain (VRB-04).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct VerbsKey {
-    /// The application's addresses.
+    /// Addresses in the application.
     pub range: AddressRange,
-    /// The start of the range in the NIC's addresses: the application's, or 0 with ZERO_BASED.
+    /// Start of the range in the NIC's addresses: equal to the application's address, or 0 with
+    /// ZERO_BASED.
     pub base: u64,
-    /// For local segments.
+    /// Key for local segments.
     pub lkey: u32,
-    /// For peers.
+    /// Key for peers.
     pub rkey: u32,
 }
 
@@ -47,25 +47,25 @@ pub(super) struct Part {
     pub(super) key: VerbsKey,
 }
 
-// SAFETY: libibverbs objects may be used from any thread; the region that holds the part is the
-// only one to deregister it.
+// SAFETY: libibverbs objects may be used from any thread, and only the region that holds the part
+// deregisters it.
 unsafe impl Send for Part {}
-// SAFETY: a shared reference is only read. Its key is plain data, and drivers are handed the
-// pointer under the table's lock, or by the thread that took the region out.
+// SAFETY: a shared reference only allows reads. The key is plain data. Drivers get the pointer
+// under the table's lock, or from the thread that removed the region.
 unsafe impl Sync for Part {}
 
-/// The registrations of a region, in the order of its ranges: most have one, and allocate nothing
-/// for it.
+/// Registrations of a region, in the order of its ranges. Most regions have one, which needs no
+/// allocation.
 pub(super) type Parts = SmallVec<[Part; 1]>;
 
 /// The CPU's access to a region's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CpuAccess {
-    /// The region owns it: plain loads.
+    /// The region owns the memory, so plain loads are safe.
     Owned,
-    /// Host pages that may be gone: the kernel's fault-safe copy.
+    /// Host pages that may be unmapped: the kernel copies them.
     Guarded,
-    /// None.
+    /// The CPU cannot access the memory.
     None,
 }
 
@@ -79,17 +79,17 @@ pub(super) struct Region {
     pub(super) kind: Kind,
 }
 
-/// The owner of a region, and the NIC's access to it.
+/// Kind of a region: its owner, and how the NIC reaches it.
 #[derive(Clone, Debug)]
 pub(super) enum Kind {
-    /// The application's, registered with the NIC.
+    /// Application memory, registered with the NIC.
     Registered,
-    /// The application's, reached through the staging buffers.
+    /// Application memory, reached through the staging buffers.
     Staged(Arc<StagedRegion>),
     /// The staging buffers.
     Buffers,
-    /// Stands in for a region whose rights a driver call is changing. The thread that changes them
-    /// holds the lock.
+    /// Placeholder for a region while a driver call changes its rights. The changing thread holds
+    /// the lock.
     Changing(Arc<Mutex<()>>),
 }
 
@@ -100,8 +100,8 @@ pub(super) enum Local {
     Staged(Arc<StagedRegion>),
 }
 
-/// Local keys from here up name regions whose lkey cannot stand for them: several, or not the
-/// application's addresses.
+/// Local keys from this value on are handles of regions that one lkey cannot describe: regions of
+/// several registrations, or with other addresses than the application's.
 const NAMED: u64 = 1 << 63;
 
 /// The regions of a domain, by local key.
@@ -114,20 +114,21 @@ pub(super) struct Regions {
 fn unknown(operation: &'static str) -> Error {
     Error::new(ErrorKind::InvalidArgument, operation)
         .provider("verbs")
-        .remedy("the region is not registered here, or is closed")
+        .remedy("use an open region of this domain")
 }
 
 fn changing(operation: &'static str) -> Error {
     Error::new(ErrorKind::Busy, operation)
         .provider("verbs")
-        .remedy("another thread is changing the region's rights: wait until `rereg` has returned")
+        .remedy("wait until `rereg` has returned: another thread is changing the region's rights")
 }
 
 /// Returns the error for a key of staged memory, which peers cannot reach.
 fn no_remote_key(operation: &'static str) -> Error {
-    Error::new(ErrorKind::KeyNotAvailable, operation).provider("verbs").context("path", "staged").remedy(
-        "a peer's NIC cannot reach memory through copies: let this side write, read or exchange messages, or make a \
-         direct path work",
+    let error = Error::new(ErrorKind::KeyNotAvailable, operation).provider("verbs");
+    error.context("path", "staged").remedy(
+        "a peer's NIC cannot reach memory through copies: let this side write, read or exchange \
+         messages, or make a direct path work",
     )
 }
 
@@ -167,7 +168,7 @@ impl Region {
         None
     }
 
-    /// Cuts a local segment into runs of one lkey.
+    /// Splits a local segment into runs of one lkey.
     fn spans(&self, mut address: Address, mut left: u64, out: &mut Vec<Span>) -> Option<()> {
         while left > 0 {
             let part = self.part_at(address)?;
@@ -181,7 +182,7 @@ impl Region {
     }
 }
 
-/// A region whose place in the table a stand-in holds. Dropping the value puts the region back.
+/// A region that a placeholder replaces in the table. Dropping the value puts the region back.
 struct Changed<'a> {
     regions: &'a Regions,
     handle: ProviderRegion,
@@ -217,8 +218,8 @@ impl Regions {
         known_as(local)
     }
 
-    /// Runs `with` on a region's place in the table. Waits while another thread changes the region,
-    /// since the driver handles one call at a time for a registration.
+    /// Runs `with` on a region's slot in the table. Waits while another thread changes the region,
+    /// as drivers handle one call at a time for a registration.
     fn settled<T>(
         &self,
         handle: ProviderRegion,
@@ -237,10 +238,10 @@ impl Regions {
         }
     }
 
-    /// Runs `change`, which calls the driver, on a region that is out of the table during the call:
-    /// no lock of the table is held over a driver call. A stand-in takes the region's place. It
-    /// reserves the region's name, since the keys may pass to other regions, and makes
-    /// [`Regions::take`] wait. The region returns to its place after a panic too.
+    /// Runs `change`, which calls the driver, on a region. The region is out of the table during
+    /// the call, so that no lock of the table is held. A placeholder reserves the region's handle,
+    /// since the keys may pass to other regions, and makes [`Regions::take`] wait. The region
+    /// returns to the table after a panic too.
     pub(super) fn change(
         &self,
         handle: ProviderRegion,
@@ -252,7 +253,8 @@ impl Regions {
         let region = self.settled(handle, operation, |mut held| {
             if matches!(held.get().kind, Kind::Staged(_)) {
                 return Err(Error::new(ErrorKind::Unsupported, operation).provider("verbs").remedy(
-                    "a staged region is not registered with the NIC: close it and register again",
+                    "close the region and register again: staged regions are not registered with \
+                     the NIC",
                 ));
             }
             let stand_in = Region {
@@ -269,23 +271,23 @@ impl Regions {
         change(&mut changed.region)
     }
 
-    /// Takes a region out to deregister it. Waits while another thread changes it.
+    /// Removes a region to deregister it. Waits while another thread changes it.
     pub(super) fn take(&self, handle: ProviderRegion) -> Result<Region> {
         self.settled(handle, "deregister", |held| Ok(held.remove()))
     }
 
-    /// Puts a region back that was taken out.
+    /// Puts a removed region back.
     pub(super) fn put_back(&self, handle: ProviderRegion, region: Region) {
         self.map.write().insert(handle.token, region);
     }
 
-    /// Keeps every region where it is: a post that copies inline reads memory that a close on
-    /// another thread would free.
+    /// Locks the table, so that every region stays registered. A post that copies inline reads
+    /// memory that a close on another thread would free.
     pub(super) fn hold(&self) -> Held<'_> {
         Held(self.map.read())
     }
 
-    /// Runs `with` while the region cannot go away.
+    /// Runs `with` on a region. The region stays in the table during the call.
     pub(super) fn with<T>(
         &self,
         region: ProviderRegion,
@@ -311,8 +313,8 @@ impl Regions {
             })
     }
 
-    /// Returns how the NIC reaches a local segment, after the checks of [`Held::translate`], for a
-    /// right if one is given.
+    /// Returns how the NIC reaches a local segment. Checks the segment like [`Held::translate`],
+    /// with a right if one is given.
     pub(super) fn local(&self, segment: &LocalSegment, right: Option<Access>) -> Result<Local> {
         let staged = segment.desc.filter(|_| segment.len > 0).and_then(|desc| {
             let map = self.map.read_recursive();
@@ -353,8 +355,8 @@ impl Regions {
         counts
     }
 
-    /// Deregisters a region that was taken out. Puts the registrations that the driver keeps back,
-    /// so that the call can be made again.
+    /// Deregisters a removed region. Registrations that the driver refuses to release go back into
+    /// the table, so that the call can be retried.
     pub(super) fn deregister(
         &self,
         pd: &ProtectionDomain,
@@ -371,16 +373,18 @@ impl Regions {
         Ok(())
     }
 
-    /// Deregisters what is left when its domain goes.
+    /// Deregisters all remaining regions of a domain that is dropped.
     pub(super) fn clear(&self, pd: &ProtectionDomain) {
         let map = std::mem::take(&mut *self.map.write());
         let left = map.values().filter(|region| !matches!(region.kind, Kind::Buffers)).count();
         if left > 0 {
-            tracing::warn!(nic = %pd.device.nic(), regions = left, "a domain went with regions open");
+            let nic = pd.device.nic();
+            tracing::warn!(%nic, regions = left, "a domain was dropped with open regions");
         }
         for part in map.into_values().flat_map(|region| region.parts) {
             if let Err(error) = release(pd, &part) {
-                tracing::error!(%error, range = %part.key.range, "a region is left to the process's end");
+                let range = part.key.range;
+                tracing::error!(%error, %range, "a region stays registered until the process ends");
             }
         }
     }
@@ -416,7 +420,7 @@ impl Regions {
     }
 }
 
-/// The table of regions, locked so that every region stays.
+/// Lock of the table of regions, which keeps every region in it.
 pub(super) struct Held<'a>(RwLockReadGuard<'a, FxHashMap<u64, Region>>);
 
 impl Held<'_> {
@@ -436,8 +440,8 @@ impl Held<'_> {
         (inside && region.access.contains(right)).then_some((part.key, region.cpu))
     }
 
-    /// Translates a local segment. Checks its right and its bounds, over which the NIC would end
-    /// the connection.
+    /// Translates a local segment. Checks its right and bounds, as the NIC would end the connection
+    /// otherwise.
     pub(super) fn translate(
         &self,
         desc: Option<LocalKey>,
@@ -459,11 +463,11 @@ impl Held<'_> {
             }
             return Err(refuse(
                 ErrorKind::NoRegion,
-                "give the descriptor of the region that the memory lies in",
+                "pass the descriptor of the region that holds the memory",
             ));
         };
         let region = self.0.get(&desc.to_provider()).ok_or_else(|| {
-            refuse(ErrorKind::NoRegion, "the descriptor is of no open region of this domain")
+            refuse(ErrorKind::NoRegion, "pass a descriptor of an open region of this domain")
         })?;
         if matches!(region.kind, Kind::Changing(_)) {
             return Err(changing("post").context("address", address).context("length", len));
@@ -479,14 +483,14 @@ impl Held<'_> {
         if len > 0 && matches!(region.kind, Kind::Staged(_)) {
             return Err(refuse(
                 ErrorKind::Unsupported,
-                "the region is reached through staged copies, which cannot be atomic: atomics take host memory or a \
-                 direct path",
+                "the region is reached through staged copies, which cannot be atomic: atomics take \
+                 host memory or a direct path",
             ));
         }
         let before = out.len();
         if region.spans(address, len, out).is_none() {
             out.truncate(before);
-            return Err(refuse(ErrorKind::OutOfBounds, "the segment reaches outside its region"));
+            return Err(refuse(ErrorKind::OutOfBounds, "use a segment inside its region"));
         }
         Ok(region.cpu)
     }
@@ -495,13 +499,13 @@ impl Held<'_> {
 /// Deregisters one part.
 pub(super) fn release(pd: &ProtectionDomain, part: &Part) -> Result<()> {
     let deregister = pd.device.library().functions.dereg_mr;
-    // SAFETY: the part was registered in this domain and was taken out of its map, so that nobody
-    // else has it.
+    // SAFETY: the part was registered in this domain, and the caller removed it from the table, so
+    // no other thread has it.
     errors::status(unsafe { deregister(part.mr) }).map_err(|errno| {
         let error = Error::os(errno, "ibv_dereg_mr")
             .provider(pd.device.nic().to_string())
             .context("range", part.key.range);
-        // rxe answers EINVAL where the manual says EBUSY.
-        error.remedy("if a memory window is bound to the region, free or unbind it first")
+        // rxe returns EINVAL instead of the documented EBUSY.
+        error.remedy("free or unbind the memory windows of the region first")
     })
 }

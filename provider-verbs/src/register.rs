@@ -1,4 +1,4 @@
-//! Registering: checks, options, cuts, and the calls by address and by dma-buf.
+//! Registration: checks, options, splitting, and the calls by address and by dma-buf.
 
 use std::{
     ffi::c_int,
@@ -24,7 +24,7 @@ use super::{
 
 const REREG: &str = "ibv_rereg_mr";
 
-/// The protection domain, table and limit of a domain's registrations.
+/// Protection domain, table and limit of a domain's registrations.
 #[derive(Debug)]
 pub(super) struct Registrar<'a> {
     pub(super) pd: &'a ProtectionDomain,
@@ -37,28 +37,28 @@ impl Registrar<'_> {
         self.pd.device.refuse(kind, operation, why.into())
     }
 
-    /// Refuses what no registration can have.
+    /// Refuses requests that verbs cannot serve.
     pub(super) fn check(&self, request: &Registration<'_>) -> Result<()> {
         let refuse = |kind, why: &'static str| Err(self.refuse(kind, "register", why));
         if let KeyRequest::Application(_) = request.key {
-            return refuse(ErrorKind::KeyRejected, "verbs chooses keys: offer PROV_KEY");
+            return refuse(ErrorKind::KeyRejected, "offer PROV_KEY: verbs chooses keys");
         }
         if !request.auth_key.0.is_empty() {
             return refuse(
                 ErrorKind::Unsupported,
-                "verbs has no authorization keys: separate peers by protection domains (domains)",
+                "separate peers by domains (protection domains): verbs has no authorization keys",
             );
         }
         if request.page_size != 0 && request.page_size != rustix::param::page_size() {
             return refuse(
                 ErrorKind::BadPageSize,
-                "verbs takes its page size from the mapping: use 0",
+                "use page size 0: verbs takes it from the mapping",
             );
         }
         Ok(())
     }
 
-    /// Registers in fi words.
+    /// Registers with libfabric's rights.
     pub(super) fn register(
         &self,
         request: &Registration<'_>,
@@ -80,7 +80,8 @@ impl Registrar<'_> {
         if tracing::enabled!(tracing::Level::DEBUG) {
             let added = added(request.access, self.pd.device.rights());
             if !added.is_empty() {
-                tracing::debug!(nic = %self.pd.device.nic(), added = %names(added), "rights added: verbs demands them");
+                let nic = self.pd.device.nic();
+                tracing::debug!(%nic, added = %names(added), "rights added, as verbs requires them");
             }
         }
         self.register_pieces(
@@ -97,12 +98,12 @@ impl Registrar<'_> {
         let access = Access::READ | Access::WRITE | Access::SEND | Access::RECV;
         let flags = access_flags(access, self.pd.device.rights());
         let piece = Piece { range, backing: Backing::Host { owned: true } };
-        // A completion tells when they are filled.
+        // Relaxed ordering is safe: the completion says when a buffer is filled.
         let options = self.pd.device.relaxed_ordering();
         self.register_pieces(access, flags, &[piece], options, (None, Kind::Buffers))
     }
 
-    /// Registers host pages in verbs' words.
+    /// Registers host pages with verbs flags.
     pub(super) fn register_flags(
         &self,
         range: AddressRange,
@@ -142,7 +143,8 @@ impl Registrar<'_> {
         }
         let parts = std::mem::take(&mut made.parts);
         if parts.len() > pieces.len() {
-            tracing::debug!(nic = %self.pd.device.nic(), parts = parts.len(), max = self.max, "region split");
+            let nic = self.pd.device.nic();
+            tracing::debug!(%nic, parts = parts.len(), max = self.max, "region split");
         }
         Ok(self.regions.insert(Region { access, flags, options, cpu, parts, kind }))
     }
@@ -156,7 +158,7 @@ impl Registrar<'_> {
             return lacks("ON_DEMAND", format!("{} does not page on demand", device.nic().name));
         }
         if options.contains(VerbsOptions::HUGETLB) {
-            // No capability bit exists; the manual ties the flag to on-demand regions.
+            // Devices report no such capability. The manual limits the flag to on-demand regions.
             if !device.on_demand() {
                 return lacks(
                     "HUGETLB",
@@ -199,7 +201,7 @@ impl Registrar<'_> {
         Ok(())
     }
 
-    /// Refuses HUGETLB for memory that does not lie in huge pages: the driver may trust the flag.
+    /// Refuses HUGETLB for memory outside huge pages, as the driver may trust the flag.
     fn check_huge(&self, piece: &Piece<'_>) -> Result<()> {
         let refuse = |why| {
             self.refuse(ErrorKind::InvalidArgument, "register", why)
@@ -207,15 +209,15 @@ impl Registrar<'_> {
                 .context("range", piece.range)
         };
         if !matches!(piece.backing, Backing::Host { .. }) {
-            return Err(refuse("HUGETLB is for host memory: register without it"));
+            return Err(refuse("register without HUGETLB: it is for host memory"));
         }
         match lies_in_huge_pages(piece.range) {
             Ok(true) => Ok(()),
             Ok(false) => Err(refuse(
-                "the memory does not lie in huge pages: map it with MAP_HUGETLB or from hugetlbfs",
+                "map the memory with MAP_HUGETLB or from hugetlbfs: it does not lie in huge pages",
             )),
             Err(error) => {
-                Err(refuse("HUGETLB needs /proc/self/smaps to be readable").caused_by(error))
+                Err(refuse("make /proc/self/smaps readable: HUGETLB needs it").caused_by(error))
             }
         }
     }
@@ -235,7 +237,8 @@ impl Registrar<'_> {
                 "register at least one byte",
             ));
         }
-        // Pages that come on demand take no time now, and addresses from 0 need one registration.
+        // On-demand pages are not pinned, so parallel calls gain nothing. Addresses from 0 need one
+        // registration.
         let whole = AccessFlags::ON_DEMAND | AccessFlags::ZERO_BASED;
         let cut = match &piece.backing {
             Backing::Host { .. }
@@ -284,11 +287,11 @@ impl Registrar<'_> {
                 return Err(self.refuse(
                     ErrorKind::Unsupported,
                     "register",
-                    "a region is staged as a whole or not at all",
+                    "stage a region as a whole or not at all",
                 ));
             }
         };
-        // SAFETY: the driver made the region just now; its keys are set before it is returned.
+        // SAFETY: the driver returned the region, with its keys set.
         let (lkey, rkey) = unsafe { ((*mr).lkey, (*mr).rkey) };
         Ok(Part { mr, key: VerbsKey { range: part, base, lkey, rkey } })
     }
@@ -307,9 +310,9 @@ impl Registrar<'_> {
         let plain = base == address.0 && !flags.contains(AccessFlags::RELAXED_ORDERING);
         let (symbol, mr) = match functions.reg_mr_iova2 {
             Some(register) if !plain => {
-                // SAFETY: the protection domain is alive. The driver checks the range itself
-                // (EFAULT); that it may be read and written from now on is what the
-                // caller of the registration vouched for.
+                // SAFETY: the protection domain is alive, and the driver checks the range (EFAULT).
+                // The caller of the registration vouched for reads and writes by the NIC from now
+                // on.
                 ("ibv_reg_mr_iova2", unsafe {
                     register(self.pd.pd, pointer, len, base, flags.bits())
                 })
@@ -355,7 +358,7 @@ impl Registrar<'_> {
         };
         let register = self.pd.device.library().functions.reg_dmabuf_mr.ok_or_else(lacks)?;
         if flags.contains(AccessFlags::LOCAL_WRITE) {
-            // Not every exporter and driver looks: a heap's read-only fd registers with write
+            // Some exporters and drivers do not check: a heap's read-only fd registers with write
             // rights.
             let mode = rustix::fs::fcntl_getfl(fd).map_err(|errno| {
                 Error::os(errno, "fcntl(F_GETFL)").provider(self.pd.device.nic().to_string())
@@ -365,7 +368,7 @@ impl Registrar<'_> {
                     .refuse(
                         ErrorKind::AccessDenied,
                         SYMBOL,
-                        "the fd is read-only: export it for writing",
+                        "export the fd for writing: it is read-only",
                     )
                     .context("access", names(flags)));
             }
@@ -385,8 +388,8 @@ impl Registrar<'_> {
         Ok(mr)
     }
 
-    /// Changes rights in place, if the driver has the call (VRB-01). Keys may change:
-    /// [`Regions::keys`] has the new ones.
+    /// Changes rights in place, if the driver supports it (VRB-01). Keys may change:
+    /// [`Regions::keys`] returns the new ones.
     pub(super) fn rereg(&self, handle: ProviderRegion, access: Access) -> Result<()> {
         let lacks =
             || self.refuse(ErrorKind::Unsupported, REREG, "this libibverbs has no ibv_rereg_mr");
@@ -403,17 +406,17 @@ impl Registrar<'_> {
             else {
                 continue;
             };
-            // The parts before this one have the new rights already, which no other code knows.
+            // Restore the rights of the parts before this one.
             for part in &mut region.parts[..index] {
                 if let Err((error, _)) = self.rereg_part(rereg, part, region.flags) {
-                    tracing::error!(%error, "a part of a region keeps rights that were refused");
+                    tracing::error!(%error, "a part of a region keeps rights that a later part lacks");
                     lost = true;
                 }
             }
             return Err(if lost {
-                error.remedy("the driver says that the region must not be used any more: close it")
+                error.remedy("close the region: the driver says that it must not be used any more")
             } else {
-                error.remedy("the region is as it was: register again with the other rights")
+                error.remedy("register again with the other rights: the region is as it was")
             });
         }
         (region.access, region.flags) = (access, flags);
@@ -429,31 +432,30 @@ impl Registrar<'_> {
         flags: AccessFlags,
     ) -> Result<(), (Error, bool)> {
         let (pd, address, bits) = (ptr::null_mut(), ptr::null_mut(), flags.bits() as c_int);
-        // SAFETY: `Regions::change` took the region out of the table, so that no other thread has
-        // its registrations. Only rights change, to those that the caller of
-        // `VerbsDomain::rereg` vouched for.
+        // SAFETY: `Regions::change` removed the region from the table, so no other thread has its
+        // registrations. Only rights change, and the caller of `VerbsDomain::rereg` vouched for
+        // them.
         let done = unsafe { rereg(part.mr, sys::IBV_REREG_MR_CHANGE_ACCESS, pd, address, 0, bits) };
         if done != 0 {
-            // The call returns a class of failure, and the number in errno.
+            // The call returns the class of the failure, and errno has the number.
             let errno = errors::last();
             let error = Error::os(errno, REREG)
                 .provider(self.pd.device.nic().to_string())
                 .context("range", part.key.range)
                 .context("access", names(flags));
-            // A driver without the call has touched nothing, whatever class the library puts that
-            // in.
+            // A driver without the call changed nothing, whatever class the library returns.
             let lost = done <= sys::IBV_REREG_MR_ERR_CMD && errno.kind() != ErrorKind::Unsupported;
             return Err((error, lost));
         }
-        // SAFETY: the registration is alive, and no other thread has it (see above); the driver
-        // has put the keys in force there.
+        // SAFETY: the registration is alive, and no other thread has it (see above). The driver
+        // wrote the current keys to it.
         (part.key.lkey, part.key.rkey) = unsafe { ((*part.mr).lkey, (*part.mr).rkey) };
         Ok(())
     }
 }
 
-/// The registrations of a region that is not complete. Dropping the value deregisters them: after
-/// an error, and after a panic of the caller's progress callback, the caller may free the memory.
+/// Registrations of an incomplete region. Dropping the value deregisters them: after an error, or a
+/// panic of the caller's progress callback, the caller may free the memory.
 struct Unfinished<'a> {
     pd: &'a ProtectionDomain,
     parts: Parts,
@@ -463,7 +465,7 @@ impl Drop for Unfinished<'_> {
     fn drop(&mut self) {
         for part in &self.parts {
             if let Err(error) = release(self.pd, part) {
-                tracing::error!(%error, "a part of a refused registration is left registered");
+                tracing::error!(%error, "a part of a refused registration stays registered");
             }
         }
     }

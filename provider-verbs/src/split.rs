@@ -1,12 +1,12 @@
-//! Seams: a region cut into registrations that the device can make, and transfers cut where keys
+//! Splitting of regions into registrations that the device supports, and of transfers where keys
 //! change.
 //!
-//! Pure arithmetic, kept apart from the driver so that it can be tested against an oracle.
+//! Pure arithmetic without driver calls, tested against an oracle.
 
 use super::sys::Sge;
 
-/// Cuts a run of `len` bytes from `start` into parts no longer than `max`. Returns each part's
-/// offset and length. Cuts lie on multiples of `page` addresses if `max` allows it.
+/// Splits `len` bytes from `start` into parts no longer than `max`. Returns each part's offset and
+/// length. Parts end on multiples of `page` if `max` allows it.
 ///
 /// ```
 /// use hmem_provider_verbs::seams;
@@ -26,8 +26,8 @@ pub fn seams(start: u64, len: u64, max: u64, page: u64) -> impl Iterator<Item = 
         let at = offset;
         let mut part = left.min(max);
         if part < left {
-            // Pages on both sides of a seam would be registered twice: end on a page where one lies
-            // in reach.
+            // A page on both sides of a seam would be registered twice. So a part ends on a page if
+            // one is in reach.
             let over = start.wrapping_add(offset).wrapping_add(part) & (page - 1);
             if over < part {
                 part -= over;
@@ -41,9 +41,9 @@ pub fn seams(start: u64, len: u64, max: u64, page: u64) -> impl Iterator<Item = 
 /// A run of local bytes under one lkey.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// Its start, as the NIC addresses it.
+    /// Start in the NIC's addresses.
     pub address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
     /// The key.
     pub lkey: u32,
@@ -52,32 +52,32 @@ pub struct Span {
 /// A run of a peer's bytes under one rkey.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Target {
-    /// Its start, as the peer's NIC addresses it.
+    /// Start, as an address of the peer's NIC.
     pub address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
     /// The key.
     pub rkey: u32,
 }
 
-/// One work request: a remote address and the local segments for it.
+/// A work request: a remote address and its local segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Planned {
-    /// Its remote address.
+    /// The remote address.
     pub address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
     /// The peer's key.
     pub rkey: u32,
-    /// Its first segment in the list.
+    /// Index of the first segment in the list.
     pub first: usize,
-    /// The number of its segments.
+    /// Number of segments.
     pub count: usize,
 }
 
-/// Cuts a transfer into work requests of at most `max_sge` segments and `max_message` bytes, none
-/// across a change of rkey. Both lists hold the same number of bytes; with none, one empty request
-/// goes to the first target.
+/// Splits a transfer into work requests of at most `max_sge` segments and `max_message` bytes. No
+/// request crosses a change of rkey. Both lists hold the same number of bytes. A transfer without
+/// bytes gives one empty request to the first target.
 pub fn plan(
     local: &[Span],
     remote: &[Target],

@@ -1,4 +1,4 @@
-//! Devices that cannot be opened, and ports that cannot be spoken through.
+//! Devices that cannot be opened, and ports that cannot be used.
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
@@ -22,16 +22,16 @@ use support::{device, open};
 use trials::{Outcome, Skipped, trials};
 
 trials! {
-    a_device_that_may_not_be_opened_is_left_out_with_its_reason,
-    a_port_or_gid_that_is_not_there_is_named,
-    a_device_that_is_not_there_is_named_with_those_that_are,
+    inaccessible_device_is_left_out_with_the_reason,
+    missing_port_or_gid_is_named,
+    missing_device_is_named_with_the_present_ones,
     /// VRB-06
-    the_installed_library_has_every_symbol_in_its_version,
+    installed_library_has_every_symbol_version,
     /// VRB-02
-    the_hugetlb_option_reaches_the_driver_for_memory_in_huge_pages,
+    hugetlb_option_reaches_the_driver,
 }
 
-fn a_device_that_may_not_be_opened_is_left_out_with_its_reason() -> Outcome {
+fn inaccessible_device_is_left_out_with_the_reason() -> Outcome {
     let verbs = Verbs::builder().functions(functions()).build().expect("start");
     with(|script| (script.devices, script.closed) = (Some(3), Some((1, 13))));
     let nics: Vec<_> =
@@ -46,11 +46,11 @@ fn a_device_that_may_not_be_opened_is_left_out_with_its_reason() -> Outcome {
         "{error}"
     );
 
-    // One device, and no permission: that is the error.
+    // With only one device, its permission error is the result.
     with(|script| (script.devices, script.closed) = (Some(1), Some((0, 13))));
     let verbs = Verbs::builder().functions(functions()).build().expect("start");
     with(|script| script.closed = Some((0, 13)));
-    let error = verbs.nics().expect_err("none is left");
+    let error = verbs.nics().expect_err("no other device");
     assert_eq!(
         (error.kind(), error.operation()),
         (ErrorKind::AccessDenied, "ibv_open_device"),
@@ -59,7 +59,7 @@ fn a_device_that_may_not_be_opened_is_left_out_with_its_reason() -> Outcome {
     Ok(())
 }
 
-fn a_port_or_gid_that_is_not_there_is_named() -> Outcome {
+fn missing_port_or_gid_is_named() -> Outcome {
     let name = device()?;
     for (builder, words) in [
         (Verbs::builder().port(9), &["ibv_query_port", "port=9"][..]),
@@ -79,7 +79,7 @@ fn a_port_or_gid_that_is_not_there_is_named() -> Outcome {
     Ok(())
 }
 
-fn a_device_that_is_not_there_is_named_with_those_that_are() -> Outcome {
+fn missing_device_is_named_with_the_present_ones() -> Outcome {
     let name = device()?;
     let verbs = Verbs::open().expect("load libibverbs");
     let attr = DomainAttr { nic: Some("nonsense".into()), ..DomainAttr::default() };
@@ -96,7 +96,7 @@ fn a_device_that_is_not_there_is_named_with_those_that_are() -> Outcome {
 }
 
 /// VRB-06
-fn the_installed_library_has_every_symbol_in_its_version() -> Outcome {
+fn installed_library_has_every_symbol_version() -> Outcome {
     match Functions::load(Path::new(Functions::LIBRARY)) {
         Ok(_) => Ok(()),
         Err(error) if error.context_value("symbol").is_none() => Err(Skipped(error.to_string())),
@@ -105,11 +105,11 @@ fn the_installed_library_has_every_symbol_in_its_version() -> Outcome {
 }
 
 /// VRB-02
-fn the_hugetlb_option_reaches_the_driver_for_memory_in_huge_pages() -> Outcome {
+fn hugetlb_option_reaches_the_driver() -> Outcome {
     const LEN: usize = 2 << 20;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_NORESERVE;
     let protection = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new private mapping touches nobody's memory.
+    // SAFETY: without a fixed address the kernel maps unused addresses.
     let mapped = unsafe { libc::mmap(ptr::null_mut(), LEN, protection, flags, -1, 0) };
     if mapped == libc::MAP_FAILED {
         let error = std::io::Error::last_os_error();
@@ -132,7 +132,7 @@ fn the_hugetlb_option_reaches_the_driver_for_memory_in_huge_pages() -> Outcome {
         verbs.options(region).expect("options")
     };
     let (huge, paging) = (VerbsOptions::HUGETLB, VerbsOptions::ON_DEMAND);
-    // A driver may ignore it in a region that does not page.
+    // A driver may ignore the flag without on-demand paging.
     assert_eq!(register(AccessFlags::HUGETLB), [(huge, Grant::RequestedNotConfirmable)]);
     let granted = register(AccessFlags::HUGETLB | AccessFlags::ON_DEMAND);
     assert_eq!(granted, [(paging, Grant::Granted), (huge, Grant::Granted)]);

@@ -1,4 +1,4 @@
-//! dma-bufs over a real driver: genuine ones of `/dev/udmabuf`, where the driver imports them.
+//! dma-bufs over a real driver: dma-bufs of `/dev/udmabuf`, if the driver imports them.
 
 mod support;
 #[path = "../../tests/trials/mod.rs"]
@@ -16,14 +16,14 @@ use support::{LOCAL, Pages, Pair, REMOTE, Side, device, remote, segment};
 use trials::{Outcome, Skipped, trials};
 
 trials! {
-    what_the_driver_imports_is_found_out_by_doing,
-    a_dma_buf_is_written_read_and_outlives_its_fd,
-    what_is_no_dma_buf_or_reaches_past_its_end_is_refused,
+    dma_buf_import_is_probed,
+    dma_buf_transfers_work_after_its_fd_is_closed,
+    invalid_dma_bufs_and_ranges_are_refused,
 }
 
 const LEN: usize = 64 << 10;
 
-/// A memory file and the dma-buf of its pages.
+/// A memory file and a dma-buf of its pages.
 struct Buffer {
     file: File,
     fd: OwnedFd,
@@ -42,7 +42,7 @@ impl Buffer {
         // SAFETY: the name is NUL-terminated; the result is checked.
         let memfd = unsafe { libc::memfd_create(c"dma-buf".as_ptr(), libc::MFD_ALLOW_SEALING) };
         assert!(memfd >= 0, "memfd_create");
-        // SAFETY: the descriptor is new and this file's own.
+        // SAFETY: the descriptor is new, and only the file owns it.
         let file = unsafe { File::from_raw_fd(memfd) };
         file.set_len(LEN as u64).expect("size");
         // SAFETY: the file is open.
@@ -54,7 +54,7 @@ impl Buffer {
         // SAFETY: the structure is the one of linux/udmabuf.h.
         let fd = unsafe { libc::ioctl(maker.as_raw_fd(), UDMABUF_CREATE as _, &create) };
         assert!(fd >= 0, "UDMABUF_CREATE: {}", std::io::Error::last_os_error());
-        // SAFETY: the descriptor is new and this value's own.
+        // SAFETY: the descriptor is new, and only this value owns it.
         Self { file, fd: unsafe { OwnedFd::from_raw_fd(fd) } }
     }
 
@@ -63,7 +63,7 @@ impl Buffer {
         let buffer =
             DmaBufAttr { fd: self.fd.as_fd(), offset: DmaBufOffset(offset), len, base_addr };
         let attr = MrAttr { dma_buf: Some(buffer), ..MrAttr::new(&[], access) };
-        // SAFETY: nobody else looks at the buffer while the region is open.
+        // SAFETY: only the region uses the buffer while it is open.
         unsafe { side.domain.regattr(&attr, MrFlags::MR_DMABUF) }
     }
 
@@ -82,7 +82,7 @@ fn importing_pair(name: &str) -> Result<Pair, Skipped> {
     Err(Skipped(format!("{name} imports no dma-bufs")))
 }
 
-fn what_the_driver_imports_is_found_out_by_doing() -> Outcome {
+fn dma_buf_import_is_probed() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
     let attr = pair.near.domain.provider_attr();
@@ -95,14 +95,14 @@ fn what_the_driver_imports_is_found_out_by_doing() -> Outcome {
     Ok(())
 }
 
-fn a_dma_buf_is_written_read_and_outlives_its_fd() -> Outcome {
+fn dma_buf_transfers_work_after_its_fd_is_closed() -> Outcome {
     let name = device()?;
     let pair = importing_pair(&name)?;
     let buffer = Buffer::new();
     let local = Pages::new(LEN);
     let bytes = local.fill(6);
     let near = pair.near.register(local.range(), LOCAL).expect("register");
-    // Neither offset nor length on a page.
+    // Neither offset nor length is a multiple of the page size.
     let (offset, len) = (4096 + 100, 20_000_u64);
     let far = buffer.register(&pair.far, offset, len, REMOTE).expect("register the dma-buf");
     let key = far.key().expect("key");
@@ -121,7 +121,7 @@ fn a_dma_buf_is_written_read_and_outlives_its_fd() -> Outcome {
     Ok(())
 }
 
-fn what_is_no_dma_buf_or_reaches_past_its_end_is_refused() -> Outcome {
+fn invalid_dma_bufs_and_ranges_are_refused() -> Outcome {
     let name = device()?;
     let pair = importing_pair(&name)?;
     let buffer = Buffer::new();

@@ -1,5 +1,5 @@
-//! Immediate data and invalidated keys, over injected functions that move bytes: chains, staged
-//! memory, and what a receive carries. `tests/behaviour/transfers.rs` does the same over a real
+//! Immediate data and invalidated keys over injected functions that move bytes: chains, staged
+//! memory, and the data of receives. `tests/behaviour/transfers.rs` does the same over a real
 //! driver.
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
@@ -41,14 +41,14 @@ fn remote<'a>(key: &'a hmem_core::RemoteKey, offset: u64, len: u64) -> RemoteSeg
     RemoteSegment { address: Iova(key.base().0 + offset), len, key }
 }
 
-/// Kind, context, bytes and data of a completion that succeeded.
+/// Returns kind, context, length and data of a completion that succeeded.
 fn facts(ended: Completion) -> (CompletionKind, u64, u64, Option<u64>) {
     (ended.kind, ended.context, ended.result.expect("success"), ended.data)
 }
 
 /// EVT-04
 #[test]
-fn the_last_request_of_a_chain_carries_the_data() {
+fn last_request_of_a_chain_carries_the_data() {
     let net = net();
     let (near, far) = (net.near.host(CHUNK * 4, LOCAL), net.far.host(CHUNK * 4, LOCAL | REMOTE));
     let bytes = pattern(CHUNK * 4, 3);
@@ -60,7 +60,7 @@ fn the_last_request_of_a_chain_carries_the_data() {
     net.near.endpoint.write_immediate(&from, &pieces, 0xdead_beef, PEER, 4).expect("post");
     let (mut here, mut there) = net.complete(1, 1);
     assert_eq!(facts(here.remove(0)), (CompletionKind::Write, 4, 150, None));
-    // The NIC counts the last of the two requests.
+    // The NIC reports the length of the last of the two requests.
     let (kind, context, _, data) = facts(there.remove(0));
     assert_eq!((kind, context, data), (CompletionKind::RemoteWrite, 9, Some(0xdead_beef)));
     assert_eq!(far.get(CHUNK, 100), bytes[..100]);
@@ -70,7 +70,7 @@ fn the_last_request_of_a_chain_carries_the_data() {
 
 /// EVT-04
 #[test]
-fn staged_memory_is_written_with_the_data_behind_its_last_chunk() {
+fn staged_write_carries_the_data_with_its_last_chunk() {
     let net = net();
     for len in [1, CHUNK, CHUNK * 6 + 5] {
         let near = net.near.device(&net.device, len, LOCAL).expect("stage device memory");
@@ -98,7 +98,7 @@ fn staged_memory_is_written_with_the_data_behind_its_last_chunk() {
 
 /// EVT-05
 #[test]
-fn a_staged_write_wakes_sleepers_on_every_queue_of_the_device() {
+fn staged_write_wakes_sleepers_on_every_queue() {
     let net = net();
     let len = CHUNK * 4;
     let near = net.near.device(&net.device, len, LOCAL).expect("stage device memory");
@@ -113,12 +113,12 @@ fn a_staged_write_wakes_sleepers_on_every_queue_of_the_device() {
     for turn in 0..3 {
         net.far.endpoint.receive(&[far.slice(len, 8)], None, 7).expect("receive");
         assert!(channel.arm().expect("arm"), "nothing is under way");
-        assert!(!is_readable(), "a thread would sleep now");
+        assert!(!is_readable(), "a thread would sleep here");
         let there = [remote(&key, 0, len)];
         let from = [near.slice(0, len)];
         net.near.endpoint.write_immediate(&from, &there, turn, PEER, 1).expect("post");
-        assert!(is_readable(), "the sleeper has to move the write on");
-        // The sleeper of the target's queue alone reads, and asks before it sleeps again.
+        assert!(is_readable(), "the sleeper must step the write");
+        // Only the sleeper of the target's queue reads, and it arms before it sleeps again.
         let mut done = Vec::new();
         while net.far.cq.wait(&mut done, 1, Duration::from_millis(100)).expect("wait") == 0 {}
         let (kind, context, _, data) = facts(done.remove(0));
@@ -130,7 +130,7 @@ fn a_staged_write_wakes_sleepers_on_every_queue_of_the_device() {
 
 /// EVT-04
 #[test]
-fn a_staged_receive_that_a_write_takes_keeps_its_bytes() {
+fn staged_receive_consumed_by_a_write_keeps_its_bytes() {
     let net = net();
     let staged = net.far.device(&net.device, CHUNK, LOCAL).expect("stage device memory");
     let (near, far) = (net.near.host(CHUNK, LOCAL), net.far.host(CHUNK, LOCAL | REMOTE));
@@ -147,13 +147,13 @@ fn a_staged_receive_that_a_write_takes_keeps_its_bytes() {
     assert_eq!(facts(there.remove(0)), (CompletionKind::RemoteWrite, 1, 64, Some(11)));
     assert_eq!(staged.get(0, CHUNK), [0x55; CHUNK as usize], "the buffer of the receive");
     assert_eq!(far.get(0, 64), [0x77; 64]);
-    // A message goes to the next one, with its data.
+    // A message with data takes the next receive.
     let from = [near.slice(0, 64)];
     net.near.endpoint.send_immediate(&from, None, 12, PEER, 4).expect("post");
     let (_, mut there) = net.complete(1, 1);
     assert_eq!(facts(there.remove(0)), (CompletionKind::Receive, 2, 64, Some(12)));
     assert_eq!(staged.get(0, 65), [&[0x77; 64][..], &[0x55]].concat());
-    // And one whose source is staged.
+    // A message from staged memory works too.
     let source = net.near.device(&net.device, CHUNK, LOCAL).expect("stage device memory");
     net.far.endpoint.receive(&[far.slice(0, 64)], None, 5).expect("receive");
     net.near
@@ -168,7 +168,7 @@ fn a_staged_receive_that_a_write_takes_keeps_its_bytes() {
 
 /// EVT-04
 #[test]
-fn a_write_that_waits_for_a_receive_leaves_buffers_for_others() {
+fn write_waiting_for_a_receive_leaves_buffers_for_others() {
     let net = net();
     let near = net.near.device(&net.device, CHUNK * 16, LOCAL).expect("stage device memory");
     let far = net.far.host(CHUNK * 16, LOCAL | REMOTE);
@@ -176,7 +176,7 @@ fn a_write_that_waits_for_a_receive_leaves_buffers_for_others() {
     let there = [remote(&key, 0, CHUNK * 16)];
     let from = [near.slice(0, CHUNK * 16)];
     net.near.endpoint.write_immediate(&from, &there, 1, PEER, 1).expect("post");
-    // Another connection of the same domain goes on.
+    // Another connection of the domain makes progress.
     let cq = net.near.domain.open_cq(8).expect("a queue");
     let attr = hmem_core::provider::EndpointAttr::new(&cq);
     let other = net.near.domain.open_endpoint(&attr).expect("an endpoint");
@@ -197,7 +197,7 @@ fn a_write_that_waits_for_a_receive_leaves_buffers_for_others() {
 }
 
 #[test]
-fn the_key_that_a_message_invalidated_is_named_by_each_driver() {
+fn invalidated_key_is_read_from_each_driver() {
     for rxe in [false, true] {
         let net = net_on(rxe);
         let (near, far) = (net.near.host(64, LOCAL), net.far.host(64, LOCAL | REMOTE));
@@ -208,7 +208,7 @@ fn the_key_that_a_message_invalidated_is_named_by_each_driver() {
         let ended = there.remove(0);
         assert_eq!(ended.invalidated, Some(key.as_u64().expect("one key")), "rxe: {rxe}");
         assert_eq!(facts(ended), (CompletionKind::Receive, 1, 8, None));
-        // Others name none.
+        // Other drivers name no key.
         net.far.endpoint.receive(&[far.slice(0, 64)], None, 3).expect("receive");
         net.near.endpoint.send(&[near.slice(0, 8)], None, PEER, 4).expect("post");
         let (_, mut there) = net.complete(1, 1);

@@ -1,5 +1,5 @@
-//! The verbs provider over a library of the tests' own: what it loads, asks, pre-empts, cuts and
-//! says.
+//! The verbs provider over a fake library: loading, capabilities, checks before driver calls,
+//! splitting and errors.
 
 mod fake;
 
@@ -65,7 +65,7 @@ fn host(start: u64, len: u64) -> Piece<'static> {
 
 /// VRB-06
 #[test]
-fn an_absent_library_is_named_with_the_loaders_reason() {
+fn missing_library_is_named_with_the_loaders_reason() {
     let error =
         Verbs::builder().library("/nowhere/libibverbs.so.1").build().expect_err("not there");
     assert!(error.is_unavailable());
@@ -76,7 +76,7 @@ fn an_absent_library_is_named_with_the_loaders_reason() {
 
 /// VRB-06
 #[test]
-fn a_missing_symbol_is_named_with_its_version() {
+fn missing_symbol_is_named_with_its_version() {
     for (missing, version) in Functions::SYMBOLS {
         // SAFETY: the fake's functions have the header's signatures.
         let error = unsafe {
@@ -87,7 +87,7 @@ fn a_missing_symbol_is_named_with_its_version() {
         assert!(error.is_unavailable());
     }
     for (missing, _) in Functions::OPTIONAL {
-        // SAFETY: as above.
+        // SAFETY: the fake's functions have the header's signatures.
         unsafe {
             Functions::from_lookup(|name, _| if name == *missing { None } else { symbol(name) })
         }
@@ -112,7 +112,7 @@ fn no_device_is_unavailable_and_names_the_library() {
 
 /// VRB-03
 #[test]
-fn rights_are_translated_exactly_as_wide_as_asked() {
+fn rights_are_translated_exactly() {
     let plain = DeviceRights::default();
     let atomics = DeviceRights { atomics: true, iwarp: false };
     let iwarp = DeviceRights { atomics: false, iwarp: true };
@@ -133,7 +133,7 @@ fn rights_are_translated_exactly_as_wide_as_asked() {
     }
 }
 
-/// Keeps the events of this crate.
+/// A subscriber that records the events of this crate.
 #[derive(Default)]
 struct Events(Mutex<String>);
 
@@ -165,10 +165,10 @@ impl tracing::Subscriber for &'static Events {
 
 /// VRB-03
 #[test]
-fn a_right_that_verbs_adds_is_said_in_the_trace() {
+fn added_right_is_in_the_trace() {
     let domain = domain();
-    // With one subscriber alone, tracing asks the thread that first comes to an event whether
-    // anybody listens, which may be another test's.
+    // With a single subscriber, tracing caches the interest of the thread that first reaches an
+    // event. That thread may belong to another test.
     let _second = tracing::Dispatch::new::<&'static Events>(Box::leak(Box::default()));
     let said = |access| {
         let events: &'static Events = Box::leak(Box::default());
@@ -187,12 +187,12 @@ fn a_right_that_verbs_adds_is_said_in_the_trace() {
 }
 
 #[test]
-fn every_refusal_of_a_driver_says_what_it_means() {
+fn driver_refusals_have_kinds_and_remedies() {
     let domain = domain();
     for (errno, kind, word) in [
         (12, ErrorKind::OutOfResources, ""),
         (14, ErrorKind::BadAddress, "map the whole range"),
-        (22, ErrorKind::InvalidArgument, "refused the range"),
+        (22, ErrorKind::InvalidArgument, "check the range"),
         (95, ErrorKind::Unsupported, ""),
         (524, ErrorKind::Unsupported, ""),
         (5, ErrorKind::Driver, ""),
@@ -216,9 +216,10 @@ fn every_refusal_of_a_driver_says_what_it_means() {
 
 /// P2P-04
 ///
-/// No file says whether a peer-memory client answers for a device: its addresses are registered.
+/// No file reports whether a peer-memory client handles a device, so the provider registers its
+/// addresses.
 #[test]
-fn peer_memory_is_found_out_by_registering_a_device_address() {
+fn peer_memory_is_tried_by_registering_a_device_address() {
     let verbs = Verbs::builder().functions(functions()).build().expect("start");
     let simulated =
         Simulated::builder().window(1 << 30).peer_memory(true).build().expect("a device");
@@ -226,8 +227,7 @@ fn peer_memory_is_found_out_by_registering_a_device_address() {
     let mut registry = Registry::new();
     registry.add(Arc::clone(&device)).expect("add the device");
     let registry = Arc::new(registry);
-    // What the driver says to the buffer; to the staging buffers; to a page of the same kind as the
-    // buffer.
+    // Answers of the driver for the buffer, the staging buffers, and a page of the buffer's kind.
     for (answers, expected) in [(vec![], HmemPath::PeerMemory), (vec![14, 0, 14], HmemPath::Staged)]
     {
         let selector = Arc::new(DefaultPathSelector::new());
@@ -250,13 +250,13 @@ fn peer_memory_is_found_out_by_registering_a_device_address() {
         let tried = tried.expect("it is in the trace");
         let errno = tried.error.as_ref().and_then(|error| error.os_errno()).map(|errno| errno.0);
         assert_eq!(errno, (expected == HmemPath::Staged).then_some(14));
-        assert!(tried.driver_called, "the driver was asked");
+        assert!(tried.driver_called, "the driver was called");
         region.close().expect("close");
     }
 }
 
-/// Registers memory of a device over a provider, of which the exports numbered `refused` fail, and
-/// the registrations as `answers` says.
+/// Registers device memory. The exports numbered `refused` fail, and registrations return
+/// `answers`.
 fn decided(verbs: &Verbs, refused: &[u64], answers: Vec<i32>) -> Arc<Decision> {
     let simulated = Arc::new(Simulated::builder().window(1 << 30).build().expect("a device"));
     let device: Arc<dyn Iface> = Arc::clone(&simulated) as _;
@@ -279,7 +279,7 @@ fn decided(verbs: &Verbs, refused: &[u64], answers: Vec<i32>) -> Arc<Decision> {
 
 /// HM-09
 #[test]
-fn a_device_that_needs_the_pcie_mapping_has_it_tried_first_and_then_without() {
+fn pcie_mapping_is_tried_first_where_the_device_needs_it() {
     let functions = functions();
     with(|script| script.dma_buf = 0);
     let verbs = |first| {
@@ -305,7 +305,7 @@ fn a_device_that_needs_the_pcie_mapping_has_it_tried_first_and_then_without() {
         tried(&decided(&verbs(false), &[], vec![])),
         (DmaBufMapping::Default, vec![without.clone()])
     );
-    // The device refuses it: for the buffer, and for a page of the same kind.
+    // The device refuses the mapping, for the buffer and for a page of the same kind.
     let (mapping, attempts) = tried(&decided(&verbs(true), &[1, 3], vec![]));
     assert_eq!((mapping, attempts.len()), (DmaBufMapping::Default, 2), "{attempts:?}");
     let (call, failed) = &attempts[0];
@@ -314,7 +314,7 @@ fn a_device_that_needs_the_pcie_mapping_has_it_tried_first_and_then_without() {
         "{attempts:?}"
     );
     assert_eq!(attempts[1], without);
-    // The NIC's driver does.
+    // The NIC's driver refuses the mapping.
     let (mapping, attempts) = tried(&decided(&verbs(true), &[], vec![524, 0, 524]));
     assert_eq!(mapping, DmaBufMapping::Default);
     assert_eq!(attempts, [(with_mapping.0, true), without]);
@@ -322,9 +322,9 @@ fn a_device_that_needs_the_pcie_mapping_has_it_tried_first_and_then_without() {
 
 /// HM-09
 ///
-/// Each value in a process of its own.
+/// Each value runs in its own process.
 #[test]
-fn the_environment_says_that_devices_need_the_pcie_mapping() {
+fn environment_sets_the_pcie_mapping() {
     const VARIABLE: &str = Verbs::PCIE_MAPPING_VARIABLE;
     const IN_CHILD: &str = "HMEM_TEST_EXPECTED";
     let Ok(expected) = std::env::var(IN_CHILD) else {
@@ -333,7 +333,7 @@ fn the_environment_says_that_devices_need_the_pcie_mapping() {
         {
             let own = std::env::current_exe().expect("this test");
             let mut child = std::process::Command::new(own);
-            child.args(["--exact", "the_environment_says_that_devices_need_the_pcie_mapping"]);
+            child.args(["--exact", "environment_sets_the_pcie_mapping"]);
             let output =
                 child.env(VARIABLE, value).env(IN_CHILD, expected).output().expect("it runs");
             let said = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -355,7 +355,7 @@ fn the_environment_says_that_devices_need_the_pcie_mapping() {
         }
         said => assert_eq!(first(builder().build().expect("start")).to_string(), said),
     }
-    // The builder wins.
+    // The builder overrides the environment.
     for says in [false, true] {
         assert_eq!(first(builder().pcie_mapping_first(says).build().expect("start")), says);
     }
@@ -367,9 +367,9 @@ fn the_environment_says_that_devices_need_the_pcie_mapping() {
 
 /// VRB-02, VRB-01
 ///
-/// Rights that verbs does not have by themselves.
+/// Combinations of rights that verbs does not support.
 #[test]
-fn flags_that_verbs_lacks_are_refused_before_the_driver_is_asked() {
+fn unsupported_flags_are_refused_before_the_driver_call() {
     let domain = domain();
     let verbs = VerbsDomain::of(&domain).expect("verbs");
     calls();
@@ -392,12 +392,12 @@ fn flags_that_verbs_lacks_are_refused_before_the_driver_is_asked() {
     let error = register(&domain, &[host(0x1000, 0)], Access::SEND, VerbsOptions::empty())
         .expect_err("empty");
     assert_eq!(error.kind(), ErrorKind::ZeroLength);
-    assert!(calls().is_empty(), "the driver was asked");
+    assert!(calls().is_empty(), "the driver was called");
 }
 
 /// VRB-02
 #[test]
-fn options_travel_by_the_call_that_takes_them() {
+fn options_use_the_driver_call_that_accepts_them() {
     let domain = domain();
     calls();
     let region =
@@ -417,7 +417,7 @@ fn options_travel_by_the_call_that_takes_them() {
 
 /// VRB-02
 #[test]
-fn domains_ask_for_relaxed_ordering_unless_the_strict_order_is_wanted() {
+fn relaxed_ordering_is_the_default_of_domains() {
     let domain_of = |functions, ordering| {
         let verbs = Verbs::builder().functions(functions).build().expect("start");
         with(|script| script.dma_buf = 0);
@@ -440,11 +440,11 @@ fn domains_ask_for_relaxed_ordering_unless_the_strict_order_is_wanted() {
     let plain = ["reg_mr 0x1000+0x1000 0x0"];
     let domain = domain_of(functions(), WriteOrdering::default());
     assert_eq!(asked(&domain, None), by_iova, "the default is for bulk transfers");
-    assert_eq!(asked(&domain, Some(strict)), plain, "one region that is polled");
+    assert_eq!(asked(&domain, Some(strict)), plain, "one region with polled memory");
     let domain = domain_of(functions(), strict);
-    assert_eq!(asked(&domain, None), plain, "a domain whose regions are polled");
+    assert_eq!(asked(&domain, None), plain, "a domain with polled memory");
     assert_eq!(asked(&domain, Some(relaxed)), by_iova);
-    // A library without the call has no such regions, and registers all the same.
+    // A library without the call registers without relaxed ordering.
     drop(functions());
     let without = |name: &'static str, _: &'static str| {
         if name == "ibv_reg_mr_iova2" { None } else { symbol(name) }
@@ -452,15 +452,15 @@ fn domains_ask_for_relaxed_ordering_unless_the_strict_order_is_wanted() {
     // SAFETY: the fake's functions have the header's signatures.
     let old = unsafe { Functions::from_lookup(without) }.expect("usable without it");
     assert_eq!(asked(&domain_of(old, relaxed), None), plain);
-    // The builder's options give way to the strict order.
+    // The strict order overrides the builder's options.
     let verbs = Verbs::builder().functions(functions());
     let verbs = verbs.options(VerbsOptions::RELAXED_ORDERING).build().expect("start");
     assert_eq!(asked(&open(&verbs), Some(strict)), plain);
 }
 
-/// Facets of a device without windows, and the advice for those that verbs never has.
+/// Facets that a device without windows lacks, and facets that verbs never has.
 #[test]
-fn missing_facets_are_refused_with_advice_of_verbs() {
+fn missing_facets_are_refused_with_a_remedy() {
     let domain = domain();
     let has = Features::COMPOSITE_KEYS
         | Features::RAW_KEYS
@@ -486,9 +486,9 @@ fn missing_facets_are_refused_with_advice_of_verbs() {
 
 /// KEY-04
 ///
-/// Each domain's mapped keys are its own, in whatever order both mapped.
+/// Each domain has its own mapped keys, whatever the order of mapping.
 #[test]
-fn another_domains_mapped_key_unmaps_nothing() {
+fn mapped_key_of_another_domain_unmaps_nothing() {
     let (mine, theirs) = (domain(), domain());
     // SAFETY: the fake touches no memory.
     let region = unsafe { mine.reg(range(0x1000, 64), Access::REMOTE_READ, 0, MrFlags::empty()) }
@@ -513,7 +513,7 @@ fn another_domains_mapped_key_unmaps_nothing() {
 
 /// KEY-08
 #[test]
-fn authorization_keys_are_refused_since_verbs_has_none() {
+fn authorization_keys_are_refused() {
     let verbs = Verbs::builder().functions(functions()).build().expect("start");
     let (registry, paths) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
     let key = AuthKey(vec![1, 2, 3]);
@@ -532,9 +532,9 @@ fn authorization_keys_are_refused_since_verbs_has_none() {
     // SAFETY: nothing is registered.
     let region = unsafe { domain.regattr(&attr, MrFlags::empty()) };
     refused(region.expect_err("a region with a key"));
-    assert!(calls().is_empty(), "the driver was asked");
+    assert!(calls().is_empty(), "the driver was called");
     assert_eq!(domain.live().regions, 0);
-    // An empty key is none.
+    // An empty key counts as no key.
     let attr = MrAttr { auth_key: Some(&AuthKey(Vec::new())), ..attr };
     // SAFETY: the fake touches no memory.
     unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("no key");
@@ -542,7 +542,7 @@ fn authorization_keys_are_refused_since_verbs_has_none() {
 
 /// VRB-01
 ///
-/// Verbs has no facet that enables regions: the contract says that it registers them usable.
+/// Verbs has no facet to enable regions, so the contract requires that it registers them usable.
 #[test]
 fn region_registered_disabled_is_usable_at_once() {
     let domain = domain();
@@ -561,7 +561,7 @@ fn region_registered_disabled_is_usable_at_once() {
 
 /// MODE-13
 #[test]
-fn basic_registration_runs_with_local_beside_it() {
+fn basic_mode_works_together_with_local() {
     let verbs = Verbs::builder().functions(functions()).build().expect("start");
     let open = |mr_mode| {
         let (registry, paths) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
@@ -572,7 +572,7 @@ fn basic_registration_runs_with_local_beside_it() {
     assert_eq!(error.context_value("bits"), Some("LOCAL"), "{error}");
     let domain = open(MrMode::BASIC | MrMode::LOCAL).expect("BASIC with LOCAL");
     assert_eq!(domain.mr_mode(), MrMode::BASIC | MrMode::LOCAL, "neither is cleared");
-    // VIRT_ADDR and PROV_KEY, as BASIC means.
+    // BASIC implies VIRT_ADDR and PROV_KEY.
     // SAFETY: the fake touches no memory.
     let region = unsafe { domain.reg(range(0x1000, 64), Access::REMOTE_READ, 7, MrFlags::empty()) };
     let region = region.expect("register");
@@ -583,7 +583,7 @@ fn basic_registration_runs_with_local_beside_it() {
 
 /// VRB-02
 #[test]
-fn the_hugetlb_option_is_for_memory_in_huge_pages() {
+fn hugetlb_option_needs_memory_in_huge_pages() {
     let functions = functions();
     with(|script| script.on_demand = true);
     let domain = open(&Verbs::builder().functions(functions).build().expect("start"));
@@ -595,14 +595,14 @@ fn the_hugetlb_option_is_for_memory_in_huge_pages() {
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     assert_eq!(error.context_value("option"), Some("HUGETLB"), "{error}");
     assert!(error.to_string().contains("MAP_HUGETLB"), "{error}");
-    assert!(calls().is_empty(), "the driver was asked");
+    assert!(calls().is_empty(), "the driver was called");
     register(&domain, &memory, Access::SEND, VerbsOptions::ON_DEMAND).expect("the device pages");
     assert_eq!(calls().len(), 1);
 }
 
 /// VRB-07
 #[test]
-fn a_long_region_is_split_and_a_refused_part_takes_the_others_back() {
+fn long_region_is_split_and_rolled_back_as_a_whole() {
     let functions = functions();
     with(|script| script.max_mr_size = 0x3000);
     let domain = open(&Verbs::builder().functions(functions).build().expect("start"));
@@ -650,7 +650,7 @@ fn a_long_region_is_split_and_a_refused_part_takes_the_others_back() {
 }
 
 #[test]
-fn dma_bufs_are_found_out_by_doing_and_a_read_only_fd_is_refused_here() {
+fn dma_buf_support_is_probed_and_read_only_fds_are_refused() {
     assert!(!domain().provider_attr().imports.dma_buf, "EOPNOTSUPP to fd -1");
     let functions = functions();
     with(|script| script.dma_buf = 0);
@@ -672,7 +672,7 @@ fn dma_bufs_are_found_out_by_doing_and_a_read_only_fd_is_refused_here() {
     let error = register(&domain, &[piece(read_only.as_fd())], Access::REMOTE_WRITE, none)
         .expect_err("read-only");
     assert_eq!(error.kind(), ErrorKind::AccessDenied);
-    assert!(calls().is_empty(), "the driver was asked");
+    assert!(calls().is_empty(), "the driver was called");
     register(&domain, &[piece(read_only.as_fd())], Access::REMOTE_READ, none)
         .expect("reading is granted");
     register(&domain, &[piece(writable.as_fd())], Access::RECV, none).expect("writing is granted");
@@ -690,10 +690,10 @@ fn dma_bufs_are_found_out_by_doing_and_a_read_only_fd_is_refused_here() {
 
 /// VRB-04
 #[test]
-fn a_protection_domain_that_was_brought_along_is_used_and_left_alone() {
+fn application_protection_domain_is_used_and_not_freed() {
     let functions = functions();
     let pd = fake::foreign_pd();
-    // SAFETY: a null pointer is what is tested.
+    // SAFETY: the call must refuse the null pointer.
     let error =
         unsafe { Verbs::builder().functions(functions.clone()).with_pd(std::ptr::null_mut()) }
             .expect_err("null");
@@ -714,12 +714,12 @@ fn a_protection_domain_that_was_brought_along_is_used_and_left_alone() {
 }
 
 #[test]
-fn fork_is_left_to_the_kernel_where_it_copies_and_to_fork_init_elsewhere() {
+fn fork_init_is_called_unless_the_kernel_copies_pages() {
     for (status, safety, support, asked) in [
         (2, ForkSafety::Auto, ForkSupport::KernelCopies, false),
         (1, ForkSafety::Auto, ForkSupport::Initialized, false),
         (0, ForkSafety::Auto, ForkSupport::Initialized, true),
-        (0, ForkSafety::Off, ForkSupport::Off("switched off by the application".into()), false),
+        (0, ForkSafety::Off, ForkSupport::Off("disabled by the application".into()), false),
     ] {
         let functions = functions();
         with(|script| script.fork = status);
@@ -732,18 +732,18 @@ fn fork_is_left_to_the_kernel_where_it_copies_and_to_fork_init_elsewhere() {
 
 /// CACHE-13
 #[test]
-fn a_forked_child_asks_the_driver_for_nothing_with_copies_of_its_parents_objects() {
+fn forked_child_makes_no_driver_call_for_its_parents_objects() {
     let domain = domain();
     // SAFETY: the fake touches no memory.
     let reg = || unsafe { domain.reg(range(0x1000, 64), Access::SEND, 0, MrFlags::empty()) };
     let (dropped, closed) = (reg().expect("register"), reg().expect("register"));
     calls();
-    // SAFETY: the child calls what is tested and leaves by `_exit`.
+    // SAFETY: the child only makes the calls under test and leaves by `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
         let alone = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let refused = reg().is_err_and(|error| error.kind() == ErrorKind::BadState);
-            // SAFETY: the originals are in the parent; this process leaves without using them.
+            // SAFETY: the parent has the originals; this process leaves without using them.
             unsafe {
                 drop(std::ptr::read(&raw const dropped));
                 let closes = std::ptr::read(&raw const closed).close().is_ok();
@@ -755,7 +755,7 @@ fn a_forked_child_asks_the_driver_for_nothing_with_copies_of_its_parents_objects
         unsafe { libc::_exit(i32::from(!alone.unwrap_or(false))) };
     }
     let mut status = 0;
-    // SAFETY: waits for the child that was just made.
+    // SAFETY: the child was just forked by this test.
     assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
     assert_eq!(status, 0);
     drop((dropped, closed, domain));
@@ -763,7 +763,7 @@ fn a_forked_child_asks_the_driver_for_nothing_with_copies_of_its_parents_objects
 }
 
 #[test]
-fn a_domain_leaves_nothing_behind() {
+fn closed_domain_leaves_nothing_behind() {
     let verbs = Verbs::builder().functions(functions()).build().expect("start");
     let domain = open(&verbs);
     register(&domain, &[host(0x1000, 64)], Access::SEND, VerbsOptions::empty()).expect("register");
@@ -774,7 +774,7 @@ fn a_domain_leaves_nothing_behind() {
 }
 
 #[test]
-fn the_gid_that_routes_best_is_spoken_from() {
+fn best_routable_gid_is_chosen() {
     let gid = |bytes: [u8; 4], ipv4: bool| {
         let mut gid = [0; 16];
         if ipv4 {
@@ -804,8 +804,11 @@ fn the_gid_that_routes_best_is_spoken_from() {
 
 proptest! {
     #[test]
-    fn seams_cover_the_range_and_lie_on_pages(
-        start in 0_u64..1 << 40, len in 1_u64..1 << 24, max in 1_u64..1 << 22, page_bits in 12_u32..16,
+    fn seams_cover_the_range_and_are_page_aligned(
+        start in 0_u64..1 << 40,
+        len in 1_u64..1 << 24,
+        max in 1_u64..1 << 22,
+        page_bits in 12_u32..16,
     ) {
         let page = 1 << page_bits;
         prop_assume!(len / max < 5000);
@@ -816,19 +819,19 @@ proptest! {
             prop_assert!(*part >= 1 && *part <= max);
             next += part;
             if index + 1 < parts.len() && max >= page {
-                prop_assert_eq!((start + next) % page, 0, "a page lies in reach of every seam");
+                prop_assert_eq!((start + next) % page, 0, "every seam can lie on a page");
             }
         }
         prop_assert_eq!(next, len);
     }
 
     #[test]
-    fn planned_requests_move_every_byte_to_its_place(
+    fn planned_requests_move_every_byte_to_its_target(
         local in prop::collection::vec(0_u64..50, 0..12),
         cuts in prop::collection::vec(1_u64..60, 1..8),
         max_sge in 1_usize..5, max_message in 1_u64..80,
     ) {
-        // Each byte is known by where it comes from and where it goes; the oracle pairs them one by one.
+        // Each byte is identified by its source and its target; the oracle pairs them one by one.
         let mut spans = Vec::new();
         let mut from = Vec::new();
         for (index, len) in local.iter().enumerate() {

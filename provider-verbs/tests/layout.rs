@@ -1,5 +1,4 @@
-//! The layouts and constants of `verbs::sys`, compared with `infiniband/verbs.h` where it is
-//! installed.
+//! Layouts and constants of `verbs::sys`, compared with `infiniband/verbs.h` if it is installed.
 
 #[path = "../../tests/trials/mod.rs"]
 mod trials;
@@ -16,10 +15,10 @@ use hmem_provider_verbs::sys::{
 use trials::{Outcome, Skipped, trials};
 
 trials! {
-    layouts_and_constants_are_those_of_the_header,
+    layouts_and_constants_match_the_header,
 }
 
-/// What the C compiler is asked, and what this crate says.
+/// Expressions for the C compiler, and this crate's values.
 struct Probe {
     lines: Vec<String>,
     ours: BTreeMap<String, i128>,
@@ -42,7 +41,10 @@ impl Probe {
 
 /// `structure!(probe, Rust, c_name, { field, rust_field => "c.field" })`
 macro_rules! structure {
-    ($probe:expr, $rust:ident, $name:literal, [$($field:ident),* $(,)?], [$($ours:expr => $theirs:literal),* $(,)?]) => {
+    (
+        $probe:expr, $rust:ident, $name:literal, [$($field:ident),* $(,)?],
+        [$($ours:expr => $theirs:literal),* $(,)?]
+    ) => {
         $probe.size::<$rust>($name);
         $($probe.offset($name, stringify!($field), offset_of!($rust, $field));)*
         $($probe.offset($name, $theirs, $ours);)*
@@ -263,17 +265,22 @@ fn ask_everything(p: &mut Probe) {
     );
     constants!(p,
         AtomicCap: IBV_ATOMIC_NONE, IBV_ATOMIC_HCA, IBV_ATOMIC_GLOB;
-        PortState: IBV_PORT_NOP, IBV_PORT_DOWN, IBV_PORT_INIT, IBV_PORT_ARMED, IBV_PORT_ACTIVE, IBV_PORT_ACTIVE_DEFER;
+        PortState: IBV_PORT_NOP, IBV_PORT_DOWN, IBV_PORT_INIT, IBV_PORT_ARMED, IBV_PORT_ACTIVE,
+            IBV_PORT_ACTIVE_DEFER;
         LinkLayer: IBV_LINK_LAYER_UNSPECIFIED, IBV_LINK_LAYER_INFINIBAND, IBV_LINK_LAYER_ETHERNET;
-        WcStatus: IBV_WC_SUCCESS, IBV_WC_LOC_LEN_ERR, IBV_WC_LOC_QP_OP_ERR, IBV_WC_LOC_PROT_ERR, IBV_WC_WR_FLUSH_ERR,
+        WcStatus: IBV_WC_SUCCESS, IBV_WC_LOC_LEN_ERR, IBV_WC_LOC_QP_OP_ERR,
+            IBV_WC_LOC_PROT_ERR, IBV_WC_WR_FLUSH_ERR,
             IBV_WC_MW_BIND_ERR, IBV_WC_BAD_RESP_ERR, IBV_WC_LOC_ACCESS_ERR, IBV_WC_REM_INV_REQ_ERR,
-            IBV_WC_REM_ACCESS_ERR, IBV_WC_REM_OP_ERR, IBV_WC_RETRY_EXC_ERR, IBV_WC_RNR_RETRY_EXC_ERR,
+            IBV_WC_REM_ACCESS_ERR, IBV_WC_REM_OP_ERR, IBV_WC_RETRY_EXC_ERR,
+            IBV_WC_RNR_RETRY_EXC_ERR,
             IBV_WC_REM_ABORT_ERR, IBV_WC_FATAL_ERR, IBV_WC_RESP_TIMEOUT_ERR, IBV_WC_GENERAL_ERR;
         WcOpcode: IBV_WC_RECV, IBV_WC_RECV_RDMA_WITH_IMM;
-        WrOpcode: IBV_WR_RDMA_WRITE, IBV_WR_RDMA_WRITE_WITH_IMM, IBV_WR_SEND, IBV_WR_SEND_WITH_IMM, IBV_WR_RDMA_READ, IBV_WR_ATOMIC_CMP_AND_SWP,
+        WrOpcode: IBV_WR_RDMA_WRITE, IBV_WR_RDMA_WRITE_WITH_IMM, IBV_WR_SEND,
+            IBV_WR_SEND_WITH_IMM, IBV_WR_RDMA_READ, IBV_WR_ATOMIC_CMP_AND_SWP,
             IBV_WR_ATOMIC_FETCH_AND_ADD, IBV_WR_LOCAL_INV, IBV_WR_BIND_MW, IBV_WR_SEND_WITH_INV;
         QpType: IBV_QPT_RC;
-        QpState: IBV_QPS_RESET, IBV_QPS_INIT, IBV_QPS_RTR, IBV_QPS_RTS, IBV_QPS_SQD, IBV_QPS_SQE, IBV_QPS_ERR;
+        QpState: IBV_QPS_RESET, IBV_QPS_INIT, IBV_QPS_RTR, IBV_QPS_RTS,
+            IBV_QPS_SQD, IBV_QPS_SQE, IBV_QPS_ERR;
         MwType: IBV_MW_TYPE_1, IBV_MW_TYPE_2;
         ForkStatus: IBV_FORK_DISABLED, IBV_FORK_ENABLED, IBV_FORK_UNNEEDED;
     );
@@ -297,13 +304,14 @@ fn ask_everything(p: &mut Probe) {
     p.ask("IBV_REREG_MR_ERR_CMD", IBV_REREG_MR_ERR_CMD.into());
 }
 
-fn layouts_and_constants_are_those_of_the_header() -> Outcome {
+fn layouts_and_constants_match_the_header() -> Outcome {
     let mut probe = Probe { lines: Vec::new(), ours: BTreeMap::new() };
     ask_everything(&mut probe);
     let folder = std::env::temp_dir().join(format!("hmem-verbs-layout-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder for the probe");
     let source = format!(
-        "#include <stdio.h>\n#include <stddef.h>\n#include <infiniband/verbs.h>\nint main(void) {{\n{}\nreturn 0; }}\n",
+        "#include <stdio.h>\n#include <stddef.h>\n#include <infiniband/verbs.h>\n\
+         int main(void) {{\n{}\nreturn 0; }}\n",
         probe.lines.join("\n")
     );
     let (file, program) = (folder.join("probe.c"), folder.join("probe"));

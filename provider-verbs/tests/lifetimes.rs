@@ -1,5 +1,5 @@
-//! Lifetimes of objects that need each other, over injected functions that move bytes: endpoints
-//! whose close fails, late completions, binds that never end, windows and their queue pairs.
+//! Lifetimes of objects that depend on each other, over injected functions that move bytes: failed
+//! closes, late completions, binds without an end, windows and their queue pairs.
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
@@ -52,7 +52,7 @@ fn open_over(functions: Functions) -> Domain {
     Domain::open(&verbs, registry, paths, DomainAttr::default()).expect("open")
 }
 
-/// An endpoint that is its own peer.
+/// Returns an endpoint that is its own peer.
 fn endpoint(domain: &Domain, cq: &Arc<dyn CompletionQueue>) -> Endpoint {
     let endpoint = domain.open_endpoint(&EndpointAttr::new(cq)).expect("open an endpoint");
     endpoint.resolve(&endpoint.name()).expect("connect it to itself");
@@ -98,14 +98,14 @@ fn calls_about(words: &[&str]) -> Vec<String> {
 
 /// MR-11
 #[test]
-fn an_endpoint_whose_close_fails_goes_before_its_queues_and_its_domain() {
+fn endpoint_with_a_failed_close_is_destroyed_before_its_queues() {
     let domain = open();
     let cq = domain.open_cq(8).expect("open a queue");
     let endpoint = endpoint(&domain, &cq);
     misbehave(Misbehaviour { polls_fail: true, ..FINE });
     let rejected = endpoint.close().expect_err("its queue cannot be read");
     assert_eq!(rejected.error.kind(), ErrorKind::Driver, "{}", rejected.error);
-    assert_eq!(domain.live().endpoints, 1, "it is handed back");
+    assert_eq!(domain.live().endpoints, 1, "the endpoint is returned");
     drop((cq, domain));
     fake::calls();
     drop(rejected.value);
@@ -115,7 +115,7 @@ fn an_endpoint_whose_close_fails_goes_before_its_queues_and_its_domain() {
 
 /// KEY-08
 #[test]
-fn an_endpoint_with_an_authorization_key_is_refused() {
+fn endpoint_with_an_authorization_key_is_refused() {
     let domain = open();
     let cq = domain.open_cq(8).expect("open a queue");
     let with = |key| EndpointAttr { auth_key: Some(AuthKey(key)), ..EndpointAttr::new(&cq) };
@@ -128,7 +128,7 @@ fn an_endpoint_with_an_authorization_key_is_refused() {
 
 /// MW-03
 #[test]
-fn a_dropped_endpoint_frees_the_type_2a_window_that_keeps_it_from_closing() {
+fn dropped_endpoint_frees_its_bound_type_2a_window() {
     let domain = open();
     let cq = domain.open_cq(8).expect("open a queue");
     let endpoint = endpoint(&domain, &cq);
@@ -142,12 +142,12 @@ fn a_dropped_endpoint_frees_the_type_2a_window_that_keeps_it_from_closing() {
     drop(rejected.value);
     assert_eq!(calls_about(&["destroy", "dealloc"]), ["dealloc_mw", "destroy_qp"]);
     assert_eq!(domain.live().endpoints, 0);
-    assert_eq!(window.state(), WindowState::Free, "it was allocated anew");
+    assert_eq!(window.state(), WindowState::Free, "the window was allocated again");
     drop(window);
     assert_eq!(calls_about(&["dealloc"]), ["dealloc_mw"]);
 }
 
-/// Ends the connection of an endpoint by a write with a key that nothing has.
+/// Ends the connection of an endpoint by a write with an unknown key.
 fn break_connection(
     endpoint: &Endpoint,
     cq: &Arc<dyn CompletionQueue>,
@@ -307,7 +307,7 @@ fn a_peers_invalidation_that_is_read_before_the_bind_frees_the_window() {
 
 /// MR-05
 #[test]
-fn a_late_completion_of_a_closed_endpoint_ends_no_request_of_the_next() {
+fn late_completion_does_not_end_a_request_of_a_new_endpoint() {
     let domain = open();
     let cq = domain.open_cq(8).expect("open a queue");
     let (from, to) = (buffer(&domain, 1), buffer(&domain, 2));
@@ -323,9 +323,9 @@ fn a_late_completion_of_a_closed_endpoint_ends_no_request_of_the_next() {
         old.close().map_err(|rejected| rejected.error).expect("close");
         let ended = read(&cq).remove(0);
         assert_eq!((ended.context, ended.result.unwrap_err().kind()), (10, ErrorKind::Canceled));
-        // Its number is that of the old one, whose request completes only now.
+        // The new queue pair has the number of the old one, whose request completes only now.
         let new = endpoint(&domain, &cq);
-        // As many requests as the old one had completed are numbered, and refused by the driver.
+        // The driver refuses as many requests as the old queue pair had completed.
         for _ in 2..used {
             wire::refuse_post(1, 5);
             try_write(&new, &from, &to, 30).expect_err("the post is refused");
@@ -444,21 +444,21 @@ fn requests_for_the_other_type_of_window_are_refused_by_the_provider() {
 /// CACHE-13
 #[test]
 #[allow(unsafe_code)]
-fn a_forked_child_destroys_no_queue_and_no_window_of_its_parent() {
+fn forked_child_destroys_no_queue_and_no_window_of_its_parent() {
     let domain = open();
     let window = domain.alloc_type_1_window().expect("allocate");
     let (cq, lone_cq) = (domain.open_cq(4).expect("queue"), domain.open_cq(4).expect("queue"));
     let (dropped, closed) = (endpoint(&domain, &cq), endpoint(&domain, &cq));
-    // A request in flight, which closing its endpoint would end.
+    // A request in flight, which the close of its endpoint would end.
     let (from, to) = (buffer(&domain, 1), buffer(&domain, 2));
     misbehave(Misbehaviour { completes_late: true, ..FINE });
     write(&dropped, &from, &to, 1);
     fake::calls();
-    // SAFETY: the child calls what is tested and leaves by `_exit`.
+    // SAFETY: the child only makes the calls under test and leaves by `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
         let untouched = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            // SAFETY: the originals are in the parent; this process leaves without using them.
+            // SAFETY: the parent has the originals; this process leaves without using them.
             unsafe {
                 drop(std::ptr::read(&raw const window));
                 drop(std::ptr::read(&raw const dropped));
@@ -476,7 +476,7 @@ fn a_forked_child_destroys_no_queue_and_no_window_of_its_parent() {
         unsafe { libc::_exit(i32::from(!untouched.unwrap_or(false))) };
     }
     let mut status = 0;
-    // SAFETY: waits for the child that was just made.
+    // SAFETY: the child was just forked by this test.
     assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
     assert_eq!(status, 0);
     misbehave(FINE);

@@ -1,5 +1,4 @@
-//! MR-16: long registrations by several driver calls at once, over a driver that can hold its
-//! calls.
+//! MR-16: parallel driver calls for long registrations, over a driver that can block its calls.
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
@@ -29,30 +28,30 @@ use trials::{Outcome, Skipped, trials};
 
 trials! {
     /// MR-16
-    a_huge_range_is_registered_by_several_driver_calls_at_once,
+    long_range_is_registered_by_parallel_driver_calls,
     /// MR-16
-    parts_that_the_device_limit_cuts_are_registered_at_once_unasked,
+    parts_over_the_device_limit_are_parallel_by_default,
     /// MR-16
-    unasked_a_range_that_fits_is_one_call_with_one_key,
+    range_within_the_limit_is_one_call_by_default,
     /// MR-16
-    a_part_that_is_refused_takes_all_others_back,
+    refused_part_rolls_back_all_others,
     /// MR-16
-    a_panic_of_the_progress_callback_takes_all_parts_back,
+    panic_of_the_progress_callback_rolls_back_all_parts,
     /// MR-16
-    parts_shorter_than_a_page_are_refused_before_the_driver_is_asked,
+    parts_shorter_than_a_page_are_refused,
     /// MR-16
     no_lock_is_held_while_the_driver_registers,
 }
 
-/// The driver's registrations, on whatever thread.
+/// State of the driver, shared by all threads.
 #[derive(Default)]
 struct Driver {
-    /// A call returns when so many calls have come.
+    /// Calls block until this many are in flight.
     hold_for: usize,
     calls: usize,
     in_flight: usize,
     most_in_flight: usize,
-    /// Ranges that start here are refused with ENOMEM.
+    /// Ranges with this start are refused with ENOMEM.
     refuse: Option<usize>,
     live: BTreeMap<usize, usize>,
 }
@@ -73,7 +72,7 @@ fn driver() -> MutexGuard<'static, Driver> {
     DRIVER.0.lock().expect("no panic")
 }
 
-/// How many calls there were, and how many at once.
+/// Returns the number of calls, and the maximum in flight at once.
 fn calls() -> (usize, usize) {
     let driver = driver();
     (driver.calls, driver.most_in_flight)
@@ -85,7 +84,7 @@ extern "C" fn reg_mr(pd: *mut Pd, addr: *mut c_void, length: usize, _access: c_i
     driver.in_flight += 1;
     driver.most_in_flight = driver.most_in_flight.max(driver.in_flight);
     DRIVER.1.notify_all();
-    // The end of a wait that the test would otherwise never come out of.
+    // Limits the wait if the test fails.
     let patience = Duration::from_secs(60);
     let (mut driver, waited) = DRIVER
         .1
@@ -114,12 +113,12 @@ extern "C" fn reg_mr_iova2(
 }
 
 extern "C" fn dereg_mr(mr: *mut Mr) -> c_int {
-    // SAFETY: it was boxed by `reg_mr`, and is deregistered once.
+    // SAFETY: `reg_mr` boxed the region, and it is deregistered once.
     let mr = unsafe { Box::from_raw(mr) };
     if driver().live.remove(&mr.addr.addr()).is_some() { 0 } else { libc::EINVAL }
 }
 
-/// A domain on a device of the tests' own, and the right to be alone with its driver.
+/// Returns a domain on the fake device, and a lock on its driver.
 fn domain(max_mr_size: u64) -> (Domain, MutexGuard<'static, ()>) {
     static ALONE: Mutex<()> = Mutex::new(());
     let alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -147,12 +146,12 @@ fn range(start: u64, len: u64) -> AddressRange {
 
 const MIB: u64 = 1 << 20;
 
-fn a_huge_range_is_registered_by_several_driver_calls_at_once() -> Outcome {
+fn long_range_is_registered_by_parallel_driver_calls() -> Outcome {
     let (domain, _alone) = domain(1 << 40);
     driver().hold_for = 4;
     let told = Mutex::new(Vec::new());
     let progress = |done, total| told.lock().expect("no panic").push((done, total));
-    // Starts in the middle of a page, and ends in the middle of a part.
+    // The range starts inside a page and ends inside a part.
     let ranges = [range(0x10_0000_0800, 7 * MIB)];
     let parallel = Some(Parallel { threads: 4, chunk: 2 * MIB, progress: Some(&progress) });
     let attr = MrAttr { parallel, ..MrAttr::new(&ranges, Access::REMOTE_READ) };
@@ -183,7 +182,7 @@ fn a_huge_range_is_registered_by_several_driver_calls_at_once() -> Outcome {
 }
 
 /// VRB-07: the parts of a long range that the device's limit cuts are registered at once.
-fn parts_that_the_device_limit_cuts_are_registered_at_once_unasked() -> Outcome {
+fn parts_over_the_device_limit_are_parallel_by_default() -> Outcome {
     if thread::available_parallelism().is_ok_and(|cpus| cpus.get() == 1) {
         return Err(Skipped("one CPU registers one part after the other".to_owned()));
     }
@@ -199,7 +198,7 @@ fn parts_that_the_device_limit_cuts_are_registered_at_once_unasked() -> Outcome 
     Ok(())
 }
 
-fn unasked_a_range_that_fits_is_one_call_with_one_key() -> Outcome {
+fn range_within_the_limit_is_one_call_by_default() -> Outcome {
     let (domain, _alone) = domain(1 << 40);
     // SAFETY: the driver touches no memory.
     let region =
@@ -210,7 +209,7 @@ fn unasked_a_range_that_fits_is_one_call_with_one_key() -> Outcome {
     Ok(())
 }
 
-fn a_part_that_is_refused_takes_all_others_back() -> Outcome {
+fn refused_part_rolls_back_all_others() -> Outcome {
     let (domain, _alone) = domain(1 << 40);
     let ranges = [range(0x10_0000_0000, 8 * MIB)];
     let parallel = Some(Parallel { threads: 4, chunk: MIB, progress: None });
@@ -230,7 +229,7 @@ fn a_part_that_is_refused_takes_all_others_back() -> Outcome {
 }
 
 /// MR-18
-fn a_panic_of_the_progress_callback_takes_all_parts_back() -> Outcome {
+fn panic_of_the_progress_callback_rolls_back_all_parts() -> Outcome {
     let (domain, _alone) = domain(1 << 40);
     for threads in [1, 4] {
         *driver() = Driver { hold_for: threads, ..Driver::default() };
@@ -256,7 +255,7 @@ fn a_panic_of_the_progress_callback_takes_all_parts_back() -> Outcome {
     Ok(())
 }
 
-fn parts_shorter_than_a_page_are_refused_before_the_driver_is_asked() -> Outcome {
+fn parts_shorter_than_a_page_are_refused() -> Outcome {
     let (domain, _alone) = domain(1 << 40);
     let ranges = [range(0x10_0000_0000, MIB)];
     let parallel = Some(Parallel { chunk: 100, ..Parallel::default() });

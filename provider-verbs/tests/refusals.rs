@@ -1,5 +1,5 @@
-//! Requests that are refused before the driver is called, and the ranges of bound windows, over
-//! injected functions.
+//! Requests refused before the driver call, and the ranges of bound windows, over injected
+//! functions.
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
@@ -38,7 +38,7 @@ fn buffer(domain: &Domain, access: Access) -> OwnedRegion<Vec<u8>> {
     domain.register(bytes, access).map_err(|rejected| rejected.error).expect("register")
 }
 
-/// An endpoint that is its own peer, and the memory that it transfers to and from.
+/// An endpoint that is its own peer, and memory for its transfers.
 struct Loop {
     endpoint: Endpoint,
     cq: Arc<dyn CompletionQueue>,
@@ -63,7 +63,7 @@ impl Loop {
         let remote = [RemoteSegment { address: key.base(), len: far, key: &key }];
         let operation = Operation::Write { remote: &remote };
         let request = WorkRequest { operation, local, peer: PeerId(0), context: 1 };
-        // SAFETY: the memory is that of regions which own it.
+        // SAFETY: the segments lie in regions that own their memory.
         unsafe { self.endpoint.post(&request) }?;
         let mut out = Vec::new();
         while out.is_empty() {
@@ -79,13 +79,13 @@ fn segment(desc: LocalKey, start: u64, len: u64) -> LocalSegment {
 
 /// MR-09
 #[test]
-fn a_local_list_outside_its_region_or_without_the_right_goes_to_no_nic() {
+fn invalid_local_lists_are_refused_before_the_driver_call() {
     let net = Loop::new();
     let readable = buffer(&net.domain, Access::WRITE);
     let (desc, start) = (readable.desc().expect("desc"), readable.range().start().0);
     let other = buffer(&net.domain, Access::READ | Access::SEND);
     let (wrong, elsewhere) = (other.desc().expect("desc"), other.range().start().0);
-    // Alone, and behind a segment that is right.
+    // Alone, and after a valid segment.
     for before in [&[][..], &[segment(desc, start, 8)]] {
         let kind = |last: LocalSegment| {
             let list = [before, &[last]].concat();
@@ -117,7 +117,7 @@ fn lists_of_different_lengths_are_refused() {
 }
 
 #[test]
-fn a_full_send_queue_refuses_requests_until_completions_are_read() {
+fn full_send_queue_refuses_requests_until_it_is_read() {
     let net = Loop::new();
     let source = buffer(&net.domain, Access::WRITE);
     let key = net.target.key().expect("key");
@@ -126,7 +126,7 @@ fn a_full_send_queue_refuses_requests_until_completions_are_read() {
         let from = [source.slice(0, 8).expect("slice")];
         net.endpoint.write(&from, &remote, PeerId(0), 1).map_err(|error| error.kind())
     };
-    // The depth that was asked for, and what the provider adds for requests of several parts.
+    // The requested depth, plus entries that the provider adds for requests of several parts.
     let posted = (0..100).take_while(|_| post().is_ok()).count();
     assert_eq!(posted, 4 + 16);
     assert_eq!(post(), Err(ErrorKind::Again));
@@ -138,7 +138,7 @@ fn a_full_send_queue_refuses_requests_until_completions_are_read() {
 }
 
 #[test]
-fn an_endpoint_takes_queues_of_its_own_device_only() {
+fn endpoint_refuses_queues_of_another_device() {
     let (domain, other) = (open(VerbsOptions::empty()), open(VerbsOptions::empty()));
     let cq = other.open_cq(8).expect("open a queue");
     let error = domain.open_endpoint(&EndpointAttr::new(&cq)).expect_err("another context's");
@@ -161,7 +161,7 @@ fn bind(
     let asked = fake::calls().into_iter().find(|call| call.starts_with("bind_mw"));
     verbs.free_window(window).expect("free");
     match bound {
-        Ok(_) => Ok(asked.expect("the driver was asked")),
+        Ok(_) => Ok(asked.expect("the driver was called")),
         Err(error) => {
             assert_eq!(asked, None, "the driver was asked: {error}");
             Err(error)

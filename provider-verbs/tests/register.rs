@@ -22,23 +22,23 @@ trials! {
     /// VRB-03
     every_subset_of_rights_registers_and_closes,
     /// VRB-01
-    the_driver_refuses_the_rights_that_are_refused_before_it_is_asked,
+    refused_rights_match_those_of_the_driver,
     /// VRB-01
-    no_right_at_all_still_lets_the_nic_read_locally,
-    memory_that_is_not_there_or_may_not_be_written_is_a_bad_address,
+    region_without_rights_is_still_readable_locally,
+    unmapped_or_read_only_memory_is_a_bad_address,
     /// VRB-02
-    options_reach_the_driver_or_are_unsupported_by_name,
+    options_reach_the_driver_or_are_unsupported,
     /// VRB-02
-    pages_on_demand_follow_their_mapping,
+    on_demand_pages_follow_their_mapping,
     /// VRB-01
-    rights_change_in_place_or_the_region_stays_as_it_was,
+    failed_change_of_rights_keeps_the_region,
     /// VRB-05
-    the_locked_memory_limit_is_named_with_its_value_and_remedy,
-    pages_under_registration_survive_a_fork,
-    the_same_address_five_times_over_reaches_the_new_bytes,
+    locked_memory_limit_is_named_with_value_and_remedy,
+    registered_pages_survive_a_fork,
+    reused_address_reaches_the_new_bytes,
 }
 
-/// The driver's own calls, found in the process as any C program finds them.
+/// The driver's calls, looked up in the process like a C program does.
 struct Raw {
     reg_mr: unsafe extern "C" fn(*mut c_void, *mut c_void, usize, c_int) -> *mut c_void,
     dereg_mr: unsafe extern "C" fn(*mut c_void) -> c_int,
@@ -70,7 +70,7 @@ impl Raw {
         }
     }
 
-    /// The errno of the raw call; 0 if it worked.
+    /// Returns the errno of the raw call, or 0 if it succeeded.
     fn register(&self, domain: &VerbsDomain, address: u64, len: usize, flags: AccessFlags) -> i32 {
         let address = ptr::with_exposed_provenance_mut(address as usize);
         // SAFETY: the protection domain is alive; the driver checks the range.
@@ -97,7 +97,8 @@ fn with_options(
     let ranges = [range];
     let request = Registration::new(&ranges, LOCAL | REMOTE, &auth_key);
     let pieces = [Piece { range, backing: Backing::Host { owned: false } }];
-    // SAFETY: the tests' pages outlive their regions, or their loss is what is tested.
+    // SAFETY: the tests' pages outlive their regions, except where a test removes the pages on
+    // purpose.
     unsafe { side.verbs().register_with(&request, &pieces, options) }
 }
 
@@ -131,20 +132,20 @@ fn every_subset_of_rights_registers_and_closes() -> Outcome {
     Ok(())
 }
 
-fn the_driver_refuses_the_rights_that_are_refused_before_it_is_asked() -> Outcome {
+fn refused_rights_match_those_of_the_driver() -> Outcome {
     let name = device()?;
     let (side, raw) = (side(&name), Raw::load());
     let pages = Pages::new(8192);
     let verbs = side.verbs();
     for flags in [AccessFlags::REMOTE_WRITE, AccessFlags::REMOTE_ATOMIC] {
-        // SAFETY: the pages outlive the region, of which there is none.
+        // SAFETY: the call must fail, so no region uses the pages.
         let error = unsafe { verbs.reg_mr(pages.range(), flags) }.expect_err("no LOCAL_WRITE");
         assert_eq!(error.kind(), ErrorKind::BadAccess, "{error}");
         let errno = error.os_errno().expect("the raw call's number").0;
         assert_eq!(errno, raw.register(verbs, pages.address, pages.len, flags), "{flags:?}");
     }
     let empty = AddressRange::new(Address(pages.address), 0).expect("range");
-    // SAFETY: as above.
+    // SAFETY: the call must fail, so no region uses the range.
     let error = unsafe { verbs.reg_mr(empty, AccessFlags::empty()) }.expect_err("empty");
     assert_eq!(error.kind(), ErrorKind::ZeroLength);
     assert_eq!(raw.register(verbs, pages.address, 0, AccessFlags::empty()), 22);
@@ -166,7 +167,7 @@ fn the_driver_refuses_the_rights_that_are_refused_before_it_is_asked() -> Outcom
     Ok(())
 }
 
-fn no_right_at_all_still_lets_the_nic_read_locally() -> Outcome {
+fn region_without_rights_is_still_readable_locally() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
     let (from, to) = (Pages::new(4096), Pages::new(4096));
@@ -182,7 +183,7 @@ fn no_right_at_all_still_lets_the_nic_read_locally() -> Outcome {
     Ok(())
 }
 
-fn memory_that_is_not_there_or_may_not_be_written_is_a_bad_address() -> Outcome {
+fn unmapped_or_read_only_memory_is_a_bad_address() -> Outcome {
     let name = device()?;
     let side = side(&name);
     let gone = {
@@ -212,7 +213,7 @@ fn memory_that_is_not_there_or_may_not_be_written_is_a_bad_address() -> Outcome 
     Ok(())
 }
 
-fn options_reach_the_driver_or_are_unsupported_by_name() -> Outcome {
+fn options_reach_the_driver_or_are_unsupported() -> Outcome {
     let name = device()?;
     let side = side(&name);
     let pages = Pages::new(8192);
@@ -252,8 +253,8 @@ fn options_reach_the_driver_or_are_unsupported_by_name() -> Outcome {
     Ok(())
 }
 
-/// The opposite of pinned pages: what was mapped anew is what peers reach.
-fn pages_on_demand_follow_their_mapping() -> Outcome {
+/// On-demand pages are not pinned: peers reach newly mapped pages.
+fn on_demand_pages_follow_their_mapping() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
     let (from, to) = (Pages::new(8192), Pages::new(8192));
@@ -271,7 +272,7 @@ fn pages_on_demand_follow_their_mapping() -> Outcome {
     let source = pair.near.register(from.range(), LOCAL).expect("register");
     let key = pair.far.verbs().keys(region).expect("keys")[0];
     let key = RemoteKey::new(Addressing::Virtual, Iova(key.base), 8192, u64::from(key.rkey));
-    // One packet to a page: rxe of Linux 7.3 puts every packet at the start of its page.
+    // One packet per page: rxe of Linux 7.3 puts every packet at the start of its page.
     const LEN: usize = 512;
     let desc = source.desc().expect("desc");
     let write = |page: usize| {
@@ -292,7 +293,7 @@ fn pages_on_demand_follow_their_mapping() -> Outcome {
     Ok(())
 }
 
-fn rights_change_in_place_or_the_region_stays_as_it_was() -> Outcome {
+fn failed_change_of_rights_keeps_the_region() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
     let (from, to) = (Pages::new(4096), Pages::new(4096));
@@ -317,12 +318,12 @@ fn rights_change_in_place_or_the_region_stays_as_it_was() -> Outcome {
     Ok(())
 }
 
-/// What the test runs in a process of its own, since limits and users cannot be put back.
+/// Runs the test in its own process, since limits and users cannot be restored.
 fn register_over_the_limit(name: &str, limit: u64, errno: i32) {
     let side = side(name);
     let pages = Pages::new(1 << 20);
     let rlimit = libc::rlimit { rlim_cur: limit, rlim_max: limit };
-    // SAFETY: this process is the test's own.
+    // SAFETY: the test started this process for itself.
     unsafe {
         assert_eq!(libc::setrlimit(libc::RLIMIT_MEMLOCK, &rlimit), 0);
         assert_eq!(libc::setresuid(65534, 65534, 65534), 0);
@@ -339,7 +340,7 @@ fn register_over_the_limit(name: &str, limit: u64, errno: i32) {
     assert_eq!(pinned.split_whitespace().nth(1), Some("0"), "nothing stays pinned: {pinned}");
 }
 
-fn the_locked_memory_limit_is_named_with_its_value_and_remedy() -> Outcome {
+fn locked_memory_limit_is_named_with_value_and_remedy() -> Outcome {
     const LIMIT: &str = "HMEM_VERBS_TEST_LIMIT";
     let name = device()?;
     if let Ok(limit) = std::env::var(LIMIT) {
@@ -353,7 +354,7 @@ fn the_locked_memory_limit_is_named_with_its_value_and_remedy() -> Outcome {
     }
     for limit in ["65536", "0"] {
         let output = std::process::Command::new(std::env::current_exe().expect("this test"))
-            .args(["--exact", "the_locked_memory_limit_is_named_with_its_value_and_remedy"])
+            .args(["--exact", "locked_memory_limit_is_named_with_value_and_remedy"])
             .env(LIMIT, limit)
             .output()
             .expect("run this test again");
@@ -364,7 +365,7 @@ fn the_locked_memory_limit_is_named_with_its_value_and_remedy() -> Outcome {
 }
 
 /// MON-06
-fn pages_under_registration_survive_a_fork() -> Outcome {
+fn registered_pages_survive_a_fork() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
     let (from, to) = (Pages::new(8192), Pages::new(8192));
@@ -382,14 +383,15 @@ fn pages_under_registration_survive_a_fork() -> Outcome {
     // SAFETY: the child makes system calls only.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        // SAFETY: as above: the child shares the pages until it is told to go.
+        // SAFETY: the child makes system calls only, and shares the pages until the parent closes
+        // the pipe.
         unsafe {
             libc::close(hold[1]);
             libc::read(hold[0], hold.as_mut_ptr().cast(), 1);
             libc::_exit(0);
         }
     }
-    // The first write after a fork is the one that would move the parent to a copy.
+    // The first write after a fork would move the parent to a copy of the page.
     let bytes = from.fill(21);
     to.put(0, &vec![1; 8192]);
     let key = target.key().expect("key");
@@ -406,7 +408,7 @@ fn pages_under_registration_survive_a_fork() -> Outcome {
     Ok(())
 }
 
-fn the_same_address_five_times_over_reaches_the_new_bytes() -> Outcome {
+fn reused_address_reaches_the_new_bytes() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
     let to = Pages::new(4096);

@@ -1,5 +1,5 @@
-//! Changing a region's rights in place, over a driver of the tests' own: the drivers at hand refuse
-//! it.
+//! Changes of a region's rights in place, over a fake driver: the available real drivers refuse
+//! them.
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
@@ -58,7 +58,7 @@ fn rereg_changes_rights_and_keys_of_every_part() {
     // SAFETY: the fake touches no memory.
     unsafe { verbs.rereg(handle, Access::REMOTE_READ | Access::REMOTE_WRITE) }
         .expect("the fake changes rights");
-    // CHANGE_ACCESS; remote read, write and atomic, and the local write that verbs demands.
+    // CHANGE_ACCESS with remote read, write and atomic, and the local write that verbs needs.
     assert_eq!(calls(), ["rereg_mr 0x4 0x10000f", "rereg_mr 0x4 0x10000f"]);
     let after = verbs.keys(handle).expect("keys");
     for (before, after) in before.iter().zip(&after) {
@@ -69,13 +69,13 @@ fn rereg_changes_rights_and_keys_of_every_part() {
     assert_eq!(
         keys,
         after.iter().map(|key| u64::from(key.rkey)).collect::<Vec<_>>(),
-        "peers get the new ones"
+        "peers get the new keys"
     );
 }
 
 /// VRB-01
 #[test]
-fn a_refused_rereg_leaves_the_region_or_says_that_it_is_lost() {
+fn refused_rereg_keeps_the_region_or_reports_it_lost() {
     let domain = domain(1 << 40);
     let verbs = VerbsDomain::of(&domain).expect("verbs");
     let region = register(&domain, 0x1000);
@@ -107,7 +107,7 @@ fn a_refused_rereg_leaves_the_region_or_says_that_it_is_lost() {
 
 /// VRB-01
 #[test]
-fn a_rereg_refused_for_a_later_part_takes_the_rights_of_the_earlier_back() {
+fn rereg_refused_for_a_part_restores_the_parts_before_it() {
     let domain = domain(0x2000);
     let verbs = VerbsDomain::of(&domain).expect("verbs");
     let region = register(&domain, 0x6000);
@@ -122,7 +122,7 @@ fn a_rereg_refused_for_a_later_part_takes_the_rights_of_the_earlier_back() {
         let error = unsafe { verbs.rereg(handle, Access::REMOTE_WRITE) }.expect_err("refused");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
         assert!(error.remedy_text().is_some_and(|remedy| remedy.contains(word)), "{error}");
-        // Remote write with what belongs to it, then remote read again.
+        // Remote write with its additional rights, then remote read again.
         let asked = ["rereg_mr 0x4 0x10000b"; 3].into_iter().chain(["rereg_mr 0x4 0x100004"; 2]);
         assert_eq!(calls(), asked.collect::<Vec<_>>());
         assert_eq!(
@@ -130,13 +130,13 @@ fn a_rereg_refused_for_a_later_part_takes_the_rights_of_the_earlier_back() {
             AccessFlags::REMOTE_READ | AccessFlags::RELAXED_ORDERING
         );
     }
-    // Keys that the driver changed on the way are those that peers get.
+    // Peers get keys that the driver changed on the way.
     let keys = verbs.keys(handle).expect("keys");
     let pieces: Vec<_> = region.key().expect("key").pieces().map(|piece| piece.key).collect();
     assert_eq!(pieces, keys.iter().map(|key| u64::from(key.rkey)).collect::<Vec<_>>());
 }
 
-/// A subscriber that panics when it is told of an event.
+/// A subscriber that panics at an event.
 struct Panics;
 
 impl tracing::Subscriber for Panics {
@@ -149,7 +149,7 @@ impl tracing::Subscriber for Panics {
     }
 
     fn event(&self, _: &tracing::Event<'_>) {
-        panic!("as asked for");
+        panic!("panic of the test's subscriber");
     }
 
     fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
@@ -160,7 +160,7 @@ impl tracing::Subscriber for Panics {
 
 /// MR-18
 #[test]
-fn a_region_whose_change_of_rights_panicked_can_be_closed() {
+fn region_can_be_closed_after_a_panic_in_rereg() {
     let domain = domain(0x2000);
     let verbs = VerbsDomain::of(&domain).expect("verbs");
     // A failed assertion must not drop the region, which would wait for the change to end.
@@ -168,16 +168,16 @@ fn a_region_whose_change_of_rights_panicked_can_be_closed() {
     let handle = region.provider_region().expect("handle");
     // The provider logs that the first part keeps the rights refused for the second.
     with(|script| script.rereg = vec![(0, 0), (-1, 22), (-1, 5)]);
-    // With one subscriber alone, tracing asks the thread that first comes to an event whether
-    // anybody listens, which may be another test's.
+    // With a single subscriber, tracing caches the interest of the thread that first reaches an
+    // event. That thread may belong to another test.
     let _second = tracing::Dispatch::new(Panics);
     let panicked = tracing::subscriber::with_default(Panics, || {
         // SAFETY: the fake touches no memory.
         let rereg = || unsafe { verbs.rereg(handle, Access::REMOTE_WRITE) };
         catch_unwind(AssertUnwindSafe(rereg))
     });
-    assert!(panicked.is_err(), "the subscriber was not told");
-    assert_eq!(verbs.keys(handle).expect("no change is under way").len(), 2);
+    assert!(panicked.is_err(), "the subscriber got no event");
+    assert_eq!(verbs.keys(handle).expect("no change is in progress").len(), 2);
     calls();
     let region = ManuallyDrop::into_inner(region);
     region.close().map_err(|rejected| rejected.error).expect("close");
@@ -185,7 +185,7 @@ fn a_region_whose_change_of_rights_panicked_can_be_closed() {
     assert_eq!(domain.live().regions, 0);
 }
 
-/// A driver whose change of rights waits, on whatever thread, until it is let go.
+/// A driver that blocks the change of rights until the test opens the gate.
 #[derive(Default)]
 struct Gate {
     inside: bool,
@@ -200,7 +200,7 @@ fn gate() -> MutexGuard<'static, Gate> {
     GATE.0.lock().expect("no panic")
 }
 
-/// Lets the driver's call go, after a failed assertion too.
+/// Opens the gate, after a failed assertion too.
 struct Release;
 
 impl Drop for Release {
@@ -210,10 +210,10 @@ impl Drop for Release {
     }
 }
 
-/// Returns true if a thread of this process waits for something.
+/// Returns true if the thread is blocked.
 fn sleeps(thread: i32) -> bool {
     let stat = fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap_or_default();
-    // The state is the first field behind the thread's name in parentheses.
+    // The state is the first field after the thread's name in parentheses.
     stat.rsplit(')').next().is_some_and(|fields| fields.trim_start().starts_with('S'))
 }
 
@@ -241,7 +241,7 @@ extern "C" fn logged_dereg(_mr: *mut Mr) -> c_int {
 
 /// MR-18
 #[test]
-fn a_region_is_closed_after_the_change_of_its_rights_and_is_deregistered() {
+fn close_waits_for_a_change_of_rights() {
     drop(functions());
     // SAFETY: the functions have the header's signatures.
     let functions = unsafe {
@@ -263,7 +263,7 @@ fn a_region_is_closed_after_the_change_of_its_rights_and_is_deregistered() {
         // SAFETY: the fake touches no memory.
         let change = scope.spawn(|| unsafe { verbs.rereg(handle, Access::REMOTE_WRITE) });
         drop(GATE.1.wait_while(gate(), |gate| !gate.inside).expect("no panic"));
-        // Meanwhile calls on this region are refused, and other regions close.
+        // During the change calls on this region are refused, and other regions can be closed.
         assert_eq!(verbs.keys(handle).expect_err("in the driver").kind(), ErrorKind::Busy);
         assert_eq!(verbs.raw_key(handle).expect_err("in the driver").kind(), ErrorKind::Busy);
         assert_eq!(region.key().expect_err("in the driver").kind(), ErrorKind::Busy);
@@ -274,11 +274,11 @@ fn a_region_is_closed_after_the_change_of_its_rights_and_is_deregistered() {
             closer.store(unsafe { libc::gettid() }, Ordering::SeqCst);
             region.close().map(drop).map_err(|rejected| rejected.error)
         });
-        // Until it waits or has returned, which it must not.
+        // Wait until the close blocks. It must not return.
         while !close.is_finished() && !sleeps(closer.load(Ordering::SeqCst)) {
             thread::yield_now();
         }
-        assert!(!close.is_finished(), "closed while the driver worked on it");
+        assert!(!close.is_finished(), "closed during the driver's call");
         drop(release);
         change.join().expect("no panic").expect("the rights change");
         close.join().expect("no panic").expect("close");

@@ -1,4 +1,4 @@
-//! Rights to write and rights to atomics in verbs' words, over a library of the tests' own.
+//! Translation of write and atomic rights to verbs, over a fake library.
 
 #[allow(dead_code, reason = "other tests use more of it")]
 mod fake;
@@ -27,7 +27,7 @@ fn open(functions: Functions) -> Domain {
     .expect("open")
 }
 
-/// The tests' library, whose device has no atomics.
+/// Returns a fake library with a device without atomics.
 fn without_atomics() -> Functions {
     let functions = functions();
     with(|script| script.no_atomics = true);
@@ -40,7 +40,7 @@ fn range() -> AddressRange {
 
 /// VRB-03
 #[test]
-fn rights_to_write_and_to_atomics_reach_verbs_apart() {
+fn write_and_atomic_rights_reach_verbs_separately() {
     let plain = DeviceRights::default();
     let atomics = DeviceRights { atomics: true, iwarp: false };
     let (write, atomic, local) =
@@ -59,7 +59,7 @@ fn rights_to_write_and_to_atomics_reach_verbs_apart() {
 
 /// VRB-03
 #[test]
-fn the_driver_is_asked_for_no_wider_right_than_the_region_has() {
+fn driver_gets_no_wider_rights_than_the_region() {
     let domain = open(functions());
     calls();
     for (access, bits) in [
@@ -80,7 +80,7 @@ fn the_driver_is_asked_for_no_wider_right_than_the_region_has() {
 
 /// VRB-02
 #[test]
-fn a_device_without_atomics_refuses_the_right_to_them_and_is_named() {
+fn atomic_right_is_refused_without_atomics() {
     let domain = open(without_atomics());
     let verbs = VerbsDomain::of(&domain).expect("verbs");
     calls();
@@ -95,16 +95,16 @@ fn a_device_without_atomics_refuses_the_right_to_them_and_is_named() {
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
         assert!(error.to_string().contains("fake0"), "{error}");
     }
-    assert!(calls().is_empty(), "the driver was asked");
+    assert!(calls().is_empty(), "the driver was called");
     // REMOTE_WRITE means what the device has of it.
     let attr = MrAttr::new(&ranges, Access::REMOTE_WRITE);
-    // SAFETY: as said above, the tests' library registers nothing.
+    // SAFETY: the tests' library registers nothing.
     unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("register");
 }
 
 /// VRB-02
 #[test]
-fn a_device_without_atomics_refuses_to_change_a_region_to_the_right_to_them() {
+fn change_to_the_atomic_right_is_refused_without_atomics() {
     let domain = open(without_atomics());
     let verbs = VerbsDomain::of(&domain).expect("verbs");
     let ranges = [range()];
@@ -120,7 +120,7 @@ fn a_device_without_atomics_refuses_to_change_a_region_to_the_right_to_them() {
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
         assert_eq!(error.context_value("access"), Some("REMOTE_ATOMIC"), "{error}");
         assert!(error.to_string().contains("fake0"), "{error}");
-        assert!(calls().is_empty(), "the driver was asked");
+        assert!(calls().is_empty(), "the driver was called");
         assert_eq!(verbs.flags(handle).expect("flags"), AccessFlags::REMOTE_READ);
     }
     // REMOTE_WRITE means what the device has of it.
@@ -141,5 +141,5 @@ fn verbs_refuses_persistent_memory_with_bad_flags() {
     assert_eq!((error.kind(), error.fi_errno()), (ErrorKind::BadFlags, 260));
     assert_eq!(error.context_value("flags"), Some("RMA_PMEM"));
     assert!(error.to_string().contains("fake0"), "{error}");
-    assert!(calls().is_empty(), "the driver was asked");
+    assert!(calls().is_empty(), "the driver was called");
 }

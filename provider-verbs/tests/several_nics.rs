@@ -1,4 +1,4 @@
-//! One genuine dma-buf on two RDMA devices (VRB-08), where their driver imports it.
+//! One real dma-buf on two RDMA devices (VRB-08), if their driver imports it.
 
 mod support;
 #[path = "../../tests/trials/mod.rs"]
@@ -19,12 +19,12 @@ use trials::{Outcome, Skipped, trials};
 
 trials! {
     /// VRB-08
-    one_dma_buf_serves_two_devices_and_is_rolled_back_whole,
+    shared_dma_buf_is_registered_and_rolled_back_on_two_devices,
 }
 
 const LEN: u64 = 64 << 10;
 
-/// Device memory whose exports are genuine, and the two devices.
+/// Device memory with real exports, and the two devices.
 struct Machine {
     memory: Arc<Simulated>,
     registry: Arc<Registry>,
@@ -89,12 +89,12 @@ fn open_fds() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("procfs").count()
 }
 
-/// One test for both, since it counts the process's file descriptors.
-fn one_dma_buf_serves_two_devices_and_is_rolled_back_whole() -> Outcome {
+/// A single test for both cases, since it counts the process's file descriptors.
+fn shared_dma_buf_is_registered_and_rolled_back_on_two_devices() -> Outcome {
     let machine = Machine::new()?;
     let sides = machine.sides();
     let targets: Vec<_> = sides.iter().map(|(_, far)| &far.domain).collect();
-    // Each device tries a page of its own once.
+    // Each device is probed with a page once.
     let warm = register_on(&targets, machine.buffer(), REMOTE).expect("register");
     warm.close().map_err(Error::from).expect("close");
     let (exports, fds) = (machine.exports(), open_fds());
@@ -128,7 +128,7 @@ fn one_dma_buf_serves_two_devices_and_is_rolled_back_whole() -> Outcome {
     buffer.read(0, &mut bytes).expect("read");
     assert!(bytes == model);
 
-    // A third NIC refuses: nothing is left on the two, and the buffer comes back.
+    // A third NIC refuses: nothing stays registered on the two, and the buffer is returned.
     let faults = Faults::new();
     let software = Loopback::builder().faults(&faults).build().expect("a software NIC");
     let third = machine.open(&software, None);

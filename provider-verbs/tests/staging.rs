@@ -1,6 +1,6 @@
-//! Staging buffers over verbs: the cases of every provider, and what only a NIC that knows nothing
-//! of staged memory can show. Over the device that `HMEM_VERBS_DEVICE` names, or over injected
-//! functions that move bytes.
+//! Staging buffers over verbs: the cases of every provider, and cases for NICs without knowledge of
+//! staged memory. They run over the device of `HMEM_VERBS_DEVICE`, or over injected functions that
+//! move bytes.
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
@@ -12,17 +12,18 @@ use std::{sync::Arc, time::Duration};
 
 use hmem_core::{
     Access, Address, Endpoint, Errno, ErrorKind, Iova, Path,
-    provider::{CompletionQueue, EndpointAttr, Provider, StagingAttr},
+    provider::{CompletionChannel, CompletionQueue, EndpointAttr, Provider, StagingAttr},
     transfer::{AtomicOp, AtomicType, Completion, CompletionKind, PeerId, RemoteSegment},
 };
 use hmem_iface_system::{Call, Simulated, Stepping};
 use hmem_provider_verbs::Verbs;
+use rustix::event::{PollFd, PollFlags};
 use staging_cases::*;
 use wire::{Misbehaviour, misbehave};
 
 const CHUNK: u64 = 4096;
 const STAGING: StagingAttr = StagingAttr { buffer_len: CHUNK as usize, buffer_count: 8 };
-/// A quarter of the buffers.
+/// Longest message: a quarter of the buffers.
 const LONGEST: u64 = CHUNK * 2;
 
 fn verbs() -> (Arc<dyn Provider>, Option<String>) {
@@ -41,7 +42,7 @@ fn net_with(staging: StagingAttr, device: Simulated) -> Net {
     Net::new(provider, nic, staging, device)
 }
 
-/// Over the injected functions on every machine: a driver's calls cannot be made to fail.
+/// Uses the injected functions on every machine, as calls of a real driver cannot be made to fail.
 fn injected() -> Net {
     let verbs = Verbs::builder().functions(wire::functions()).build().expect("start");
     Net::new(Arc::new(verbs), None, STAGING, device())
@@ -98,14 +99,14 @@ fn any_transfer_moves_the_bytes_of_a_plain_copy_over_verbs() {
 
 /// BNC-01
 #[test]
-fn messages_pass_between_staged_memory_of_both_sides_over_verbs() {
+fn messages_arrive_between_staged_memory_over_verbs() {
     let net = net();
     let near = net.near.device(&net.device, CHUNK * 4, LOCAL).unwrap();
     let far = net.far.device(&net.device, CHUNK * 4, LOCAL).unwrap();
     for len in [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, LONGEST] {
         moves(&net, CompletionKind::Send, &[(&near, 1, len)], (&far, 2, len));
     }
-    // A receive may have more room than the message needs; the rest of it stays as it was.
+    // A receive may be longer than the message. The rest of its buffer is unchanged.
     far.put(0, &[0x55; 4096]);
     near.put(0, &[0x66; 4096]);
     net.far.endpoint.receive(&[far.slice(0, CHUNK * 3)], None, 6).unwrap();
@@ -118,7 +119,7 @@ fn messages_pass_between_staged_memory_of_both_sides_over_verbs() {
 
 /// BNC-01
 #[test]
-fn the_copy_engine_works_while_the_wire_carries_a_chunk_over_verbs() {
+fn copies_and_wire_overlap_over_verbs() {
     let net = net_with(STAGING, Simulated::builder().stepping(Stepping::ByHand).build().unwrap());
     let staged = net.near.device(&net.device, CHUNK * 4, LOCAL).unwrap();
     let far = net.far.host(CHUNK * 4, LOCAL | REMOTE);
@@ -127,8 +128,7 @@ fn the_copy_engine_works_while_the_wire_carries_a_chunk_over_verbs() {
     let key = far.region().key().unwrap();
     let remote = [RemoteSegment { address: key.base(), len: CHUNK * 4, key: &key }];
     net.near.endpoint.write(&[staged.slice(0, CHUNK * 4)], &remote, PeerId(0), 5).unwrap();
-    // The engine is asked for all four at once, and the first goes out while the others wait for
-    // it.
+    // All four copies are started at once. The first chunk is sent while the others are copied.
     assert_eq!(net.device.pending_copies(), 4);
     let mut out = Vec::new();
     for chunk in 0..4 {
@@ -170,7 +170,7 @@ fn requests_posted_after_a_staged_write_arrive_after_it() {
             net.near.cq.read(&mut sent, 2).unwrap();
             net.far.cq.read(&mut received, 1).unwrap();
         }
-        assert!(far.get(0, len) == bytes, "the message overtook the write");
+        assert!(far.get(0, len) == bytes, "the message arrived before the write");
         assert_eq!(flag.get(0, 8), round.to_le_bytes());
         while sent.len() < 2 {
             net.near.cq.read(&mut sent, 2).unwrap();
@@ -183,7 +183,7 @@ fn requests_posted_after_a_staged_write_arrive_after_it() {
 
 /// REL-01, BNC-02
 #[test]
-fn a_failed_copy_drains_the_pipeline_and_leaks_nothing_over_verbs() {
+fn failed_copy_leaks_nothing_over_verbs() {
     let net = net();
     faults_drain_the_pipeline(&net, CHUNK * 3 + 1, &[CompletionKind::Write, CompletionKind::Read]);
     faults_drain_the_pipeline(&net, CHUNK * 2, &[CompletionKind::Send]);
@@ -191,7 +191,7 @@ fn a_failed_copy_drains_the_pipeline_and_leaks_nothing_over_verbs() {
 
 /// REL-01, BNC-02
 #[test]
-fn a_refused_post_drains_the_pipeline_and_leaks_nothing() {
+fn refused_post_leaks_nothing() {
     let net = injected();
     let len = CHUNK * 5;
     let staged = net.near.device(&net.device, len, LOCAL).unwrap();
@@ -208,7 +208,7 @@ fn a_refused_post_drains_the_pipeline_and_leaks_nothing() {
             assert_eq!(ended.unwrap_err().os_errno(), Some(Errno(5)));
             settle(&net);
         }
-        // ENOMEM is a full queue: the chunk waits, and nothing fails.
+        // ENOMEM means a full queue: the chunk waits, and nothing fails.
         for nth in 1..=5 {
             wire::refuse_post(nth, 12);
             moves(&net, kind, &[(&staged, 0, len)], (&far, 0, len));
@@ -227,19 +227,19 @@ fn a_refused_post_drains_the_pipeline_and_leaks_nothing() {
 
 /// MR-05
 #[test]
-fn requests_end_and_their_buffers_go_back_only_once_the_queue_pair_is_reset() {
+fn buffers_are_released_after_the_reset_of_the_queue_pair() {
     let net = injected();
     let staged = net.near.device(&net.device, CHUNK, LOCAL).unwrap();
     let (host, far) = (net.near.host(CHUNK, LOCAL), net.far.host(CHUNK, LOCAL | REMOTE));
     let key = far.region().key().unwrap();
     let remote = [RemoteSegment { address: key.base(), len: CHUNK, key: &key }];
-    // The NIC is at work on one request of host memory and on one of a staging buffer.
+    // The NIC executes one request of host memory and one of a staging buffer.
     let still = Misbehaviour { stands_still: true, ..Misbehaviour::default() };
     misbehave(still);
     net.near.endpoint.read(&[host.slice(0, CHUNK)], &remote, PeerId(0), 1).unwrap();
     net.near.endpoint.read(&[staged.slice(0, CHUNK)], &remote, PeerId(0), 2).unwrap();
     assert_eq!(net.near.domain.live().staging_buffers, 1);
-    // The far side lost its connection, and wants a new one.
+    // The far side lost its connection and connects again.
     wire::fail_last_pair();
     misbehave(Misbehaviour { refuses_resets: 5, ..still });
     let error = net.near.endpoint.resolve(&net.far.endpoint.name()).expect_err("no reset");
@@ -262,43 +262,116 @@ fn requests_end_and_their_buffers_go_back_only_once_the_queue_pair_is_reset() {
 
 /// EVT-05
 #[test]
-fn a_wait_moves_staged_transfers_on_and_a_channel_asks_for_that() {
-    let net = net();
-    let staged = net.near.device(&net.device, CHUNK * 4, LOCAL).unwrap();
-    let far = net.far.host(CHUNK * 4, LOCAL | REMOTE);
-    let key = far.region().key().unwrap();
-    let remote = [RemoteSegment { address: key.base(), len: CHUNK * 4, key: &key }];
-    let write = |context| {
-        let from = [staged.slice(0, CHUNK * 4)];
-        net.near.endpoint.write(&from, &remote, PeerId(0), context).unwrap();
+fn wait_steps_staged_transfers_and_arm_requests_calls() {
+    let write = |(net, staged, far): &(Net, Mem, Mem)| {
+        let key = far.region().key().unwrap();
+        let remote = [RemoteSegment { address: key.base(), len: CHUNK * 6, key: &key }];
+        net.near.endpoint.write(&[staged.slice(0, CHUNK * 6)], &remote, PeerId(0), 1).unwrap();
     };
     let mut done = Vec::new();
-    write(1);
-    assert_eq!(net.near.cq.wait(&mut done, 8, Duration::MAX).unwrap(), 1);
-    let channel = net.near.cq.channel().expect("a channel");
-    assert!(channel.arm().unwrap(), "nothing is under way");
-    write(2);
-    let fd = channel.fd().unwrap();
-    let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
-    let mut fds = [rustix::event::PollFd::new(&fd, rustix::event::PollFlags::IN)];
-    assert_eq!(rustix::event::poll(&mut fds, Some(&now)).unwrap(), 1, "it waits for a call");
-    while net.near.cq.read(&mut done, 8).unwrap() == 0 {
-        assert!(!channel.arm().unwrap(), "slept over a transfer");
+    let copying = wide();
+    write(&copying);
+    assert_eq!(copying.0.near.cq.wait(&mut done, 8, Duration::MAX).unwrap(), 1);
+    assert_eq!(done.pop().unwrap().result.unwrap(), CHUNK * 6);
+    // This device copies when the test steps it, so that copies are in flight until then.
+    let stepped = stepped();
+    let Net { near, device, .. } = &stepped.0;
+    let channel = near.cq.channel().expect("a channel");
+    assert!(channel.arm().unwrap(), "nothing is in flight");
+    write(&stepped);
+    assert!(is_readable(channel, Duration::ZERO), "the write needs calls");
+    while near.cq.read(&mut done, 8).unwrap() == 0 {
+        assert!(device.pending_copies() == 0 || !channel.arm().unwrap(), "slept over copies");
+        device.step();
     }
-    assert_eq!(done.iter().map(|end| end.context).collect::<Vec<_>>(), [1, 2]);
-    done.into_iter().for_each(|end| assert_eq!(end.result.unwrap(), CHUNK * 4));
+    assert_eq!(done.pop().unwrap().result.unwrap(), CHUNK * 6);
     assert!(channel.arm().unwrap());
+}
+
+/// Returns whether the fd of a channel is readable, or becomes so within `timeout`.
+fn is_readable(channel: &dyn CompletionChannel, timeout: Duration) -> bool {
+    let fd = channel.fd().unwrap();
+    let timeout = timeout.try_into().unwrap();
+    rustix::event::poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout)).unwrap() == 1
+}
+
+/// EVT-05
+#[test]
+fn event_loop_sleeps_while_staged_receives_are_posted() {
+    let (net, near, far) = wide();
+    let channel = net.near.cq.channel().expect("a channel");
+    // Four receives hold their share of the buffers. The others wait for them.
+    for context in 0..6 {
+        let into = [near.slice(context * CHUNK, CHUNK)];
+        net.near.endpoint.receive(&into, None, context).unwrap();
+    }
+    assert_eq!(net.near.slots(), 4);
+    let mut out = Vec::new();
+    for context in 0..6 {
+        assert!(channel.arm().unwrap(), "receive {context} moves only when the peer sends");
+        assert!(!is_readable(channel, Duration::ZERO));
+        net.far.endpoint.send(&[far.slice(0, CHUNK)], None, PeerId(0), 9).unwrap();
+        net.far.cq.wait(&mut out, 1, Duration::MAX).unwrap();
+        assert!(is_readable(channel, Duration::from_secs(10)), "receive {context} wakes nobody");
+        while net.near.cq.read(&mut out, 1).unwrap() == 0 {}
+        let (received, sent) = (out.pop().unwrap(), out.pop().unwrap());
+        assert_eq!((received.context, received.result.unwrap()), (context, CHUNK));
+        sent.result.unwrap();
+    }
+    assert!(channel.arm().unwrap());
+}
+
+/// EVT-05
+#[test]
+fn reader_of_another_queue_does_not_sleep_over_copies() {
+    let (net, staged, far) = stepped();
+    let (beside, _peer) = another(&net);
+    let channel = beside.1.channel().expect("a channel");
+    assert!(channel.arm().unwrap());
+    let bytes = pattern(CHUNK * 6, 3);
+    staged.put(0, &bytes);
+    let key = far.region().key().unwrap();
+    let remote = [RemoteSegment { address: key.base(), len: CHUNK * 6, key: &key }];
+    net.near.endpoint.write(&[staged.slice(0, CHUNK * 6)], &remote, PeerId(0), 2).unwrap();
+    assert!(is_readable(channel, Duration::ZERO), "the write needs calls");
+    let mut out = Vec::new();
+    while far.get(0, CHUNK * 6) != bytes {
+        net.device.step();
+        assert!(!channel.arm().unwrap() || net.device.pending_copies() == 0);
+        assert_eq!(beside.1.read(&mut out, 8).unwrap(), 0);
+    }
+    assert!(net.complete(1, 0).0.remove(0).result.is_ok());
+    assert!(channel.arm().unwrap());
+}
+
+/// EVT-05
+#[test]
+fn staged_receive_of_a_closed_region_wakes_the_reader() {
+    let (net, near, _far) = wide();
+    let channel = net.near.cq.channel().expect("a channel");
+    for context in 0..6 {
+        net.near.endpoint.receive(&[near.slice(0, CHUNK)], None, context).unwrap();
+    }
+    assert!(channel.arm().unwrap());
+    let Mem::Device(region) = near else { unreachable!("device memory") };
+    region.close().map_err(|rejected| rejected.error).unwrap();
+    assert!(is_readable(channel, Duration::ZERO), "the receives have to be canceled");
+    net.near.endpoint.close().map_err(|rejected| rejected.error).unwrap();
+    let mut out = Vec::new();
+    while net.near.cq.read(&mut out, 6).unwrap() > 0 {}
+    assert_eq!(out.len(), 6);
+    assert!(out.iter().all(|ended| ended.result.is_err()), "{out:?}");
 }
 
 /// REL-01, BNC-02
 #[test]
-fn a_refusing_peer_drains_the_pipeline_and_leaks_nothing_over_verbs() {
+fn refusal_of_the_peer_leaks_nothing_over_verbs() {
     let net = net();
     let len = CHUNK * 12;
     let staged = net.near.device(&net.device, len, LOCAL).unwrap();
     let far = net.far.host(len, LOCAL | REMOTE);
     let key = far.region().key().unwrap();
-    // The chunk that reaches over the end is the first, one in the middle, the last.
+    // The chunk past the end is the first, a middle one, or the last.
     for over in [len, len / 2, 1] {
         let remote = [RemoteSegment { address: Iova(key.base().0 + over), len, key: &key }];
         for read in [false, true] {
@@ -308,7 +381,7 @@ fn a_refusing_peer_drains_the_pipeline_and_leaks_nothing_over_verbs() {
             } else {
                 net.near.endpoint.write(&list, &remote, PeerId(0), 5).unwrap();
             }
-            // Behind it, and taken along by it.
+            // The requests behind it are canceled with it.
             net.near
                 .endpoint
                 .write(
@@ -338,15 +411,15 @@ fn a_refusing_peer_drains_the_pipeline_and_leaks_nothing_over_verbs() {
 
 /// BNC-02
 #[test]
-fn an_exhausted_pool_makes_transfers_wait_over_verbs() {
+fn exhausted_pool_makes_transfers_wait_over_verbs() {
     for slots in [1, 2, 5] {
         let net = net_with(StagingAttr { buffer_count: slots, ..STAGING }, device());
         an_exhausted_pool_makes_transfers_wait(&net, 20);
     }
 }
 
-/// Staged and host memory of six chunks; three buffers, and a device that copies when it is told
-/// to.
+/// Returns staged and host memory of six chunks, three buffers, and a device that copies when the
+/// test steps it.
 fn stepped() -> (Net, Mem, Mem) {
     let device = Simulated::builder().stepping(Stepping::ByHand).build().unwrap();
     let net = net_with(StagingAttr { buffer_count: 3, ..STAGING }, device);
@@ -355,7 +428,7 @@ fn stepped() -> (Net, Mem, Mem) {
     (net, staged, far)
 }
 
-/// Tells the device to copy so many times; what has completed after each.
+/// Lets the device copy `times` times. Reads completions after each copy, and returns them.
 fn step(net: &Net, times: usize) -> Vec<Completion> {
     let mut out = Vec::new();
     for _ in 0..times {
@@ -367,7 +440,7 @@ fn step(net: &Net, times: usize) -> Vec<Completion> {
 
 /// BNC-02
 #[test]
-fn an_endpoint_closed_in_the_middle_cancels_and_leaks_nothing() {
+fn endpoint_closed_amid_a_transfer_leaks_nothing() {
     for steps in 0..6 {
         let (net, staged, far) = stepped();
         let len = CHUNK * 6;
@@ -394,7 +467,7 @@ fn an_endpoint_closed_in_the_middle_cancels_and_leaks_nothing() {
 
 /// MR-05
 #[test]
-fn a_staged_region_closed_in_the_middle_is_touched_no_more() {
+fn staged_region_closed_amid_a_transfer_is_not_accessed() {
     for steps in 0..4 {
         let (net, staged, far) = stepped();
         let len = CHUNK * 6;
@@ -407,7 +480,7 @@ fn a_staged_region_closed_in_the_middle_is_touched_no_more() {
         assert_eq!(
             net.device.pending_copies(),
             0,
-            "a copy is under way after the region was closed"
+            "a copy is in flight after the region was closed"
         );
         while out.is_empty() {
             net.near.cq.read(&mut out, 8).unwrap();
@@ -426,7 +499,7 @@ fn a_staged_region_closed_in_the_middle_is_touched_no_more() {
 
 /// MR-09
 #[test]
-fn the_local_rights_of_a_staged_region_are_enforced() {
+fn local_rights_of_a_staged_region_are_enforced() {
     let net = net();
     let far = net.far.host(64, LOCAL | REMOTE);
     for (kind, right) in [
@@ -454,7 +527,7 @@ fn moves_one_way(net: &Net, kind: CompletionKind, near: &Mem, far: &Mem) {
 
 /// BNC-03
 #[test]
-fn requests_that_copies_cannot_do_are_refused_with_the_reason() {
+fn requests_unsupported_by_copies_are_refused() {
     let net = net();
     let refused = net.near.device(&net.device, 64, LOCAL | REMOTE).map(|_| ()).unwrap_err();
     assert!(refused.to_string().contains("cannot reach memory through copies"), "{refused}");
@@ -490,7 +563,7 @@ fn requests_that_copies_cannot_do_are_refused_with_the_reason() {
         assert_eq!(refused.kind(), ErrorKind::Unsupported);
         assert!(refused.to_string().contains("copies"), "{refused}");
     }
-    // A message lies in buffers as a whole.
+    // A message needs all its buffers at once.
     let long =
         net.near.endpoint.send(&[staged.slice(0, LONGEST + 1)], None, PeerId(0), 1).unwrap_err();
     assert_eq!(long.kind(), ErrorKind::MessageTooLong);
@@ -515,7 +588,7 @@ fn requests_that_copies_cannot_do_are_refused_with_the_reason() {
 
 /// P2P-06
 #[test]
-fn transfers_give_the_same_bytes_staged_and_direct() {
+fn staged_and_direct_transfers_give_equal_bytes() {
     let net = net_with(StagingAttr { buffer_len: 1000, buffer_count: 7 }, device());
     let staged = net.near.device(&net.device, 70_000, LOCAL).unwrap();
     let host = net.near.host(70_000, LOCAL);
@@ -536,7 +609,7 @@ fn transfers_give_the_same_bytes_staged_and_direct() {
             net.transfer(kind, &[staged.slice(offset, len)], (&a, 5, len)).unwrap();
             net.transfer(kind, &[host.slice(offset, len)], (&b, 5, len)).unwrap();
             assert!(a.get(0, 70_000) == b.get(0, 70_000), "{kind:?} of {len}");
-            // HM-14: bytes of a completed transfer are what the device's next work sees.
+            // HM-14: the device's next work sees the bytes of a completed transfer.
             assert!(staged.get(0, 70_000) == host.get(0, 70_000), "{kind:?} of {len}");
         }
     }
@@ -544,7 +617,7 @@ fn transfers_give_the_same_bytes_staged_and_direct() {
 
 type End = (Endpoint, Arc<dyn CompletionQueue>);
 
-/// Further endpoints of the same domains, connected.
+/// Opens further connected endpoints of the same domains.
 fn another(net: &Net) -> (End, End) {
     let open = |side: &Side| {
         let cq = side.domain.open_cq(16).unwrap();
@@ -556,7 +629,7 @@ fn another(net: &Net) -> (End, End) {
     (near, far)
 }
 
-/// Staged and host memory of 64 chunks.
+/// Returns staged and host memory of 64 chunks.
 fn wide() -> (Net, Mem, Mem) {
     let net = net();
     let near = net.near.device(&net.device, CHUNK * 64, LOCAL).unwrap();
@@ -564,7 +637,7 @@ fn wide() -> (Net, Mem, Mem) {
     (net, near, far)
 }
 
-/// A write of 20 chunks, of which nobody reads any other queue.
+/// Writes 20 chunks and reads only this endpoint's queue.
 fn writes((endpoint, cq): &End, near: &Mem, far: &Mem) {
     let bytes = pattern(CHUNK * 20, 4);
     near.put(CHUNK * 40, &bytes);
@@ -583,7 +656,7 @@ fn writes((endpoint, cq): &End, near: &Mem, far: &Mem) {
 
 /// BNC-02
 #[test]
-fn a_transfer_whose_queue_nobody_reads_holds_up_no_other() {
+fn transfer_with_an_unread_queue_blocks_no_other() {
     let (net, near, far) = wide();
     let key = far.region().key().unwrap();
     let remote = [RemoteSegment { address: key.base(), len: CHUNK * 20, key: &key }];
@@ -596,11 +669,11 @@ fn a_transfer_whose_queue_nobody_reads_holds_up_no_other() {
 
 /// BNC-02
 #[test]
-fn transfers_behind_a_message_without_a_receiver_leave_buffers_for_others() {
+fn blocked_message_leaves_buffers_for_other_endpoints() {
     let (net, near, far) = wide();
     let key = far.region().key().unwrap();
     let remote = [RemoteSegment { address: key.base(), len: CHUNK * 20, key: &key }];
-    // Nobody receives this, and the write behind it is stuck.
+    // The message has no receive, and blocks the write behind it.
     net.near.endpoint.send(&[near.slice(0, CHUNK)], None, PeerId(0), 1).unwrap();
     net.near.endpoint.write(&[near.slice(0, CHUNK * 20)], &remote, PeerId(0), 2).unwrap();
     let (beside, _peer) = another(&net);
@@ -615,9 +688,9 @@ fn transfers_behind_a_message_without_a_receiver_leave_buffers_for_others() {
 
 /// BNC-02
 #[test]
-fn receives_that_wait_leave_buffers_for_everyone_else() {
+fn posted_receives_leave_buffers_for_other_uses() {
     let (net, near, far) = wide();
-    // Far more receives than half of the buffers; they are not matched until the end.
+    // Many more receives than half of the buffers. They match nothing until the end.
     for context in 0..12 {
         net.near
             .endpoint
@@ -640,7 +713,7 @@ fn receives_that_wait_leave_buffers_for_everyone_else() {
 
 /// BNC-02
 #[test]
-fn latency_and_faults_at_random_leave_nothing_behind() {
+fn random_latency_and_faults_leak_nothing() {
     let (provider, nic) = verbs();
     for seed in 0..4_u64 {
         let device =

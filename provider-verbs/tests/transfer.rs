@@ -1,4 +1,4 @@
-//! Transfers over a real driver: bytes moved, keys refused, connections made anew.
+//! Transfers over a real driver: moved bytes, refused keys, and reconnections.
 
 mod support;
 #[path = "../../tests/trials/mod.rs"]
@@ -14,25 +14,25 @@ use trials::{Outcome, Skipped, trials};
 
 trials! {
     writes_and_reads_move_their_bytes,
-    bytes_of_a_safe_buffer_are_sent_inline_and_arrive,
-    messages_arrive_in_order_and_a_long_one_is_truncated,
-    vectors_on_both_sides_move_as_one_run_of_bytes,
-    a_transfer_to_a_peer_that_is_gone_ends_as_unreachable,
+    inline_sends_of_owned_buffers_arrive,
+    messages_arrive_in_order_and_long_ones_fail,
+    lists_on_both_sides_move_as_one_run_of_bytes,
+    transfer_to_a_dead_peer_is_unreachable,
     /// MR-16
-    a_region_registered_by_several_calls_at_once_works_as_one,
+    region_of_parallel_registrations_works_as_one,
     /// VRB-07
-    a_region_longer_than_the_device_takes_is_split_and_works_as_one,
-    stale_foreign_and_narrow_keys_are_refused_by_the_peer_and_move_nothing,
-    the_local_side_is_refused_before_the_connection_is_lost,
-    atomics_that_verbs_has_work_and_others_are_refused_with_their_reason,
-    endpoints_of_one_process_connect_and_recover_by_themselves_where_asked,
+    region_over_the_device_limit_works_as_one,
+    invalid_keys_are_refused_by_the_peer,
+    invalid_local_segments_keep_the_connection,
+    supported_atomics_work_and_others_are_refused,
+    in_process_endpoints_connect_and_reconnect,
     requests_of_a_closed_endpoint_complete_as_canceled,
     /// MR-05
-    closing_a_local_region_ends_the_reads_into_it,
+    closing_a_local_region_ends_reads_into_it,
     /// MR-05
-    closing_a_target_ends_the_writes_to_it,
+    closing_a_target_region_ends_writes_to_it,
     /// VRB-04
-    our_keys_work_on_a_protection_domain_that_was_brought_along,
+    keys_work_on_an_application_protection_domain,
 }
 
 fn writes_and_reads_move_their_bytes() -> Outcome {
@@ -58,7 +58,7 @@ fn writes_and_reads_move_their_bytes() -> Outcome {
     Ok(())
 }
 
-fn bytes_of_a_safe_buffer_are_sent_inline_and_arrive() -> Outcome {
+fn inline_sends_of_owned_buffers_arrive() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
     let to = Pages::new(4096);
@@ -82,7 +82,7 @@ fn bytes_of_a_safe_buffer_are_sent_inline_and_arrive() -> Outcome {
     Ok(())
 }
 
-fn messages_arrive_in_order_and_a_long_one_is_truncated() -> Outcome {
+fn messages_arrive_in_order_and_long_ones_fail() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
     let (from, to) = (Pages::new(8192), Pages::new(8192));
@@ -111,7 +111,7 @@ fn messages_arrive_in_order_and_a_long_one_is_truncated() -> Outcome {
     pair.far.post(receive(), &[segment(to.part(0, 16), far_desc)], 9).expect("receive");
     let error =
         pair.near.transfer(send(), &[segment(from.part(0, 64), near_desc)]).expect_err("too long");
-    // The target's NIC may say "invalid request (9)", from which the cause follows, or "operation
+    // The target's NIC may report "invalid request (9)", which has a specific cause, or "operation
     // error (11)" (rxe).
     let status = error.driver().map(|code| code.code);
     assert!(error.kind() == ErrorKind::Truncated || status == Some(11), "{error}");
@@ -120,7 +120,7 @@ fn messages_arrive_in_order_and_a_long_one_is_truncated() -> Outcome {
     Ok(())
 }
 
-fn vectors_on_both_sides_move_as_one_run_of_bytes() -> Outcome {
+fn lists_on_both_sides_move_as_one_run_of_bytes() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
     let (from, to) = (Pages::new(16384), Pages::new(16384));
@@ -153,8 +153,8 @@ fn vectors_on_both_sides_move_as_one_run_of_bytes() -> Outcome {
     Ok(())
 }
 
-/// The peer's process may be gone, or its network: nobody answers.
-fn a_transfer_to_a_peer_that_is_gone_ends_as_unreachable() -> Outcome {
+/// The peer's process or network may be down: there is no answer.
+fn transfer_to_a_dead_peer_is_unreachable() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
     let (from, to) = (Pages::new(4096), Pages::new(4096));
@@ -163,7 +163,7 @@ fn a_transfer_to_a_peer_that_is_gone_ends_as_unreachable() -> Outcome {
     let key = far.key().expect("key");
     pair.far.endpoint.close().expect("close");
     let local = segment(from.range(), near.desc().expect("desc"));
-    let error = pair.near.write(local, remote(&key, 0, 4096)).expect_err("nobody answers");
+    let error = pair.near.write(local, remote(&key, 0, 4096)).expect_err("no answer");
     assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
     assert_eq!(error.driver().map(|code| code.code), Some(12), "{error}");
     assert!(
@@ -180,7 +180,7 @@ fn a_transfer_to_a_peer_that_is_gone_ends_as_unreachable() -> Outcome {
     Ok(())
 }
 
-fn a_region_registered_by_several_calls_at_once_works_as_one() -> Outcome {
+fn region_of_parallel_registrations_works_as_one() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
     let len = 40 * 4096 + 100;
@@ -202,7 +202,7 @@ fn a_region_registered_by_several_calls_at_once_works_as_one() -> Outcome {
     Ok(())
 }
 
-fn a_region_longer_than_the_device_takes_is_split_and_works_as_one() -> Outcome {
+fn region_over_the_device_limit_works_as_one() -> Outcome {
     let name = device()?;
     let pair = Pair::with(&name, Verbs::builder().max_registration(3 * 4096));
     let len = 10 * 4096 + 100;
@@ -233,7 +233,7 @@ fn a_region_longer_than_the_device_takes_is_split_and_works_as_one() -> Outcome 
     Ok(())
 }
 
-fn stale_foreign_and_narrow_keys_are_refused_by_the_peer_and_move_nothing() -> Outcome {
+fn invalid_keys_are_refused_by_the_peer() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
     let (from, to) = (Pages::new(4096), Pages::new(4096));
@@ -261,7 +261,7 @@ fn stale_foreign_and_narrow_keys_are_refused_by_the_peer_and_move_nothing() -> O
     let write_only = pair.far.register(to.range(), Access::REMOTE_WRITE).expect("register");
     refused("a read without REMOTE_READ", &write_only.key().expect("key"), 0, false);
     refused("one byte past the end", &write_only.key().expect("key"), 4096 - 63, true);
-    // The near side's own key, at the far side: another protection domain.
+    // The near side's own key, used at the far side: another protection domain.
     let foreign = pair.near.register(to.range(), REMOTE).expect("register");
     refused("another domain's key", &foreign.key().expect("key"), 0, true);
     pair.near
@@ -270,7 +270,7 @@ fn stale_foreign_and_narrow_keys_are_refused_by_the_peer_and_move_nothing() -> O
     Ok(())
 }
 
-fn the_local_side_is_refused_before_the_connection_is_lost() -> Outcome {
+fn invalid_local_segments_keep_the_connection() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
     let (from, to) = (Pages::new(4096), Pages::new(4096));
@@ -301,11 +301,11 @@ fn the_local_side_is_refused_before_the_connection_is_lost() -> Outcome {
     let tagged = Operation::Send { tag: Some(1), invalidate: None };
     assert_eq!(kind(pair.near.transfer(tagged, &[])), ErrorKind::Unsupported);
     let fine = segment(from.part(0, 64), writer.desc().expect("desc"));
-    pair.near.write(fine, target()).expect("nothing of that went to the NIC");
+    pair.near.write(fine, target()).expect("the NIC got none of the invalid requests");
     Ok(())
 }
 
-fn atomics_that_verbs_has_work_and_others_are_refused_with_their_reason() -> Outcome {
+fn supported_atomics_work_and_others_are_refused() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
     let (from, to) = (Pages::new(4096), Pages::new(4096));
@@ -345,7 +345,7 @@ fn atomics_that_verbs_has_work_and_others_are_refused_with_their_reason() -> Out
     Ok(())
 }
 
-fn endpoints_of_one_process_connect_and_recover_by_themselves_where_asked() -> Outcome {
+fn in_process_endpoints_connect_and_reconnect() -> Outcome {
     let name = device()?;
     let verbs = Verbs::builder().connect_in_process(true).build().expect("load libibverbs");
     let near = support::Side::new(support::open(&verbs, &name));
@@ -384,7 +384,7 @@ fn requests_of_a_closed_endpoint_complete_as_canceled() -> Outcome {
     Ok(())
 }
 
-fn our_keys_work_on_a_protection_domain_that_was_brought_along() -> Outcome {
+fn keys_work_on_an_application_protection_domain() -> Outcome {
     let name = device()?;
     let lender = Pair::new(&name);
     let pd = VerbsDomain::of(&lender.far.domain).expect("verbs").pd();
@@ -393,7 +393,7 @@ fn our_keys_work_on_a_protection_domain_that_was_brought_along() -> Outcome {
     let domain = support::open(&borrower, &name);
     let (from, to) = (Pages::new(4096), Pages::new(4096));
     let bytes = from.fill(4);
-    // Registered by the borrower, reached through the lender's queue pair.
+    // The borrower registers, and the lender's queue pair reaches the memory.
     let guest = support::Side::new(domain);
     let region = guest.register(to.range(), REMOTE).expect("register");
     let source = lender.near.register(from.range(), LOCAL).expect("register");
@@ -406,9 +406,9 @@ fn our_keys_work_on_a_protection_domain_that_was_brought_along() -> Outcome {
     Ok(())
 }
 
-/// Posts transfers of a megabyte each, all of the same bytes, closes one of their regions, and waits
-/// for them. Memory must stay as it was when close returned. Tries again until a transfer was in
-/// flight by then, which its failure shows.
+/// Posts transfers of a megabyte each, all of the same bytes, closes one of their regions, and
+/// waits for them. The memory must not change after close returned. Tries again until a transfer
+/// was in flight at the close, which shows as its failure.
 fn close_amid_transfers(name: &str, into_local: bool) -> Outcome {
     const LEN: usize = 1 << 20;
     const TRANSFERS: u64 = 8;
@@ -442,11 +442,11 @@ fn close_amid_transfers(name: &str, into_local: bool) -> Outcome {
 }
 
 /// MR-05
-fn closing_a_local_region_ends_the_reads_into_it() -> Outcome {
+fn closing_a_local_region_ends_reads_into_it() -> Outcome {
     close_amid_transfers(&device()?, true)
 }
 
 /// MR-05
-fn closing_a_target_ends_the_writes_to_it() -> Outcome {
+fn closing_a_target_region_ends_writes_to_it() -> Outcome {
     close_amid_transfers(&device()?, false)
 }

@@ -1,6 +1,6 @@
-//! Waiting for completions, over injected functions that move bytes: when the NIC is asked, what
-//! wakes a sleeper, and what happens where the device cannot tell. `tests/behaviour/evt.rs` does the
-//! same over a real driver.
+//! Waiting for completions, over injected functions that move bytes: when the NIC is armed, events
+//! that wake a sleeper, and devices without channels. `tests/behaviour/evt.rs` does the same over a
+//! real driver.
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
@@ -84,21 +84,21 @@ impl Alone {
     }
 }
 
-/// Calls that asked the NIC to tell of a completion.
+/// Returns how often the NIC was armed since the last call.
 fn requests() -> usize {
     fake::calls().iter().filter(|call| *call == "req_notify_cq").count()
 }
 
 /// EVT-05
 #[test]
-fn the_nic_is_asked_only_before_a_sleep() {
+fn nic_is_armed_only_before_a_sleep() {
     let alone = Alone::new();
     alone.write(1);
     assert_eq!(alone.wait(Duration::MAX).expect("wait"), [1]);
     assert_eq!(alone.wait(Duration::ZERO).expect("wait"), []);
     alone.write(2);
     assert_eq!(alone.cq.read(&mut Vec::new(), 8).expect("read"), 1);
-    assert_eq!(requests(), 0, "nobody slept");
+    assert_eq!(requests(), 0, "no thread slept");
     let before = Instant::now();
     assert_eq!(alone.wait(Duration::from_millis(3)).expect("wait"), []);
     assert!(before.elapsed() >= Duration::from_millis(3));
@@ -107,14 +107,14 @@ fn the_nic_is_asked_only_before_a_sleep() {
 
 /// EVT-05
 #[test]
-fn what_completed_before_the_nic_was_asked_is_found_after() {
+fn completion_before_the_arm_is_found_after_it() {
     let alone = Alone::new();
     for context in 0..3 {
-        // The device runs it when it is polled, which is after it was asked.
+        // The device runs the request when it is polled, which is after the arm.
         alone.write(context);
-        assert!(!alone.channel().arm().expect("arm"), "there is something to read");
+        assert!(!alone.channel().arm().expect("arm"), "a completion can be read");
         assert_eq!(alone.wait(Duration::ZERO).expect("wait"), [context]);
-        assert!(alone.channel().arm().expect("arm"), "the event of before was taken");
+        assert!(alone.channel().arm().expect("arm"), "the earlier event is gone");
         assert!(!readable_now(alone.channel()));
     }
     drop(alone);
@@ -122,14 +122,14 @@ fn what_completed_before_the_nic_was_asked_is_found_after() {
 
 /// EVT-05
 #[test]
-fn completions_that_are_not_the_nics_wake_too() {
+fn canceled_requests_wake_sleepers() {
     let Alone { region, endpoint, cq, domain } = Alone::new();
     let slice = region.slice(0, 8).expect("inside");
     endpoint.receive(&[slice], None, 5).expect("post a receive");
     let channel = cq.channel().expect("a channel");
     assert!(channel.arm().expect("arm"));
     endpoint.close().map_err(|rejected| rejected.error).expect("close");
-    assert!(readable_now(channel), "the canceled receive made nothing readable");
+    assert!(readable_now(channel), "the canceled receive does not wake the sleeper");
     assert!(!channel.arm().expect("arm"));
     let mut done = Vec::new();
     assert_eq!(cq.wait(&mut done, 8, Duration::MAX).expect("wait"), 1);
@@ -141,7 +141,7 @@ fn completions_that_are_not_the_nics_wake_too() {
 
 /// EVT-05
 #[test]
-fn a_queue_serves_the_endpoints_of_another_domain_after_its_own_is_closed() {
+fn queue_serves_another_domain_after_its_own_is_closed() {
     let verbs = Verbs::builder().functions(wire::functions()).build().expect("start");
     let [lender, user] = [open_of(&verbs), open_of(&verbs)];
     let cq = lender.open_cq(8).expect("open a queue");
@@ -153,13 +153,13 @@ fn a_queue_serves_the_endpoints_of_another_domain_after_its_own_is_closed() {
     let channel = cq.channel().expect("a channel");
     assert!(channel.arm().expect("arm"));
     endpoint.close().map_err(|rejected| rejected.error).expect("close");
-    assert!(readable_now(channel), "a task sleeps on");
+    assert!(readable_now(channel), "the close does not wake the sleeper");
     assert_eq!(cq.wait(&mut done, 8, Duration::MAX).unwrap_err().kind(), ErrorKind::BadState);
 }
 
 /// EVT-05
 #[test]
-fn a_device_that_is_gone_ends_the_wait() {
+fn removed_device_ends_the_wait() {
     let alone = Alone::new();
     misbehave(Misbehaviour { channels_fail: 5, ..fine() });
     for error in
@@ -173,7 +173,7 @@ fn a_device_that_is_gone_ends_the_wait() {
 
 /// EVT-05
 #[test]
-fn without_a_channel_of_the_driver_a_wait_polls() {
+fn wait_polls_without_a_channel() {
     let alone = Alone::with(Misbehaviour { tells_nothing: true, ..fine() });
     assert!(alone.cq.channel().is_none());
     assert_eq!(alone.wait(Duration::from_millis(2)).expect("wait"), []);
@@ -183,9 +183,9 @@ fn without_a_channel_of_the_driver_a_wait_polls() {
 
 /// EVT-05
 #[test]
-fn a_channel_that_cannot_be_created_is_an_error_that_leaves_nothing() {
+fn failed_channel_creation_leaks_nothing() {
     let domain = open(Misbehaviour { refuses_channels: 24, ..fine() });
-    let error = domain.open_cq(8).expect_err("no room for an fd");
+    let error = domain.open_cq(8).expect_err("no file descriptor left");
     assert_eq!(error.os_errno().map(|errno| errno.0), Some(24), "{error}");
     assert!(error.remedy_text().is_some_and(|text| text.contains("ulimit -n")), "{error}");
     misbehave(fine());

@@ -1,8 +1,8 @@
 //! Decisions of earlier registrations, by the class of memory and the NIC.
 //!
-//! A [`DefaultPathSelector`](super::DefaultPathSelector) has one table; the process shares none. An
-//! entry names the path that the next registration of its class tries first, and is removed when
-//! that path fails. The refusal of a single buffer is never recorded for others: see
+//! Each [`DefaultPathSelector`](super::DefaultPathSelector) has its own table. An entry names the
+//! path that the next registration of its class tries first. It is removed when that path fails.
+//! The refusal of a single buffer is never recorded for others: see
 //! [`super::probe`].
 
 use std::{collections::HashMap, fmt, sync::Arc};
@@ -16,7 +16,7 @@ use parking_lot::RwLock;
 
 use super::variant::PathVariant;
 
-/// The registrations that share a decision: those of one class for one NIC.
+/// Key of a decision: one class of registrations on one NIC.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Key<'a> {
     class: Class,
@@ -28,7 +28,7 @@ struct Class {
     iface: IfaceKind,
     device: Option<DeviceId>,
     kind: AllocationKind,
-    /// The domain's policy. Where the process forbids direct access, it does so for all of them.
+    /// The policy in force: the domain's, or disabled if the process forbids direct access.
     policy: P2pPolicy,
     /// Providers of one name may differ in what their NICs import.
     imports: Imports,
@@ -91,9 +91,10 @@ impl DecisionTable {
         });
     }
 
-    /// Counts a buffer that was refused. Returns true if it is time to probe with an ordinary page:
-    /// at the first, second, fourth and eighth. So single odd buffers cost few probes, and a pair
-    /// of device and NIC that fails later is noticed.
+    /// Counts a refused buffer. Returns true if it is time to probe with an ordinary page.
+    ///
+    /// Probes run at the first, second, fourth and eighth refusal, and so on. So single odd buffers
+    /// cost few probes, and a device and NIC that stop working together are noticed.
     pub(super) fn count_refused(&self, key: &Key<'_>) -> bool {
         self.change(key, |entry| {
             entry.refused = entry.refused.wrapping_add(1);
@@ -117,7 +118,7 @@ impl DecisionTable {
 }
 
 impl Entry {
-    /// Compares the names alone: the bus id of a NIC says nothing more.
+    /// Compares the names only: they imply the bus id.
     fn is_of(&self, nic: &Nic) -> bool {
         self.nic.name == nic.name && self.nic.provider == nic.provider
     }
@@ -167,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_that_differ_in_anything_have_decisions_of_their_own_until_all_are_cleared() {
+    fn keys_that_differ_in_any_field_have_separate_decisions() {
         let table = DecisionTable::default();
         let all = classes_and_nics();
         let keys = || all.iter().map(|(class, nic)| Key { class: *class, nic });
@@ -181,12 +182,12 @@ mod tests {
         assert!(keys().all(|key| table.count_refused(&key)));
         table.clear();
         assert!(keys().all(|key| table.get(&key).is_none() && table.count_refused(&key)));
-        assert!(keys().all(|key| table.count_refused(&key)), "counted from the start again");
-        assert!(keys().all(|key| !table.count_refused(&key)), "the third is no power of two");
+        assert!(keys().all(|key| table.count_refused(&key)), "clearing resets the count");
+        assert!(keys().all(|key| !table.count_refused(&key)), "three is not a power of two");
     }
 
     #[test]
-    fn a_decision_that_failed_is_removed_unless_it_was_replaced() {
+    fn failed_decision_is_removed_unless_it_was_replaced() {
         let table = DecisionTable::default();
         let all = classes_and_nics();
         let (class, nic) = &all[0];

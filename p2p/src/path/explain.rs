@@ -1,4 +1,4 @@
-//! Explains a decision by making it and undoing it: the library's side of `hmem explain`.
+//! Explanations: makes a decision as a registration would, and undoes it (`hmem explain`).
 
 use std::{fmt, sync::Arc};
 
@@ -18,23 +18,24 @@ use super::{DefaultPathSelector, cause::CAUSES};
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ExplainRequest {
-    /// Whose memory.
+    /// Iface that owns the memory.
     pub iface: IfaceKind,
-    /// On which device; the first unless said, ignored for host memory.
+    /// Device of the memory; `None` for the first one. Ignored for host memory.
     pub device: Option<DeviceId>,
     /// The kind of memory. The default is [`AllocationKind::System`] for host memory and
     /// [`AllocationKind::Device`] otherwise.
     pub kind: Option<AllocationKind>,
-    /// The name of the provider's NIC; `None` for its first.
+    /// Name of the provider's NIC; `None` for its first one.
     pub nic: Option<String>,
-    /// Bytes, more than 0; a page unless said.
+    /// Length in bytes, more than 0. The default is one page.
     pub size: u64,
     /// The policy of the domain.
     pub policy: P2pPolicy,
 }
 
 impl ExplainRequest {
-    /// A page of an iface's first device, for the first NIC, under the default policy.
+    /// Creates a request for one page of the iface's first device, the first NIC and the default
+    /// policy.
     #[must_use]
     pub fn new(iface: IfaceKind) -> Self {
         let size = rustix::param::page_size() as u64;
@@ -72,40 +73,40 @@ impl ExplainRequest {
     }
 }
 
-/// A decision with its reasons, as a registration would come to it now.
+/// A decision with its reasons, as a registration would make it now.
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct Explanation {
-    /// Whose memory.
+    /// Iface that owns the memory.
     #[serde(serialize_with = "display")]
     pub iface: IfaceKind,
-    /// On which device; `None` for host memory.
+    /// Ordinal of the device; `None` for host memory.
     pub device: Option<u32>,
     /// The PCI bus id of the device.
     pub device_pci_bus_id: Option<String>,
     /// The kind of memory.
     pub kind: &'static str,
-    /// Bytes.
+    /// Length in bytes.
     pub size: u64,
     /// The NIC, as `provider/name`.
     pub nic: String,
     /// The PCI bus id of the NIC.
     pub nic_pci_bus_id: Option<String>,
-    /// The policy asked for.
+    /// The requested policy.
     pub policy: P2pPolicy,
     /// Set if direct access is forbidden for every NIC, whatever the policy (`FI_HMEM_DISABLE_P2P`,
     /// or the builder).
     pub p2p_disabled: bool,
-    /// The way; `None` if every one was refused.
+    /// The chosen path; `None` if every path was refused.
     pub path: Option<Path>,
-    /// The mapping of the dma-buf, where that is the way.
+    /// The mapping of the dma-buf, if the path is a dma-buf.
     pub mapping: Option<DmaBufMapping>,
-    /// Why that way, or why none.
+    /// The reason for this path, or the reason why there is none.
     pub reason: String,
     /// Changes that allow a better path, or any path. Each is listed once, in the order of the
     /// attempts.
     pub remedies: Vec<String>,
-    /// Every way that was tried.
+    /// Every attempt, in order.
     pub attempts: Trace,
 }
 
@@ -114,15 +115,16 @@ fn display<T: fmt::Display, S: Serializer>(value: &T, serializer: S) -> Result<S
 }
 
 impl DefaultPathSelector {
-    /// Says which way a registration would take, by allocating and registering `request.size` bytes
-    /// and undoing both. Nothing remembered is used, and nothing is remembered.
+    /// Returns the path that a registration would take. Allocates and registers `request.size`
+    /// bytes, and undoes both. Uses no remembered decision and remembers none.
     ///
-    /// A way that is refused, or all of them, is a result; errors are for what keeps it from being
-    /// found out.
+    /// Refused paths are part of the result, even if all are refused. An error means that the
+    /// question could not be answered.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for an iface, device or NIC that is not there;
-    /// [`ErrorKind::ZeroLength`]; what allocating or opening the NIC reported.
+    /// - [`ErrorKind::InvalidArgument`]: the iface, device or NIC does not exist.
+    /// - [`ErrorKind::ZeroLength`]: `request.size` is 0.
+    /// - The errors of the allocation and of opening the NIC.
     pub fn explain(
         &self,
         registry: &Arc<Registry>,
@@ -184,7 +186,7 @@ impl DefaultPathSelector {
     }
 }
 
-/// The device meant, and where it is plugged in.
+/// Returns the requested device and its PCI bus id.
 fn device(
     iface: &Arc<dyn Iface>,
     request: &ExplainRequest,
@@ -237,7 +239,7 @@ impl Explanation {
         }
     }
 
-    /// Returns the attempt of host memory, which is registered without a decision.
+    /// Returns the attempt for host memory, which is registered without a decision.
     fn only_attempt(&self, error: Error, facts: &Facts) -> Vec<Attempt> {
         if self.iface != IfaceKind::SYSTEM {
             return Vec::new();
@@ -290,7 +292,7 @@ impl fmt::Display for Explanation {
             write!(f, "\n  {attempt}")?;
         }
         for remedy in &self.remedies {
-            write!(f, "\n  to do: {remedy}")?;
+            write!(f, "\n  remedy: {remedy}")?;
         }
         Ok(())
     }

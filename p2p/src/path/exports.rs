@@ -1,5 +1,5 @@
-//! Exports of one decision: one dma-buf for each range where the driver gives it so, or else for
-//! each physical segment, whatever the number of NICs that register it.
+//! Exports of one decision. The driver exports each range as one dma-buf if it can, or else each
+//! physical segment. All NICs of the registration share the exports.
 
 use std::{os::fd::AsFd, sync::Arc};
 
@@ -17,18 +17,17 @@ use super::variant::{DmaBufLayout, PathRefusal, PathVariant};
 pub(super) struct ExportSet<'a> {
     iface: &'a Arc<dyn Iface>,
     ranges: &'a [AddressRange],
-    /// Those of each range.
+    /// The segments of each range, once they are known.
     segments: Option<Vec<Vec<Segment>>>,
     sets: Vec<Set>,
-    /// Set if several NICs register from the exports, so that those which one refuses are kept.
+    /// Set if several NICs register from the exports. An export that one NIC refuses is then kept.
     pub(super) shared: bool,
 }
 
-/// The content of one dma-buf.
+/// The amount of memory in one dma-buf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Grain {
-    /// A range, however many segments it has; its segments only where the driver does not give it
-    /// whole.
+    /// A whole range, or its segments if the driver does not export the range as one dma-buf.
     Range,
     /// A physical segment.
     Segment,
@@ -39,7 +38,7 @@ struct Set {
     mapping: DmaBufMapping,
     grain: Grain,
     made: Vec<(AddressRange, DmaBufExport)>,
-    /// Ranges that the driver does not export whole: the call and its answer.
+    /// Failed exports of whole ranges: the call and its error.
     refused: Vec<(String, Error)>,
 }
 
@@ -60,12 +59,12 @@ impl<'a> ExportSet<'a> {
         self.iface
     }
 
-    /// The mapping under which the ranges are exported already.
+    /// Returns the mapping under which the ranges are already exported.
     pub(super) fn existing(&self) -> Option<DmaBufMapping> {
         self.sets.first().map(|set| set.mapping)
     }
 
-    /// The pieces that a NIC registers, exported now unless they are already.
+    /// Returns the pieces that a NIC registers. Exports them if they are not exported yet.
     pub(super) fn pieces(
         &mut self,
         mapping: DmaBufMapping,
@@ -97,7 +96,8 @@ impl<'a> ExportSet<'a> {
         self.sets.iter().position(|set| set.mapping == mapping && set.grain == grain)
     }
 
-    /// A NIC refused the exports of a mapping: they are given back, unless others are to try them.
+    /// Reacts to a NIC that refused the exports of a mapping: releases them, unless other NICs will
+    /// try them.
     pub(super) fn refused(&mut self, mapping: DmaBufMapping, grain: Grain) -> Vec<Attempt> {
         match self.at(mapping, grain) {
             Some(at) if !self.shared => {
@@ -108,13 +108,13 @@ impl<'a> ExportSet<'a> {
         }
     }
 
-    /// Gives everything back; what the driver did not like about it comes out as attempts.
+    /// Releases all exports. Returns the errors of the releases as attempts.
     pub(super) fn close(&mut self) -> Vec<Attempt> {
         let sets = std::mem::take(&mut self.sets);
         sets.into_iter().flat_map(|set| self.give_back(set.made)).collect()
     }
 
-    /// The segments are known.
+    /// Exports every range. The segments are known.
     fn export(&self, mapping: DmaBufMapping, grain: Grain, nic: &Nic) -> Result<Set, PathRefusal> {
         let mut set = Set {
             mapping,
@@ -164,14 +164,15 @@ impl<'a> ExportSet<'a> {
         Ok(set)
     }
 
-    /// Nothing is asked of the driver: the iface named the segment so.
+    /// Returns the refusal of a segment that the iface marked as not exportable. No driver is
+    /// called.
     fn not_exportable(&self, segment: &Segment) -> PathRefusal {
         let attribute = self.iface.segments().map_or("not exportable", SegmentMap::not_exportable);
         let error = Error::new(ErrorKind::Unsupported, "segments")
             .iface(self.iface.kind())
             .context("segment", segment.range)
             .context("attribute", attribute)
-            .remedy("this physical segment cannot be exported: allocate it as RDMA capable");
+            .remedy("allocate it as RDMA capable: this physical segment cannot be exported");
         let call = format!("segments({})", segment.range);
         PathRefusal { own: true, ..PathRefusal::new(Step::Segments, call, error) }
     }
@@ -189,7 +190,9 @@ impl<'a> ExportSet<'a> {
                     .iface(self.iface.kind())
                     .context("range", range)
                     .context("segments", segments.len())
-                    .remedy("the iface names segments that are not the whole range: nothing is registered in part");
+                    .remedy(
+"report this driver: its segments do not cover the range, so nothing is registered",
+);
                 return Err(PathRefusal {
                     own: true,
                     ..PathRefusal::new(Step::Segments, call(), error)
@@ -204,7 +207,7 @@ impl<'a> ExportSet<'a> {
         let mut refused = Vec::new();
         for (range, export) in made {
             if let Err(error) = self.iface.release_dma_buf(export) {
-                tracing::warn!(%range, %error, "a dma-buf export could not be given back");
+                tracing::warn!(%range, %error, "cannot release a dma-buf export");
                 let path = PathVariant::DmaBuf(DmaBufMapping::Default).path();
                 refused.push(Attempt::refused(path, format!("release_dma_buf({range})"), error));
             }
@@ -213,8 +216,8 @@ impl<'a> ExportSet<'a> {
     }
 }
 
-/// A range that the driver does not export whole, as far as is known before its segments are asked
-/// for.
+/// Returns the refusal of a range that the driver does not export as one dma-buf, before its
+/// segments are queried.
 fn whole((call, error): (String, Error)) -> PathRefusal {
     PathRefusal::new(Step::ExportWhole, call, error)
 }
@@ -225,12 +228,13 @@ fn piece((range, export): &(AddressRange, DmaBufExport)) -> Piece<'_> {
 
 impl Drop for ExportSet<'_> {
     fn drop(&mut self) {
-        // What was refused is logged where it happens; whoever keeps a trace has called `close`.
+        // Failed releases are logged where they happen. A caller that keeps a trace has called
+        // `close`.
         drop(self.close());
     }
 }
 
-/// Returns true if segments follow one another over the whole of a range.
+/// Returns true if segments follow one another and cover the whole range.
 fn cover(segments: &[Segment], range: AddressRange) -> bool {
     let end = segments.iter().try_fold(range.start(), |at, segment| {
         (segment.range.start() == at).then(|| segment.range.end()).flatten()
@@ -245,7 +249,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn segments_that_leave_out_part_of_a_range_are_noticed() {
+    fn segments_that_leave_out_part_of_a_range_are_detected() {
         let range = |start, len| AddressRange::new(Address(start), len).unwrap();
         let segment = |start, len| Segment { range: range(start, len), exportable: true };
         let whole = range(100, 60);

@@ -1,7 +1,7 @@
-//! Facts about the machine, which tell causes apart that have the same error number.
+//! Facts about the machine, which distinguish causes that have the same error number.
 //!
-//! No path is chosen by these facts: ways are tried. They only make the sentence that goes with a
-//! refusal more exact.
+//! Facts never choose a path: paths are tried. Facts only make the explanation of a refusal more
+//! exact.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,14 +16,14 @@ use crate::topology::{KeptOptions, Kernel, Setting, Topology};
 
 /// A source of facts about the machine.
 pub trait FactSource: fmt::Debug + Send + Sync {
-    /// The facts that matter to a device (by PCI bus id, where it has one) and a NIC.
+    /// Returns the facts about a device (by PCI bus id, if it has one) and a NIC.
     fn facts(&self, device: Option<&str>, nic: &Nic) -> Facts;
 }
 
-/// The machine that this runs on, by procfs and sysfs.
+/// The running machine, read from procfs and sysfs.
 ///
-/// The kernel's options are read once, for it and its clones, as they stay what they are; all else
-/// is read each time.
+/// The kernel's options are read once for a value and its clones, as they do not change. Everything
+/// else is read at each call.
 #[derive(Clone, Debug)]
 pub struct LocalMachine {
     root: PathBuf,
@@ -37,7 +37,7 @@ impl Default for LocalMachine {
 }
 
 impl LocalMachine {
-    /// Reads `proc`, `sys` and `boot` below this folder.
+    /// Returns a machine whose `proc`, `sys` and `boot` folders are below `root`.
     #[must_use]
     pub fn below(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into(), options: Arc::default() }
@@ -47,7 +47,7 @@ impl LocalMachine {
         fs::read_to_string(self.root.join(path)).ok()
     }
 
-    /// Modules, where the kernel lists them.
+    /// Returns the loaded modules, if the kernel lists them.
     fn modules(&self, kernel: &Kernel) -> Option<BTreeSet<String>> {
         let listed =
             ["proc/modules", "sys/module"].iter().any(|path| self.root.join(path).exists());
@@ -66,7 +66,7 @@ impl LocalMachine {
 
     fn bar(&self, bus_id: &str) -> Option<u64> {
         let resources = self.text(format!("sys/bus/pci/devices/{bus_id}/resource"))?;
-        // Six BARs come first, a line each: first address, last address, flags.
+        // The first six lines are the BARs: first address, last address, flags.
         let sizes = resources.lines().take(6).filter_map(|line| {
             let mut words = line
                 .split_whitespace()
@@ -99,19 +99,19 @@ impl FactSource for LocalMachine {
     }
 }
 
-/// The options that are set, without `CONFIG_`.
+/// Returns the options that are set, without `CONFIG_`.
 fn built_with(options: &BTreeMap<String, Setting>) -> BTreeSet<String> {
     let set = options.iter().filter(|(_, setting)| **setting != Setting::No);
     set.map(|(name, _)| name.trim_start_matches("CONFIG_").to_owned()).collect()
 }
 
-/// `6.12.117-amd64` as `(6, 12)`.
+/// Parses a kernel release: `6.12.117-amd64` is `(6, 12)`.
 fn version(release: &str) -> Option<(u32, u32)> {
     let mut numbers = release.trim().split(|c: char| !c.is_ascii_digit());
     Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }
 
-/// The soft limit of a line of `/proc/self/limits`.
+/// Returns the soft limit from the line `name` of `/proc/self/limits`.
 fn limit(text: &str, name: &str) -> Option<u64> {
     let value = text.lines().find_map(|line| line.strip_prefix(name))?.split_whitespace().next()?;
     if value == "unlimited" { Some(u64::MAX) } else { value.parse().ok() }
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn facts_are_read_from_a_recorded_machine_and_absent_ones_are_none() {
+    fn recorded_machine_gives_facts_and_missing_files_give_none() {
         let root = std::env::temp_dir().join(format!("hmem-facts-{}", std::process::id()));
         let write = |path: &str, text: &str| {
             let path = root.join(path);
@@ -174,10 +174,10 @@ mod tests {
         assert_eq!((version("7.3.4"), version("7"), version("x")), (Some((7, 3)), None, None));
     }
 
-    /// Distributions without `/boot/config-*` have the options packed in procfs; a module that is
-    /// still loading is none.
+    /// Distributions without `/boot/config-*` have the options packed in procfs. A module that is
+    /// still loading does not count.
     #[test]
-    fn facts_of_the_kernel_are_those_of_the_topology() {
+    fn kernel_facts_match_the_topology() {
         let root = std::env::temp_dir().join(format!("hmem-facts-packed-{}", std::process::id()));
         fs::create_dir_all(root.join("proc")).unwrap();
         let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn the_options_of_a_kernel_are_read_once_and_its_modules_each_time() {
+    fn kernel_options_are_read_once_and_modules_each_time() {
         let root = std::env::temp_dir().join(format!("hmem-facts-kept-{}", std::process::id()));
         fs::create_dir_all(root.join("proc/sys/kernel")).unwrap();
         fs::create_dir_all(root.join("boot")).unwrap();
@@ -222,28 +222,28 @@ mod tests {
         assert_eq!(told(&machine), (None, None, Some(false)));
         write("boot/config-6.12.1", "CONFIG_PCI_P2PDMA=y\n");
         let found = (Some(true), Some(false), Some(false));
-        assert_eq!(told(&machine), found, "that they could not be read is not kept");
+        assert_eq!(told(&machine), found, "a failed read is not kept");
 
-        write("proc/config.gz", "what nobody can inflate");
+        write("proc/config.gz", "not a gzip file");
         write("proc/modules", "nvidia 16384 0 - Live 0x0\n");
         let later = (Some(true), Some(false), Some(true));
         assert_eq!((told(&machine), told(&machine.clone())), (later, later));
         assert_eq!(
             LocalMachine::below(&root).facts(None, &nic(None)).kernel,
             None,
-            "it is there to be read"
+            "the options can be read now"
         );
 
         fs::remove_file(root.join("proc/config.gz")).unwrap();
         write("proc/sys/kernel/osrelease", "6.12.2\n");
         write("boot/config-6.12.2", "CONFIG_UDMABUF=m\n");
         let elsewhere = (Some(false), Some(true), Some(true));
-        assert_eq!(told(&machine), elsewhere, "those of another kernel are not this one's");
+        assert_eq!(told(&machine), elsewhere, "another kernel has its own options");
         fs::remove_dir_all(&root).unwrap();
     }
 
     #[test]
-    fn this_machine_has_a_kernel_and_limits() {
+    fn local_machine_has_a_kernel_and_limits() {
         let facts = LocalMachine::default().facts(None, &nic(None));
         assert!(facts.kernel.is_some() && facts.memlock.is_some(), "{facts:?}");
     }

@@ -3,9 +3,11 @@
 //!
 //! Paths are tried, not guessed. Each attempt registers. A refusal is recorded with its error,
 //! probable cause and remedy before the next path is tried. The path that worked is tried first the
-//! next time for the same iface, device, kind of memory, NIC and policy, and is forgotten when it
-//! fails. A single odd buffer changes nothing for others: after a refusal a page of the same kind
-//! is registered and closed, and only the result of that page is remembered.
+//! probable cause and remedy before the next path is tried. The selector remembers a path that
+//! worked and tries it first for the same iface, device, kind of memory, NIC and policy. It forgets
+//! a path that fails. A single odd buffer changes nothing for other buffers: after a refusal the
+//! selector registers and closes a page of the same kind, and remembers only the result of that
+//! page.
 //!
 //! [`DefaultPathSelector::explain`] shows a decision and leaves nothing registered.
 //!
@@ -55,7 +57,7 @@ pub use self::{
 };
 pub use hmem_core::cause::Facts;
 
-/// The path decision of this library, with the decisions made so far.
+/// The library's path selector, with the decisions that it remembers.
 #[derive(Debug)]
 pub struct DefaultPathSelector {
     disable_p2p: bool,
@@ -88,8 +90,8 @@ impl DefaultPathSelector {
         self
     }
 
-    /// Sets the source of facts about the machine, by which causes are told apart. The default is
-    /// [`LocalMachine`].
+    /// Sets the source of facts about the machine, which distinguish the causes of refusals. The
+    /// default is [`LocalMachine`].
     #[must_use]
     pub fn facts(mut self, source: Arc<dyn FactSource>) -> Self {
         self.facts = source;
@@ -102,8 +104,8 @@ impl DefaultPathSelector {
         self.disable_p2p
     }
 
-    /// Returns the decision that is tried first for memory of this owner on this NIC, if an earlier
-    /// registration of its class made one. Calls no driver.
+    /// Returns the remembered decision for memory of this owner on this NIC. Registrations try it
+    /// first. Calls no driver.
     #[must_use]
     pub fn remembered(
         &self,
@@ -134,7 +136,7 @@ impl DefaultPathSelector {
         if self.disable_p2p { P2pPolicy::Disabled } else { policy }
     }
 
-    /// Takes the remembered path, or searches for one and remembers it.
+    /// Registers over the remembered path, or searches for a path and remembers it.
     ///
     /// # Safety
     /// As [`PathSelector::register`], for the target of the search.
@@ -147,7 +149,7 @@ impl DefaultPathSelector {
         let mut failed = None;
         if let Some(decided) = self.decisions.get(&key) {
             let variant = match (decided.variant, exports.existing()) {
-                // One export for all NICs, whichever mapping the first asked for.
+                // All NICs share one export, under the mapping that the first NIC used.
                 (PathVariant::DmaBuf(_), Some(existing)) => PathVariant::DmaBuf(existing),
                 (variant, _) => variant,
             };
@@ -209,8 +211,8 @@ impl DefaultPathSelector {
         Ok(PathRegistration { region, decision: Some(decision) })
     }
 
-    /// Probes with a page before an export is made that several NICs share. Otherwise the range
-    /// would be exported only to find out which paths one of them has.
+    /// Probes with a page before the driver makes an export that several NICs share. Without the
+    /// probe the whole range would be exported only to test which paths the first NIC has.
     fn probe_beforehand(&self, search: &PathSearch<'_>) {
         let direct = search.policy != P2pPolicy::Disabled && !search.kind.cpu_accessible();
         let key = key_of(search);
@@ -238,7 +240,7 @@ impl DefaultPathSelector {
         self.decisions.insert(key, Decided { variant, decision });
     }
 
-    /// Remembers the part of a decision that holds for other buffers too.
+    /// Remembers the part of a decision that also holds for other buffers.
     fn learn(
         &self,
         search: &PathSearch<'_>,
@@ -288,19 +290,20 @@ fn key_of<'a>(search: &PathSearch<'a>) -> Key<'a> {
     Key::new(iface, device, search.kind, search.registration.policy, search.attr())
 }
 
-/// The findings of a registration that decide if its path holds for others of its class.
+/// Findings of a registration that decide whether its path holds for other buffers of its class.
 #[derive(Clone, Copy, Debug)]
 struct Learn {
     /// A driver refused a path before one worked.
     refused_by_driver: bool,
-    /// The remembered decision still holds: this buffer alone could not take it.
+    /// The remembered decision still holds: only this buffer could not take its path.
     own: bool,
-    /// It had ranges of several segments, whose layout says nothing about other buffers.
+    /// The registration had ranges of several segments. Their layout says nothing about other
+    /// buffers.
     layout: bool,
 }
 
-/// Returns the remembered decision. Returns a copy if there is something to add: the layout of
-/// ranges of several segments, exports that could not be released, or another mapping.
+/// Returns the remembered decision, or a copy if there is something to add: the layout of ranges of
+/// several segments, failed releases of exports, or another mapping.
 fn remembered_now(
     decision: &Arc<Decision>,
     variant: PathVariant,
@@ -315,8 +318,8 @@ fn remembered_now(
     }
 }
 
-/// Adds the attempts of this registration. The earlier refusals are kept only if the mapping is the
-/// one that was decided on.
+/// Adds the attempts of this registration. Keeps the earlier refusals only if the mapping is the
+/// decided one.
 #[cold]
 fn added_to(
     decision: &Decision,
@@ -331,7 +334,7 @@ fn added_to(
     Arc::new(Decision { mapping, from_cache, attempts: attempts.into(), ..decision.clone() })
 }
 
-/// Why no path is left, and what to do about it.
+/// The reason why no path is left, and a remedy.
 type Exhausted = (&'static str, &'static str);
 
 /// Tries the paths that the policy allows, except for `tried`, which was just refused.
@@ -343,10 +346,8 @@ unsafe fn search_by_policy(
     exports: &mut ExportSet<'_>,
     tried: Option<PathVariant>,
 ) -> Result<(PathVariant, ProviderRegion), Exhausted> {
-    const REFUSED: Exhausted = (
-        "what was asked for was refused, whatever the way",
-        "ask for something else, as the trace says",
-    );
+    const REFUSED: Exhausted =
+        ("every path would refuse this request", "change the request as the trace says");
     if search.request_refused {
         return Err(REFUSED);
     }
@@ -360,7 +361,7 @@ unsafe fn search_by_policy(
         }
         return Err((
             "its host pages were refused",
-            "see the trace: there is no other way to host pages",
+            "see the trace: host pages have no other path",
         ));
     }
     if search.policy == P2pPolicy::Disabled {
@@ -390,8 +391,9 @@ unsafe fn search_by_policy(
     }
     if search.policy == P2pPolicy::Required {
         return Err((
-            "direct access is required and every way was refused",
-            "make one of the ways in the trace work, or let the policy be Enabled, which stages copies",
+            "direct access is required and every direct path was refused",
+            "make one of the paths in the trace work, or set the policy to Enabled, which stages \
+             copies",
         ));
     }
     if search.policy == P2pPolicy::Preferred {
@@ -404,18 +406,21 @@ unsafe fn search_by_policy(
             return Ok((PathVariant::Staged, region));
         }
     }
-    Err(("no direct way worked, nor did staged copies", "make one of the ways in the trace work"))
+    Err((
+        "every direct path and staged copies were refused",
+        "make one of the paths in the trace work",
+    ))
 }
 
-const ALLOW_IN_PROCESS: &str = "allow direct access again (unset FI_HMEM_DISABLE_P2P, or the builder's disable_p2p), or \
-                                let the policy be Enabled, which stages copies";
+const ALLOW_IN_PROCESS: &str = "unset FI_HMEM_DISABLE_P2P (or the builder's disable_p2p) to allow \
+                                direct access, or set the policy to Enabled, which stages copies";
 
 /// Returns the remedy that allows direct access again.
 pub(crate) const fn allow(by_process: bool) -> &'static str {
     if by_process {
-        "unset FI_HMEM_DISABLE_P2P (or the builder's disable_p2p) to have direct access tried"
+        "unset FI_HMEM_DISABLE_P2P (or the builder's disable_p2p) to try direct access"
     } else {
-        "let the domain's policy be Enabled to have direct access tried"
+        "set the domain's policy to Enabled to try direct access"
     }
 }
 
@@ -423,7 +428,9 @@ fn reason(variant: PathVariant, search: &PathSearch<'_>) -> &'static str {
     match (variant, search.kind) {
         (PathVariant::DmaBuf(_), _) => "the device exports it and the NIC imports it",
         (PathVariant::PeerMemory, _) => "a peer-memory client resolves the device address",
-        (PathVariant::Staged, _) if search.policy != P2pPolicy::Disabled => "no direct way worked",
+        (PathVariant::Staged, _) if search.policy != P2pPolicy::Disabled => {
+            "every direct path was refused"
+        }
         (PathVariant::Staged, _) if search.registration.policy == P2pPolicy::Disabled => {
             "direct access to device memory is disabled by the domain's policy"
         }
@@ -435,8 +442,9 @@ fn reason(variant: PathVariant, search: &PathSearch<'_>) -> &'static str {
     }
 }
 
-// SAFETY: the handle of a path registration is what the target's own provider returned for its
-// ranges and rights. A path that fails has registered nothing, as `ProviderDomain` promises.
+// SAFETY: the handle of a path registration is the handle that the target's provider returned for
+// the target's ranges and rights. A path that fails has registered nothing, as `ProviderDomain`
+// promises.
 unsafe impl PathSelector for DefaultPathSelector {
     fn plain_host(&self, nic: &Nic) -> Decision {
         Decision {
@@ -468,7 +476,7 @@ unsafe impl PathSelector for DefaultPathSelector {
                     if targets.len() > 1 {
                         self.probe_beforehand(&search);
                     }
-                    // The last search releases the exports, and records errors of that.
+                    // The last search releases the exports and records errors of the release.
                     exports.shared = at + 1 < targets.len();
                     // SAFETY: passed on to the caller.
                     done(unsafe { self.decide(search, exports) }?);
@@ -489,7 +497,7 @@ unsafe impl PathSelector for DefaultPathSelector {
     }
 }
 
-/// Registers a dma-buf of the application. There is no other path to it.
+/// Registers a dma-buf of the application, which has no other path.
 ///
 /// # Safety
 /// As [`PathSelector::register`], for the target of the search.
@@ -501,9 +509,9 @@ unsafe fn register_dma_buf(
     let variant = PathVariant::DmaBuf(DmaBufMapping::Default);
     if search.policy == P2pPolicy::Disabled && search.owner.iface != IfaceKind::SYSTEM {
         return Err(search.exhausted((
-            "direct access is disabled, and a dma-buf can be reached in no other way",
-            "allow direct access (the domain's policy, FI_HMEM_DISABLE_P2P), or bring the memory by address instead of by \
-             dma-buf",
+            "direct access is disabled, and a dma-buf has no other path",
+            "unset FI_HMEM_DISABLE_P2P or change the domain's policy to allow direct access, or \
+             register the memory by address instead of by dma-buf",
         )));
     }
     let range = search.registration.ranges[0];
@@ -519,7 +527,7 @@ unsafe fn register_dma_buf(
             search.refuse(variant, PathRefusal::new(Step::Register, call, error));
             Err(search.exhausted((
                 "the dma-buf was refused",
-                "see the trace: a dma-buf can be reached in no other way",
+                "see the trace: a dma-buf has no other path",
             )))
         }
     }

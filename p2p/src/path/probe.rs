@@ -1,5 +1,5 @@
-//! Probes: a page is allocated, exported and registered, and all of it is undone, to find out what
-//! a device and a NIC can do.
+//! Probes: allocate, export and register a page, and undo all of it, to learn which paths a device
+//! and a NIC have.
 //!
 //! A registration whose first path works needs no probe. After a refusal the buffer itself may be
 //! at fault, and then its refusal says nothing about others. An ordinary page of the same kind
@@ -24,11 +24,11 @@ pub(super) enum ProbeResult {
     Direct(PathVariant, Box<Decision>),
     /// No direct path works, and another attempt would not help.
     NoDirect(Vec<Attempt>),
-    /// Nothing that holds for other buffers: no page could be allocated, or a refusal may pass.
+    /// No result for other buffers: no page could be allocated, or the refusal may be temporary.
     Unknown,
 }
 
-/// Retries an undo once: nobody else will do it.
+/// Retries a failed undo once, as no later code would.
 fn twice(what: &'static str, undo: impl Fn() -> Result<()>) -> Result<()> {
     undo().or_else(|error| {
         tracing::warn!(what, %error, "the page of a probe was not released; trying again");
@@ -38,9 +38,9 @@ fn twice(what: &'static str, undo: impl Fn() -> Result<()>) -> Result<()> {
 
 /// Tries the direct paths with a page of the search's iface, device and kind.
 ///
-/// A device that the process does not use is not probed: the state that its driver makes for the
-/// first allocation (CUDA's primary context) would stay behind. Registrations of its memory then
-/// each find their own path.
+/// A device that the process does not use is not probed. Its driver would set up state for the
+/// first allocation (CUDA's primary context), and that state would remain. Each registration of its
+/// memory then searches for its own path.
 pub(super) fn probe(search: &PathSearch<'_>) -> ProbeResult {
     let span = tracing::debug_span!("probe", iface = %search.owner.iface, nic = %search.attr().nic);
     let _entered = span.enter();
@@ -51,14 +51,14 @@ pub(super) fn probe(search: &PathSearch<'_>) -> ProbeResult {
         Ok(true) => {}
         Ok(false) => return ProbeResult::Unknown,
         Err(error) => {
-            tracing::debug!(%error, "no page to try with");
+            tracing::debug!(%error, "cannot allocate a page for a probe");
             return ProbeResult::Unknown;
         }
     }
     match Page::allocate(search, iface, search.kind) {
         Ok(page) => page.try_out(),
-        // A kind that cannot be allocated by itself (a mapping of several) fares no better than
-        // plain device memory.
+        // Some kinds cannot be allocated by themselves (a mapping of several allocations). The
+        // probe then uses plain device memory.
         Err(ErrorKind::Unsupported) if search.kind != AllocationKind::Device => {
             match Page::allocate(search, iface, AllocationKind::Device).map(Page::try_out) {
                 Ok(ProbeResult::NoDirect(attempts)) => ProbeResult::NoDirect(attempts),
@@ -92,7 +92,7 @@ impl<'a> Page<'a> {
         match iface.allocate(&AllocRequest { len, device: device_of(search), kind }) {
             Ok(allocation) => Ok(Self { search, iface, allocation, stuck: false }),
             Err(error) => {
-                tracing::debug!(%error, "no page to try with");
+                tracing::debug!(%error, "cannot allocate a page for a probe");
                 Err(error.kind())
             }
         }
@@ -115,20 +115,20 @@ impl<'a> Page<'a> {
         };
         let mut exports = ExportSet::new(self.iface, &ranges);
         let mut search = self.search.restart(&registration, &owner);
-        // Until it is known that no NIC has the page, also during a panic.
+        // Cleared once no NIC can reach the page. A panic leaves it set.
         self.stuck = true;
-        // SAFETY: this function owns the page, nobody refers to its bytes, and it is freed only
-        // after it was deregistered.
+        // SAFETY: this function owns the page and no reference to its bytes exists. The page is
+        // freed only after it was deregistered.
         let direct = unsafe { search.direct(&mut exports, None) };
         search.note(exports.close());
         match direct {
             Some((variant, region)) => {
                 if let Err(error) = twice("deregister", || search.provider.deregister(region)) {
-                    tracing::error!(%error, "the page of a probe could not be deregistered; it is leaked");
+                    tracing::error!(%error, "cannot deregister the page of a probe; it is leaked");
                     return ProbeResult::Unknown;
                 }
                 self.stuck = false;
-                let reason = "a page of the same kind was registered in this way";
+                let reason = "a page of the same kind was registered over this path";
                 ProbeResult::Direct(variant, Box::new(search.decision(variant, reason)))
             }
             None => {
@@ -147,7 +147,8 @@ impl Drop for Page<'_> {
         if self.stuck {
             return;
         }
-        // SAFETY: no reference to the page was made, and no NIC has it any more.
+        // SAFETY: this function made no reference to the page, and `stuck` is false: the page is
+        // deregistered.
         if let Err(error) = twice("free", || unsafe { self.iface.free(&self.allocation) }) {
             tracing::error!(%error, "the page of a probe could not be freed");
         }

@@ -28,11 +28,11 @@ pub(super) struct Taken {
     pub(super) region: ProviderRegion,
     /// The layout of the segments, if a range has several.
     pub(super) layout: Option<DmaBufLayout>,
-    /// Refusals of the same path before it, with more of the range in one dma-buf.
+    /// Refusals of the same path before it, which had more of the range in one dma-buf.
     pub(super) refused: Vec<PathRefusal>,
 }
 
-/// One search: the memory and NIC that it is for, and the attempts so far.
+/// A search for a path: its memory, its NIC, and the attempts so far.
 #[derive(Debug)]
 pub(super) struct PathSearch<'a> {
     pub(super) registration: &'a Registration<'a>,
@@ -51,12 +51,11 @@ pub(super) struct PathSearch<'a> {
     attempts: Vec<Attempt>,
     /// Set if a driver refused a path, and not only the NIC's list of imports.
     pub(super) refused_by_driver: bool,
-    /// Set if a refusal may be gone the next time.
+    /// Set if a refusal may be temporary.
     pub(super) may_pass: bool,
     /// Set if no other path needs to be tried.
     pub(super) request_refused: bool,
-    /// Set if the driver does not export under the default mapping either: then no other mapping
-    /// is at fault.
+    /// Set if the driver refuses the default mapping too. The PCIe mapping is then not at fault.
     default_refused: bool,
     /// The layout of the segments in the path that was taken, if a range has several.
     pub(super) layout: Option<DmaBufLayout>,
@@ -89,7 +88,7 @@ impl<'a> PathSearch<'a> {
         }
     }
 
-    /// Starts the search for other memory with the same iface, device, NIC and policy.
+    /// Starts a search for other memory of the same iface, device, NIC and policy.
     pub(super) fn restart<'b>(
         &self,
         registration: &'b Registration<'b>,
@@ -121,7 +120,7 @@ impl<'a> PathSearch<'a> {
         &self.attr().nic
     }
 
-    /// Takes one path.
+    /// Registers over one path.
     ///
     /// # Safety
     /// As [`ProviderDomain::register`], for the ranges of the registration.
@@ -250,7 +249,7 @@ impl<'a> PathSearch<'a> {
         None
     }
 
-    /// Stages copies.
+    /// Registers for staged copies.
     ///
     /// # Safety
     /// As [`ProviderDomain::register`], for the ranges of the registration.
@@ -273,9 +272,9 @@ impl<'a> PathSearch<'a> {
         let error = Error::new(ErrorKind::Unsupported, "import")
             .provider(self.nic().to_string())
             .context("what", what)
-            .remedy("use a NIC and driver that have it");
+            .remedy("use a NIC and driver that support it");
         let cause = self.cause(path, Step::Import, DmaBufMapping::Default, &error);
-        tracing::debug!(%path, %error, "path not there");
+        tracing::debug!(%path, %error, "the NIC does not have the path");
         self.attempts.push(explained(Attempt::unsupported_import(path, error), cause));
     }
 
@@ -347,8 +346,8 @@ impl<'a> PathSearch<'a> {
         self.attempts.extend(also);
     }
 
-    /// Gives earlier refusals of the PCIe mapping the cause of the default mapping's refusal: the
-    /// driver exports under no mapping.
+    /// Copies the cause of the default mapping's refusal to earlier refusals of the PCIe mapping:
+    /// the driver exports under no mapping.
     fn default_is_refused(&mut self, cause: Option<&'static RefusalCause>) {
         self.default_refused = true;
         for attempt in &mut self.attempts {
@@ -394,7 +393,8 @@ impl<'a> PathSearch<'a> {
         decision
     }
 
-    /// Returns the error when no path is left: the kind of the last refusal, with the whole trace.
+    /// Returns the error for a search without a path left: the kind of the last refusal and the
+    /// whole trace.
     pub(super) fn exhausted(self, (why, remedy): (&'static str, &'static str)) -> Error {
         let nic = self.nic().to_string();
         let trace = Trace::from(self.attempts);
@@ -414,7 +414,7 @@ impl<'a> PathSearch<'a> {
     }
 }
 
-/// Returns the kind of an owner's memory, as far as it is known.
+/// Returns the kind of an owner's memory. Unknown memory counts as device memory.
 pub(super) fn kind_of(owner: &AddressOwner) -> AllocationKind {
     match owner.allocation {
         Some(allocation) => allocation.kind,

@@ -4,7 +4,7 @@ use std::fmt;
 
 use hmem_core::{Error, ErrorKind, Path, cause::Step, iface::DmaBufMapping, path::Attempt};
 
-/// The number of dma-bufs that hold the segments of ranges with several segments.
+/// Number of dma-bufs that hold a range of several segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct DmaBufLayout {
     pub(super) segments: usize,
@@ -25,7 +25,7 @@ impl fmt::Display for DmaBufLayout {
     }
 }
 
-/// A path with the details that it takes to use it again.
+/// A path with the details that are needed to use it again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PathVariant {
     HostPages,
@@ -51,7 +51,7 @@ impl PathVariant {
         }
     }
 
-    /// Returns the registering call as an attempt shows it. `layout` is given for ranges of several
+    /// Returns the registering call as attempts display it. `layout` is set for ranges of several
     /// segments.
     pub(super) fn call(self, layout: Option<DmaBufLayout>) -> String {
         match (self, layout) {
@@ -77,9 +77,9 @@ pub(super) struct PathRefusal {
     pub(super) step: Step,
     pub(super) call: String,
     pub(super) error: Error,
-    /// Set if the refusal concerns this buffer alone, because of its segments. No driver was asked.
+    /// Set if the refusal concerns only this buffer, because of its segments. No driver was called.
     pub(super) own: bool,
-    /// Refusals of the same path before this one, with more of the range in one dma-buf.
+    /// Refusals of the same path before this one, which had more of the range in one dma-buf.
     pub(super) before: Vec<PathRefusal>,
     /// Errors of calls that undid parts of the path.
     pub(super) also: Vec<Attempt>,
@@ -90,8 +90,8 @@ impl PathRefusal {
         Self { step, call, error, own: false, before: Vec::new(), also: Vec::new() }
     }
 
-    /// Returns true if every path would be refused for the same reason: it lies in the request, and
-    /// not in how the NIC reaches the memory.
+    /// Returns true if every path would be refused for the same reason: the request itself is at
+    /// fault.
     pub(super) fn is_about_the_request(&self) -> bool {
         matches!(
             self.error.kind(),
@@ -115,7 +115,8 @@ impl PathRefusal {
         self.error.kind() == other.error.kind() || (self.is_unsupported() && other.is_unsupported())
     }
 
-    /// Returns true for the kinds by which drivers say "not supported", which differ by release.
+    /// Returns true for the error kinds by which drivers say "not supported". They differ by
+    /// release.
     pub(super) fn is_unsupported(&self) -> bool {
         matches!(
             self.error.kind(),
@@ -123,8 +124,8 @@ impl PathRefusal {
         )
     }
 
-    /// Returns true if other buffers of the class would be refused for the same reason later, as
-    /// far as the error kind tells.
+    /// Returns true if later registrations of the class would be refused too, judging by the error
+    /// kind.
     pub(super) fn lasts(&self) -> bool {
         matches!(
             self.error.kind(),

@@ -1,22 +1,22 @@
-//! How a message is cut into chunks.
+//! Division of a message into chunks.
 
-/// The longest chunk is this part of a message: where engine and wire are equally fast, one of them
-/// is idle for as long as the longest chunk takes.
+/// The longest chunk is this fraction of the message. If the copy engine and the wire are equally
+/// fast, one of them is idle while the longest chunk moves.
 const CHUNKS: u64 = 16;
-/// What a chunk has at least, where buffers hold it and so much is left: below, starting the copies
-/// would cost more than is won.
+/// Minimum length of a chunk, if buffers hold it and so much is left. Starting the copies of a
+/// shorter chunk costs more than it saves.
 const SHORTEST: u64 = 128 << 10;
-/// A rest of this length is not worth a copy of its own.
+/// A remainder up to this length gets no chunk of its own.
 const WORTHLESS: u64 = SHORTEST / 2;
-/// Chunks begin at multiples of this, where buffers hold it.
+/// Alignment of chunks, if buffers hold it.
 const ALIGN: u64 = 4096;
 
-/// Plan by which a message is cut into chunks.
+/// Plan that divides a message into chunks.
 ///
-/// What does not overlap is the first chunk on its first way and the last one on its last, so that
-/// those are short; the rest are long, since each copy has a price. In between a chunk is no longer
-/// than all before it, nor than all behind it: while it takes one of its ways, others are on the
-/// other way, which may be half as fast.
+/// A chunk moves twice: over the copy engine and over the wire. The two overlap, except in the
+/// first and the last chunk. So these two are short. The others are long, since each copy has a
+/// fixed cost. A chunk is no longer than the sum of those before it, and no longer than the sum of
+/// those after it: other chunks then keep the other side busy, even at half the speed.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunkPlan {
     pub(super) len: u64,
@@ -37,11 +37,11 @@ impl ChunkPlan {
         Self { len, shortest: len, longest: len }
     }
 
-    /// The length of the chunk that begins at `at`, which is where another ended.
+    /// Returns the length of the chunk at `at`, the end of the chunk before it.
     pub(super) fn next(self, at: u64) -> u64 {
         let left = self.len - at;
         let even = if left <= self.shortest + WORTHLESS {
-            // Two, where no buffer holds it: none is to be but a rest.
+            // One buffer cannot hold the rest: divide it into two, so that no tiny chunk remains.
             if left <= self.longest { left } else { left.div_ceil(2).next_multiple_of(ALIGN) }
         } else {
             at.min(left / 2).max(self.shortest).next_multiple_of(ALIGN)
@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_are_short_at_both_ends_of_a_message() {
+    fn first_and_last_chunks_are_short() {
         const KIB: u64 = 1 << 10;
         let in_kib = |len| {
             lengths(ChunkPlan::chunks(len, 512 * KIB))
@@ -90,8 +90,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_message_is_cut_into_chunks_that_fit_buffers(len in 1u64..(200 << 20), slot in 1u64..(1 << 20)) {
-            // Few enough to look at one by one.
+        fn chunks_of_any_message_fit_buffers(
+            len in 1u64..(200 << 20), slot in 1u64..(1 << 20),
+        ) {
+            // Keeps the number of chunks small enough to check each.
             let slot = slot.max(len >> 12);
             let lengths = lengths(ChunkPlan::chunks(len, slot));
             prop_assert_eq!(lengths.iter().sum::<u64>(), len);
@@ -100,7 +102,7 @@ mod tests {
             prop_assert!(lengths[0] <= ends && lengths[lengths.len() - 1] <= ends);
             let mut at = 0;
             for part in &lengths {
-                // What is before it, and what is behind it; both but for the rounding.
+                // The lengths before and after it, except for rounding.
                 prop_assert!(*part <= ends.max(at + ALIGN));
                 prop_assert!(*part <= ends.max(len - at - part + 2 * ALIGN));
                 at += part;

@@ -1,44 +1,47 @@
-//! The host memory of a pool: one mapping, of huge pages where the machine has them free, near the
-//! NIC where it is known where that is.
+//! The host memory of a pool: one mapping, of huge pages if the machine has free ones, on the NIC's
+//! NUMA node if it is known.
 
 use std::ptr;
 
 use hmem_core::{Address, AddressRange, Error, Result};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-/// The huge pages that are asked for: the default size of x86-64 and of arm64 with 4 KiB pages.
+/// Size of the huge pages: the default of x86-64 and of arm64 with 4 KiB pages.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Pages of the pool's own, unmapped with it.
+/// A mapping owned by the pool, unmapped on drop.
 #[derive(Debug)]
 pub(super) struct Memory {
     start: *mut u8,
     len: usize,
 }
 
-// SAFETY: the mapping is plain memory; nobody is given a reference into it, only addresses.
+// SAFETY: the mapping is plain memory, and this type hands out addresses, never references.
 unsafe impl Send for Memory {}
-// SAFETY: as above.
+// SAFETY: the mapping is plain memory, and this type hands out addresses, never references.
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Maps at least `len` bytes and touches them, on `node` where that is given and has them.
+    /// Maps at least `len` bytes and touches them, on `node` if it is given and has memory.
     pub(super) fn map(len: usize, node: Option<u32>) -> Result<Self> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         let mut whole = len.next_multiple_of(HUGE_PAGE);
         let mut start = ptr::null_mut();
         if len >= HUGE_PAGE {
-            // SAFETY: a new mapping touches nobody's memory.
+            // SAFETY: without a fixed address the kernel places the mapping where nothing is
+            // mapped.
             let huge = unsafe {
                 mmap_anonymous(start, whole, protection, MapFlags::PRIVATE | MapFlags::HUGETLB)
             };
-            // None set aside, or not enough: ordinary pages, which the kernel may make huge itself.
+            // Too few huge pages are reserved. The kernel may still back ordinary pages with huge
+            // ones.
             start = huge.unwrap_or(start);
         }
         let mut huge_wanted = false;
         if start.is_null() {
             whole = len.next_multiple_of(rustix::param::page_size());
-            // SAFETY: as above.
+            // SAFETY: without a fixed address the kernel places the mapping where nothing is
+            // mapped.
             start = unsafe { mmap_anonymous(start, whole, protection, MapFlags::PRIVATE) }
                 .map_err(|errno| {
                     Error::os(errno, "mmap staging buffers").context("length", whole)
@@ -49,32 +52,33 @@ impl Memory {
         if huge_wanted {
             memory.advise(Advice::LinuxHugepage, "huge pages");
         }
-        // A child would get the pages at its first write, and we others: what the NIC has pinned
-        // must stay ours (MON-06).
-        memory.advise(Advice::LinuxDontFork, "keeping from children");
+        // After a fork a write by the parent would move its page away from the one that the NIC has
+        // pinned (MON-06).
+        memory.advise(Advice::LinuxDontFork, "exclusion from child processes");
         if let Some(node) = node {
             memory.prefer(node);
         }
-        // SAFETY: the mapping is ours, writable, and nobody else's yet.
+        // SAFETY: this function made the mapping, it is writable, and its address is not yet
+        // shared.
         unsafe { ptr::write_bytes(memory.start, 0, whole) };
         Ok(memory)
     }
 
     fn advise(&self, advice: Advice, what: &'static str) {
-        // SAFETY: the mapping is ours; neither advice changes its contents.
+        // SAFETY: `self` owns the mapping; neither advice changes its contents.
         if let Err(errno) = unsafe { madvise(self.start.cast(), self.len, advice) } {
-            tracing::debug!(%errno, what, "advice about staging buffers was not taken");
+            tracing::debug!(%errno, what, "the kernel ignored advice about staging buffers");
         }
     }
 
-    /// Asks for pages of a node; others will do where it has none left.
+    /// Prefers pages of a node. The kernel uses other nodes if this one has none left.
     fn prefer(&self, node: u32) {
         const MPOL_PREFERRED: libc::c_int = 1;
         let mut mask = [0u64; 16];
         let Some(word) = mask.get_mut(node as usize / 64) else { return };
         *word |= 1 << (node % 64);
         let bits = mask.len() * 64;
-        // SAFETY: the mapping is ours, and the mask has `bits` bits.
+        // SAFETY: `self` owns the mapping, and the mask has `bits` bits.
         let done = unsafe {
             libc::syscall(
                 libc::SYS_mbind,
@@ -88,7 +92,7 @@ impl Memory {
         };
         if done != 0 {
             let error = std::io::Error::last_os_error();
-            tracing::debug!(node, %error, "staging buffers are on whatever node the kernel picks");
+            tracing::debug!(node, %error, "cannot choose the NUMA node of staging buffers");
         }
     }
 
@@ -103,9 +107,9 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and who was given addresses in it held the pool.
+        // SAFETY: `self` owns the mapping. Users of its addresses hold the pool, which holds it.
         if let Err(errno) = unsafe { munmap(self.start.cast(), self.len) } {
-            tracing::error!(%errno, "staging buffers could not be unmapped");
+            tracing::error!(%errno, "cannot unmap staging buffers");
         }
     }
 }

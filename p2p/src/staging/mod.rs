@@ -2,14 +2,14 @@
 //! copy engine.
 //!
 //! A domain has one bounded pool of staging buffers
-//! ([`StagingAttr`](hmem_core::provider::StagingAttr)). A transfer is cut into chunks, and each
-//! chunk goes through a buffer of the pool: device to buffer to wire, or wire to buffer to
-//! device. The copies are the iface's asynchronous ones, so that the copy engine works on some
-//! chunks while the wire carries others.
+//! ([`StagingAttr`](hmem_core::provider::StagingAttr)). A transfer is cut into chunks. Each chunk
+//! goes through a buffer of the pool: device to buffer to wire, or wire to buffer to device. The
+//! copies are asynchronous, so that the copy engine works on some chunks while the wire carries
+//! others.
 //!
-//! Nothing here runs by itself: whoever makes a provider's transfers progress makes those through
-//! staging buffers progress. The software NIC runs a transfer to its end where it executes it;
-//! verbs steps its transfers whenever a completion queue of the device is read.
+//! Staging has no thread; the provider's progress calls drive it. The software NIC runs a transfer
+//! to its end when it executes the request. Verbs steps its transfers whenever a completion queue
+//! of the device is read.
 //!
 //! ```
 //! use std::sync::Arc;

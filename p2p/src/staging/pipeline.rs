@@ -1,10 +1,14 @@
-//! One message on its way through staging buffers, chunk by chunk.
+//! The transfer of one message through staging buffers, chunk by chunk.
 //!
-//! A chunk is filled from the device (where the message comes from there), handed to the wire, and
-//! drained into the device (where it goes there). Chunks go to the wire in the order of the
-//! message; several are under way at a time, each where it happens to be. A failure anywhere begins
-//! nothing more and lets what is under way end, so that no copy and no request uses a buffer that
-//! was given back.
+//! A chunk passes up to three stages:
+//!
+//! 1. A copy from the device fills its buffers, if the source is staged memory.
+//! 2. The wire moves it.
+//! 3. A copy into the device drains its buffers, if the target is staged memory.
+//!
+//! Chunks go to the wire in the order of the message. Several chunks are in flight, each in its own
+//! stage. After a failure no chunk begins, and those in flight end. So no copy or request uses a
+//! released buffer.
 
 use std::{collections::VecDeque, ops::Deref};
 
@@ -19,7 +23,7 @@ use super::{
     pool::{Claim, Slots, Use},
 };
 
-/// Chunks under way at a time that need no buffer.
+/// Limit of chunks in flight that need no buffer.
 const MOST: usize = 64;
 
 /// A run of bytes of a message that lies in staged memory.
@@ -119,8 +123,8 @@ pub struct Pipeline<M> {
     granted: Option<Slots>,
     moved: u64,
     failure: Option<(Part, Error)>,
-    /// Copies are waited for where they begin: for messages of one chunk, where nothing can
-    /// overlap.
+    /// Set to wait for each copy when it starts. Used for messages of one chunk, which cannot
+    /// overlap anything.
     waits: bool,
 }
 
@@ -168,7 +172,7 @@ impl<M> Pipeline<M> {
     /// Fails the transfer: no further chunk begins, and the first failure is kept.
     pub fn fail(&mut self, part: Part, error: Error) {
         self.failure.get_or_insert((part, error));
-        // Whoever waits behind it for buffers need not wait any longer.
+        // Releases its place in the queue, so that claims behind it need not wait.
         self.claim = Claim::new(self.claim.pool());
         self.granted = None;
     }
@@ -176,6 +180,11 @@ impl<M> Pipeline<M> {
     /// Returns whether the transfer failed. Chunks may still be in flight.
     pub fn has_failed(&self) -> bool {
         self.failure.is_some()
+    }
+
+    /// Returns whether copies are in flight. A copy engine does not announce their end.
+    pub fn is_copying(&self) -> bool {
+        self.chunks.iter().any(|chunk| !chunk.copies.is_empty())
     }
 
     /// Returns true once the transfer takes no further buffer.
@@ -187,7 +196,7 @@ impl<M> Pipeline<M> {
     pub fn set_purpose(&mut self, purpose: Use) {
         if self.purpose != purpose {
             self.purpose = purpose;
-            // Its place in the queue was for the other.
+            // The place in the queue was for the other use.
             self.claim = Claim::new(self.claim.pool());
         }
     }
@@ -221,29 +230,29 @@ impl<M> Pipeline<M> {
         }
     }
 
-    /// Waits for the copies of a failed transfer and releases every chunk that is not on the wire.
+    /// Waits for the copies of a failed transfer. Releases every chunk that is not on the wire.
     pub fn stop(&mut self) {
         self.wait_for_copies();
         self.retire();
     }
 
-    /// Waits for every copy under way.
+    /// Waits for all copies in flight.
     fn wait_for_copies(&mut self) {
         let copies: Vec<_> =
             self.chunks.iter_mut().flat_map(|chunk| chunk.copies.drain(..)).collect();
         for copy in copies {
             if let Err(error) = copy.wait() {
-                tracing::debug!(%error, "a copy of a transfer that was given up");
+                tracing::debug!(%error, "a copy of a failed transfer failed too");
             }
         }
     }
 
-    /// The buffers that the next chunk takes.
+    /// Returns the number of buffers for a chunk of `len` bytes.
     fn wanted(&self, len: u64) -> usize {
         len.div_ceil(self.claim.pool().slot_len()) as usize
     }
 
-    /// Takes the results of copies that ended.
+    /// Collects the results of copies that ended. Returns whether anything changed.
     fn settle(&mut self) -> bool {
         let mut progressed = false;
         let mut failed = None;
@@ -273,8 +282,8 @@ impl<M> Pipeline<M> {
         progressed
     }
 
-    /// Hands filled chunks to the wire, in order: all that it takes, or one where it carries them
-    /// while it is asked, as the copy engine would have nothing to do meanwhile.
+    /// Posts filled chunks to the wire, in order. Stops after one chunk if the wire moves it during
+    /// the call, so that the copy engine gets more work first.
     fn post(&mut self, wire: &mut impl FnMut(View<'_>) -> Result<Posted>) -> bool {
         let mut progressed = false;
         let mut failed = None;
@@ -314,7 +323,7 @@ impl<M> Pipeline<M> {
         progressed
     }
 
-    /// Lets go of chunks that ended, and of those that will not go on.
+    /// Removes chunks that ended and, after a failure, those that will not continue.
     fn retire(&mut self) -> bool {
         let before = self.chunks.len();
         let failed = self.failure.is_some();
@@ -343,15 +352,14 @@ where
     M: Deref<Target = D>,
     D: StagedMemory + ?Sized,
 {
-    /// Does what can be done now; whether that was anything. Without `may_begin` it takes no
-    /// buffers.
+    /// Does all work that is possible now. Returns whether there was any. Takes no buffers unless
+    /// `may_begin` is set.
     pub fn step(
         &mut self,
         may_begin: bool,
         wire: &mut impl FnMut(View<'_>) -> Result<Posted>,
     ) -> bool {
-        // The wire comes last: it may keep us, and the copy engine then has all the work that there
-        // is for it.
+        // The wire comes last: it may block, and the copy engine then already has all of its work.
         let mut progressed = self.settle();
         progressed |= self.drain();
         progressed |= self.settle();
@@ -377,7 +385,7 @@ where
         mut wire: impl FnMut(View<'_>) -> Result<Posted>,
     ) -> Result<u64, (Part, Error)> {
         self.waits = self.plan.next(0) == self.plan.len;
-        // A copy engine may have given it up on this very thread.
+        // A copy may have canceled the transfer on this thread.
         let mut wire = |view: View<'_>| canceled().map_or_else(|| wire(view), Err);
         while !self.is_over() {
             if self.failure.is_none()
@@ -392,7 +400,7 @@ where
         self.result()
     }
 
-    /// Waits for the copy that began first, or for a buffer.
+    /// Waits for the oldest copy, or for a buffer.
     fn block(&mut self) {
         let oldest = self.chunks.iter_mut().find(|chunk| !chunk.copies.is_empty());
         if let Some(chunk) = oldest {
@@ -457,7 +465,7 @@ where
                 self.fail(Part::Source, error);
             }
         }
-        // Chunks that need no filling go on at once.
+        // Chunks without a fill are ready at once.
         progressed | self.settle()
     }
 
@@ -489,8 +497,8 @@ where
     }
 }
 
-/// The parts of runs that lie in `len` bytes of the message from `at` on: the run, where in the
-/// message, bytes.
+/// Returns the parts of runs within `len` bytes of the message from `at`: the run, the offset in
+/// the message, and the length.
 fn overlaps<M>(runs: &[Run<M>], at: u64, len: u64) -> impl Iterator<Item = (&Run<M>, u64, u64)> {
     let end = at + len;
     let first = runs.partition_point(|run| run.at + run.len <= at);
@@ -525,20 +533,22 @@ where
         let at = run.offset + (base + offset - run.at);
         let pointer: *mut u8 = std::ptr::with_exposed_provenance_mut(address.0 as usize);
         let copy: Box<dyn CopyEvent> = match (direction, waits) {
-            // SAFETY: the buffer is the chunk's own until it is given back, which is after its
-            // copies ended; it is mapped as long as its pool, which it holds.
+            // SAFETY: `slots` owns the buffer until the chunk is retired, which is after its copies
+            // ended, and keeps the pool mapped.
             (Direction::Fill, false) => unsafe { run.memory.start_read(at, address, len) }?,
-            // SAFETY: as above; nothing writes to it meanwhile, since its request on the wire has
-            // ended.
+            // SAFETY: `slots` owns the buffer until its copies ended and keeps the pool mapped.
+            // Nothing writes to it: its request on the wire has ended.
             (Direction::Drain, false) => unsafe { run.memory.start_write(at, address, len) }?,
             (Direction::Fill, true) => {
-                // SAFETY: as above, and zeroed when it was mapped.
+                // SAFETY: `slots` owns the buffer, keeps the pool mapped and is not used elsewhere
+                // during this call. The pool zeroed the bytes when it mapped them.
                 let buffer = unsafe { std::slice::from_raw_parts_mut(pointer, len as usize) };
                 run.memory.read(at, buffer)?;
                 Box::new(FinishedCopy(Ok(())))
             }
             (Direction::Drain, true) => {
-                // SAFETY: as above.
+                // SAFETY: `slots` owns the buffer and keeps the pool mapped. The pool zeroed the
+                // bytes when it mapped them, and nothing writes to them during this call.
                 let buffer = unsafe { std::slice::from_raw_parts(pointer, len as usize) };
                 run.memory.write(at, buffer)?;
                 Box::new(FinishedCopy(Ok(())))

@@ -1,11 +1,10 @@
-//! The staging buffers of a domain: a fixed number, handed out in the order in which they were
-//! asked for.
+//! The staging buffers of a domain: a fixed number of buffers and a queue of claims.
 //!
-//! Who finds too few takes a place in the queue and gets its buffers when those before it have
-//! theirs. A chunk of an RMA transfer takes one and gives it back without needing another, so that
-//! those never wait for one another in a circle. A message that the NIC needs whole takes all its
-//! buffers at once and keeps them until the peer plays its part; receives and sends are therefore
-//! limited to a share each, and the rest is always there for RMA.
+//! Claims are served in the order of their arrival. Two rules prevent deadlocks:
+//!
+//! - A chunk of an RMA transfer takes one buffer and releases it without needing another.
+//! - A message that the NIC needs whole takes all its buffers at once and keeps them until the peer
+//!   acts. So receives and sends are limited to a share each, and the rest stays available for RMA.
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -38,7 +37,7 @@ pub struct Pool {
 #[derive(Debug)]
 struct State {
     free: Vec<u32>,
-    /// By use.
+    /// Buffers in use, by [`Use`].
     held: [usize; 3],
     waiting: VecDeque<Waiting>,
     next: u64,
@@ -56,10 +55,11 @@ impl Pool {
     ///
     /// # Errors
     ///
-    /// `InvalidArgument` for bad sizes, and the operating system's error if it has no memory.
+    /// - `InvalidArgument`: the sizes are invalid.
+    /// - The operating system's error if it has no memory.
     pub fn new(attr: StagingAttr, node: Option<u32>) -> Result<Arc<Self>> {
         attr.check()?;
-        // Buffers begin at cache lines; those of a page or more at pages.
+        // Aligned to cache lines, or to pages if a buffer is at least a page long.
         let align = if attr.buffer_len >= rustix::param::page_size() {
             rustix::param::page_size()
         } else {
@@ -97,7 +97,7 @@ impl Pool {
         }
     }
 
-    /// Takes buffers, if it is the turn of who asks.
+    /// Takes buffers if it is the claim's turn. Otherwise the claim joins the queue.
     fn take(
         self: &Arc<Self>,
         state: &mut State,
@@ -121,7 +121,7 @@ impl Pool {
         Some(Slots { pool: Arc::clone(self), purpose, list: state.free.split_off(rest) })
     }
 
-    /// Whether the buffers are there when all who came before are served.
+    /// Returns whether `want` buffers are left after all earlier claims are served.
     fn is_turn(&self, state: &State, number: Option<u64>, want: usize, purpose: Use) -> bool {
         let (mut free, mut held) = (state.free.len(), state.held);
         for waiting in &state.waiting {
@@ -130,7 +130,8 @@ impl Pool {
             }
             let kind = waiting.purpose as usize;
             if held[kind] + waiting.want > self.share(waiting.purpose) {
-                // Waits for its own kind: the others pass, its kind does not.
+                // This claim waits for its share. Claims of other uses pass it, claims of its own
+                // use do not.
                 held[kind] = self.share(waiting.purpose);
                 continue;
             }
@@ -258,14 +259,14 @@ mod tests {
 
     /// BNC-02
     #[test]
-    fn requests_for_buffers_are_served_in_order_and_can_be_withdrawn() {
+    fn claims_are_served_in_order_and_can_be_withdrawn() {
         let pool = pool(8, 2);
         let (mut a, mut b, mut c) = (Claim::new(&pool), Claim::new(&pool), Claim::new(&pool));
         let held = a.take(2, Use::Rma).unwrap();
         assert!(b.take(2, Use::Rma).is_none());
         assert!(c.take(1, Use::Rma).is_none());
         drop(held);
-        assert!(c.take(1, Use::Rma).is_none(), "the one before it wants both");
+        assert!(c.take(1, Use::Rma).is_none(), "the claim before it wants both");
         drop(b);
         let first = c.take(1, Use::Rma).unwrap();
         assert_eq!(pool.held(), 1);
@@ -294,11 +295,16 @@ mod tests {
 
     proptest! {
         #[test]
-        fn everyone_is_served_and_nothing_is_left(wants in prop::collection::vec((1usize..4, 0usize..3), 1..60)) {
+        fn every_claim_is_served_and_no_buffer_leaks(
+            wants in prop::collection::vec((1usize..4, 0usize..3), 1..60),
+        ) {
             let pool = pool(8, 12);
             let purposes = [Use::Rma, Use::Send, Use::Receive];
             let mut claims: Vec<_> =
-                wants.iter().map(|(want, purpose)| (Claim::new(&pool), *want, purposes[*purpose])).collect();
+                wants
+                    .iter()
+                    .map(|(want, purpose)| (Claim::new(&pool), *want, purposes[*purpose]))
+                    .collect();
             let mut rounds = 0;
             while !claims.is_empty() {
                 let mut held = Vec::new();
@@ -309,7 +315,7 @@ mod tests {
                     }
                     None => true,
                 });
-                prop_assert!(!held.is_empty(), "nobody was served");
+                prop_assert!(!held.is_empty(), "no claim was served");
                 let in_use: usize = held.iter().map(|slots| slots.list.len()).sum();
                 prop_assert_eq!(in_use as u64, pool.held());
                 prop_assert!(in_use <= 12);

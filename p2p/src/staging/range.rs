@@ -1,4 +1,4 @@
-//! A range of an iface as staged memory.
+//! Staged access to a range of an iface.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use hmem_core::{
 
 /// A range of an iface that is reached through its copy engine.
 ///
-/// It copies without `unsafe`, so making one needs it:
+/// Its methods copy without `unsafe`, so the constructor is `unsafe`:
 ///
 /// ```compile_fail,E0133
 /// # use std::sync::Arc;
@@ -54,10 +54,10 @@ impl StagedRange {
     /// As [`CopyEngine::start_copy`](hmem_core::iface::CopyEngine::start_copy).
     unsafe fn start(&self, to: Address, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
         if let Some(engine) = self.iface.copy_engine() {
-            // SAFETY: passed on to the caller.
+            // SAFETY: the caller vouches for both ranges, as this function's contract says.
             return unsafe { engine.start_copy(to, from, len) };
         }
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller vouches for both ranges, as this function's contract says.
         unsafe { self.iface.copy(to, from, len) }?;
         Ok(Box::new(FinishedCopy(Ok(()))))
     }

@@ -12,12 +12,12 @@ use tar::{EntryType, Header};
 
 use super::source::{Entry, LARGEST_FILE};
 
-/// Bytes of an archive once unpacked. A recording of a large server has less than one hundredth of
-/// this.
+/// Limit of an unpacked archive in bytes. A recording of a large server has less than one hundredth
+/// of this.
 const LARGEST_ARCHIVE: u64 = 64 << 20;
 const MOST_ENTRIES: usize = 1 << 17;
 const GZIP: [u8; 2] = [0x1f, 0x8b];
-/// A tar ends with two blocks of zeros; what lacks them was cut off.
+/// The two blocks of zeros that end a tar. An archive without them was cut off.
 const END: [u8; 1024] = [0; 1024];
 
 fn damaged(name: &str, problem: impl std::fmt::Display) -> Error {
@@ -48,14 +48,14 @@ pub(super) fn unpack(name: &str, mut bytes: impl Read) -> Result<BTreeMap<String
         return Err(damaged(name, "not a tar archive, or cut off before its end"));
     }
     let mut entries = BTreeMap::new();
-    // What can seek is not skipped by reading: the crate zeroes a large buffer for that, at each
+    // Entries are skipped by seeking. To skip by reading, the crate zeroes a large buffer at each
     // entry.
     let mut archive = tar::Archive::new(Cursor::new(&tar));
     for entry in archive.entries_with_seek().map_err(|error| damaged(name, error))? {
         let mut entry = entry.map_err(|error| damaged(name, error))?;
         let path = entry.path().map_err(|error| damaged(name, error))?;
         let path = relative(&path)
-            .ok_or_else(|| damaged(name, format_args!("a path that leads out: {path:?}")))?;
+            .ok_or_else(|| damaged(name, format_args!("a path outside the archive: {path:?}")))?;
         let broken =
             |problem: &dyn std::fmt::Display| damaged(name, format_args!("{path}: {problem}"));
         let made = match entry.header().entry_type() {
@@ -73,7 +73,7 @@ pub(super) fn unpack(name: &str, mut bytes: impl Read) -> Result<BTreeMap<String
                 let target = target.and_then(|target| target.to_str().map(str::to_owned));
                 Entry::Link(target.ok_or_else(|| broken(&"a link without a target"))?)
             }
-            other => return Err(broken(&format_args!("neither file, folder nor link: {other:?}"))),
+            other => return Err(broken(&format_args!("not a file, folder or link: {other:?}"))),
         };
         entries.insert(path, made);
         if entries.len() > MOST_ENTRIES {
@@ -83,7 +83,7 @@ pub(super) fn unpack(name: &str, mut bytes: impl Read) -> Result<BTreeMap<String
     Ok(below_top_folder(entries))
 }
 
-/// A path of plain names, from the root.
+/// Returns a path of plain names from the root, or `None` for any other path.
 fn relative(path: &Path) -> Option<String> {
     let mut parts = Vec::new();
     for component in path.components() {
@@ -96,7 +96,7 @@ fn relative(path: &Path) -> Option<String> {
     Some(parts.join("/"))
 }
 
-/// Archives are often made of one folder; what counts is below it.
+/// Removes the top folder if everything lies in it.
 fn below_top_folder(entries: BTreeMap<String, Entry>) -> BTreeMap<String, Entry> {
     let top = entries
         .keys()
@@ -114,13 +114,13 @@ fn below_top_folder(entries: BTreeMap<String, Entry>) -> BTreeMap<String, Entry>
     entries.into_iter().map(|(path, entry)| (path[top.len()..].to_owned(), entry)).collect()
 }
 
-/// Packs entries into a tar with gzip. The same entries give the same bytes: no times, owners or
-/// names of this machine.
+/// Packs entries into a tar with gzip. Equal entries give equal bytes: the archive has no times,
+/// owners or host names.
 pub(super) fn pack(entries: &BTreeMap<String, Entry>, out: impl Write) -> Result<()> {
     write(entries, out).map_err(|error| {
         Error::os(Errno::of(&error), "write recording")
             .caused_by(error)
-            .remedy("write it where there is room")
+            .remedy("write it to a file system with free space")
     })
 }
 
@@ -160,7 +160,7 @@ mod tests {
         BTreeMap::from([
             ("proc/modules".into(), Entry::File(b"nvidia 1 0 - Live 0x0\n".to_vec())),
             ("sys/a".into(), Entry::Link("../proc/modules".into())),
-            // Longer than the 100 bytes that a tar header has for it.
+            // Longer than the 100 bytes of the name field of a tar header.
             (format!("sys/{}x", "long/".repeat(60)), Entry::File(vec![1, 2, 3])),
             ("sys/link".into(), Entry::Link("long/".repeat(60))),
         ])
@@ -173,21 +173,21 @@ mod tests {
     }
 
     #[test]
-    fn an_archive_reads_back_and_is_the_same_every_time() {
+    fn archive_reads_back_and_is_reproducible() {
         let bytes = packed(&sample());
         assert_eq!(unpack("x", &bytes[..]).unwrap(), sample());
         assert_eq!(bytes, packed(&sample()));
     }
 
     #[test]
-    fn the_one_folder_that_holds_everything_is_left_out() {
+    fn single_top_folder_is_ignored() {
         let inside: BTreeMap<_, _> =
             sample().into_iter().map(|(path, entry)| (format!("machine/{path}"), entry)).collect();
         assert_eq!(unpack("x", &packed(&inside)[..]).unwrap(), sample());
     }
 
     #[test]
-    fn an_archive_that_is_cut_off_anywhere_is_refused() {
+    fn archive_cut_off_anywhere_is_refused() {
         let whole = packed(&sample());
         let mut tar = Vec::new();
         GzDecoder::new(&whole[..]).read_to_end(&mut tar).unwrap();
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn an_archive_that_unpacks_to_absurd_sizes_is_refused() {
+    fn archive_of_absurd_size_is_refused() {
         let mut gzip = GzBuilder::new().write(Vec::new(), Compression::fast());
         let zeros = vec![0; 1 << 20];
         for _ in 0..=LARGEST_ARCHIVE >> 20 {
@@ -219,7 +219,7 @@ mod tests {
     proptest! {
         /// REL-03
         #[test]
-        fn an_archive_with_altered_bytes_never_makes_it_panic(
+        fn archive_with_altered_bytes_does_not_panic(
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8),
         ) {
             let mut tar = Vec::new();
@@ -233,7 +233,7 @@ mod tests {
 
         /// REL-03
         #[test]
-        fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..4096)) {
+        fn arbitrary_bytes_do_not_panic(bytes in prop::collection::vec(any::<u8>(), 0..4096)) {
             let _ = unpack("x", &bytes[..]);
             let gzipped = [&GZIP[..], &bytes].concat();
             let _ = unpack("x", &gzipped[..]);

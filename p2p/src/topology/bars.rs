@@ -1,22 +1,21 @@
-//! Base address registers: how much of a device's memory its peers can reach.
+//! Base address registers (BARs): the part of a device's memory that its peers can reach.
 
-/// A base address register cannot size more: addresses have 64 bits, and no bus has more than 52 of
-/// them.
+/// Limit of the size of a BAR in bytes. No bus has more than 52 address bits.
 const LARGEST_BAR: u64 = 1 << 52;
 
 /// A base address register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Bar {
-    /// Its number, 0 to 5; 6 is the expansion ROM.
+    /// Number of the register: 0 to 5, or 6 for the expansion ROM.
     pub index: u8,
-    /// Bytes behind it.
+    /// Size in bytes.
     pub size: u64,
-    /// Whether it is memory, and not I/O ports.
+    /// Set for memory, clear for I/O ports.
     pub memory: bool,
-    /// Whether it has 64-bit addresses.
+    /// Set if the register takes 64-bit addresses.
     pub wide: bool,
-    /// Whether it can be prefetched.
+    /// Set if reads have no side effects, so that a bridge may prefetch.
     pub prefetchable: bool,
 }
 
@@ -25,8 +24,8 @@ const PORTS: u64 = 0x100;
 const PREFETCH: u64 = 0x2000;
 const WIDE: u64 = 0x10_0000;
 
-/// `resource`: start, end and flags of each register, one a line (`linux/ioport.h`). Lines past the
-/// sixth register and the ROM are windows of bridges.
+/// Parses the file `resource`: start, end and flags of each register, one per line
+/// (`linux/ioport.h`). Lines after the sixth register and the ROM are windows of bridges.
 pub(super) fn read(text: &str) -> Result<Vec<Bar>, String> {
     let mut bars = Vec::new();
     for (index, line) in text.lines().take(7).enumerate() {
@@ -55,7 +54,7 @@ pub(super) fn read(text: &str) -> Result<Vec<Bar>, String> {
     Ok(bars)
 }
 
-/// `resource` with these sizes, and each register at an address that says nothing.
+/// Writes a file `resource` with these sizes. The addresses are made up.
 pub(super) fn write(bars: &[Bar]) -> String {
     let mut text = String::new();
     for index in 0..7 {
@@ -95,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn absurd_registers_are_refused() {
+    fn registers_with_absurd_ranges_are_refused() {
         for wrong in [
             "x",
             "0x5 0x2 0x200",
@@ -111,7 +110,9 @@ mod tests {
     proptest! {
         /// REL-03
         #[test]
-        fn no_text_makes_the_reader_panic(text in ".{0,200}", numbers in "(0x[0-9a-f]{0,17} ?){0,4}\n?") {
+        fn arbitrary_text_does_not_panic(
+            text in ".{0,200}", numbers in "(0x[0-9a-f]{0,17} ?){0,4}\n?",
+        ) {
             let _ = read(&text);
             let _ = read(&numbers);
         }

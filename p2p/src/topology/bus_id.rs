@@ -1,5 +1,4 @@
-//! Where a PCI function is plugged in: the one name of a device that no environment variable
-//! renumbers.
+//! PCI addresses: the only names of devices that no environment variable renumbers.
 
 use std::{fmt, str::FromStr};
 
@@ -7,9 +6,9 @@ use hmem_core::{Error, ErrorKind};
 
 /// The address of a PCI function: domain, bus, device, function.
 ///
-/// Ordinals of GPUs change with `CUDA_VISIBLE_DEVICES` and its like; this does not. It reads what
-/// sysfs (`0000:07:00.0`), CUDA (`00000000:07:00.0`, upper or lower case) and `lspci` (`07:00.0`,
-/// domain 0) write, and prints what sysfs writes.
+/// Ordinals of GPUs change with `CUDA_VISIBLE_DEVICES` and similar variables; this address does
+/// not. Parsing accepts the forms of sysfs (`0000:07:00.0`), CUDA (`00000000:07:00.0`, upper or
+/// lower case) and `lspci` (`07:00.0`, domain 0). `Display` prints the form of sysfs.
 ///
 /// ```
 /// use hmem_p2p::topology::BusId;
@@ -23,7 +22,7 @@ use hmem_core::{Error, ErrorKind};
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BusId {
-    /// The PCI domain (segment); hypervisors and VMD number beyond 16 bits.
+    /// The PCI domain (segment). Hypervisors and VMD use numbers beyond 16 bits.
     pub domain: u32,
     /// The bus within the domain.
     pub bus: u8,
@@ -33,7 +32,7 @@ pub struct BusId {
     pub function: u8,
 }
 
-/// The bus that a host bridge roots: `pci0000:00` in sysfs.
+/// The bus below a host bridge: `pci0000:00` in sysfs.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RootBus {
     /// The PCI domain.
@@ -42,7 +41,7 @@ pub struct RootBus {
     pub bus: u8,
 }
 
-/// Hexadecimal digits and nothing else (`from_str_radix` takes a sign too).
+/// Parses hexadecimal digits only (`from_str_radix` accepts a sign too).
 fn hex(text: &str, most: usize) -> Option<u32> {
     let digits =
         !text.is_empty() && text.len() <= most && text.bytes().all(|byte| byte.is_ascii_hexdigit());
@@ -65,7 +64,7 @@ impl BusId {
 }
 
 impl RootBus {
-    /// Reads `pci0000:00`, a folder of `/sys/devices`.
+    /// Parses `pci0000:00`, the name of a folder of `/sys/devices`.
     pub(super) fn read(name: &str) -> Option<Self> {
         let (domain, bus) = name.strip_prefix("pci")?.split_once(':')?;
         if domain.len() < 4 || bus.len() != 2 {
@@ -79,7 +78,7 @@ impl FromStr for BusId {
     type Err = Error;
 
     /// # Errors
-    /// Malformed, with the text.
+    /// Malformed: the text is not an address.
     fn from_str(text: &str) -> Result<Self, Error> {
         Self::read(text.trim()).ok_or_else(|| {
             Error::new(ErrorKind::Malformed, "read PCI address")
@@ -131,14 +130,14 @@ mod tests {
         }
 
         #[test]
-        fn no_text_makes_the_reader_panic(text in ".*") {
+        fn arbitrary_text_does_not_panic(text in ".*") {
             let _ = text.parse::<BusId>();
             let _ = RootBus::read(&text);
         }
     }
 
     #[test]
-    fn what_is_no_address_is_refused() {
+    fn text_that_is_not_an_address_is_refused() {
         for wrong in [
             "",
             ":",

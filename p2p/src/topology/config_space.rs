@@ -1,5 +1,4 @@
-//! PCI configuration space, as far as paths depend on it: the kind of port, and Access Control
-//! Services.
+//! PCI configuration space: the kind of a port, and Access Control Services (ACS).
 //!
 //! Offsets and bits are those of `linux/pci_regs.h` and of the PCI Express base specification
 //! (7.5.3 for the port type, 7.7.11 for ACS). Both capabilities lie past the first 64 bytes, which
@@ -7,7 +6,7 @@
 
 use std::fmt;
 
-/// What a PCI function is in the tree.
+/// Kind of a PCI function in the tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Port {
@@ -19,12 +18,12 @@ pub enum Port {
     Upstream,
     /// A port of a switch that faces devices.
     Downstream,
-    /// A bridge of another sort: to conventional PCI, or of a machine that does not say.
+    /// Another bridge: to conventional PCI, or on a machine that does not report the kind.
     Bridge,
 }
 
 impl Port {
-    /// The name as it is printed.
+    /// Returns the printed name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -43,14 +42,14 @@ impl fmt::Display for Port {
     }
 }
 
-/// Access Control Services of a port: whether it sends traffic between devices below it up to the
-/// root complex.
+/// Access Control Services (ACS) of a port: they may redirect traffic between devices below the
+/// port to the root complex.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Acs {
-    /// Configuration space ends where the capability could begin (64 bytes): read it with
-    /// `CAP_SYS_ADMIN`.
+    /// The configuration space that was read ends before the capability (64 bytes). Reading more
+    /// needs `CAP_SYS_ADMIN`.
     Unreadable,
-    /// The function has no such capability.
+    /// The function has no ACS capability.
     Absent,
     /// The control register.
     Control(AcsControl),
@@ -71,13 +70,14 @@ impl AcsControl {
         (0x40, "DirectTrans"),
     ];
 
-    /// Whether requests or completions between two devices below the port go by the root complex.
+    /// Returns whether the port redirects requests or completions between two devices below it to
+    /// the root complex.
     #[must_use]
     pub const fn redirects(self) -> bool {
         self.0 & 0x0c != 0
     }
 
-    /// The names of the bits that are set, as `lspci` prints them.
+    /// Returns the names of the bits that are set, as `lspci` prints them.
     pub fn names(self) -> impl Iterator<Item = &'static str> {
         Self::NAMES.into_iter().filter(move |(bit, _)| self.0 & bit != 0).map(|(_, name)| name)
     }
@@ -90,7 +90,7 @@ impl fmt::Debug for AcsControl {
 }
 
 impl Acs {
-    /// Whether the port redirects; nothing where that cannot be told.
+    /// Returns whether the port redirects; `None` if the register could not be read.
     #[must_use]
     pub const fn redirects(self) -> Option<bool> {
         match self {
@@ -101,15 +101,15 @@ impl Acs {
     }
 }
 
-/// What the bytes said.
+/// The parsed configuration space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ConfigSpace {
-    /// The port type; nothing without a PCI Express capability in reach.
+    /// The port type; `None` if no PCI Express capability was read.
     pub(super) port: Option<Port>,
     pub(super) acs: Acs,
 }
 
-/// Bytes that a process without privilege sees.
+/// Number of bytes that an unprivileged process can read.
 pub(super) const HEADER: usize = 64;
 const CONVENTIONAL: usize = 256;
 const EXTENDED: usize = 4096;
@@ -130,7 +130,7 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
 }
 
-/// Reads configuration space. The error is what is wrong with it.
+/// Parses configuration space. The error says what is malformed.
 pub(super) fn read(bytes: &[u8]) -> Result<ConfigSpace, String> {
     if bytes.len() < HEADER || bytes.len() > EXTENDED {
         return Err(format!(
@@ -141,7 +141,7 @@ pub(super) fn read(bytes: &[u8]) -> Result<ConfigSpace, String> {
     let bridge = bytes[HEADER_TYPE] & 0x7f == 1;
     let status = u16_at(bytes, STATUS).unwrap_or(0);
     if status == u16::MAX {
-        // A device that does not answer reads as all ones.
+        // A device that does not respond reads as all ones.
         return Ok(ConfigSpace { port: None, acs: Acs::Unreadable });
     }
     if status & STATUS_HAS_CAPABILITIES == 0 {
@@ -161,10 +161,10 @@ pub(super) fn read(bytes: &[u8]) -> Result<ConfigSpace, String> {
     Ok(ConfigSpace { port, acs })
 }
 
-/// The flags of the PCI Express capability.
+/// Returns the flags of the PCI Express capability.
 fn pci_express(bytes: &[u8]) -> Result<Option<u16>, String> {
     let mut at = usize::from(bytes[CAPABILITY_POINTER] & 0xfc);
-    // Each capability has four bytes or more, so that there cannot be more than these.
+    // Each capability has at least four bytes, which limits their number.
     for _ in 0..(CONVENTIONAL - HEADER) / 4 {
         if at == 0 {
             return Ok(None);
@@ -185,12 +185,12 @@ fn pci_express(bytes: &[u8]) -> Result<Option<u16>, String> {
     Err("a loop of capabilities".to_owned())
 }
 
-/// The ACS capability, in the list of extended ones.
+/// Finds the ACS capability in the list of extended capabilities.
 fn extended(bytes: &[u8]) -> Result<Acs, String> {
     let mut at = CONVENTIONAL;
     for _ in 0..(EXTENDED - CONVENTIONAL) / 8 {
         let Some(header) = u32_at(bytes, at) else {
-            // Where only conventional space is emulated there is no extended capability to have.
+            // A machine that emulates only conventional space has no extended capability.
             return if at == CONVENTIONAL {
                 Ok(Acs::Absent)
             } else {
@@ -216,7 +216,7 @@ fn extended(bytes: &[u8]) -> Result<Acs, String> {
     Err("a loop of extended capabilities".to_owned())
 }
 
-/// Configuration space that says this and nothing else.
+/// Writes a configuration space with only these capabilities.
 pub(super) fn write(space: ConfigSpace, bridge: bool) -> Vec<u8> {
     let mut bytes = vec![0; HEADER];
     bytes[HEADER_TYPE] = u8::from(bridge);
@@ -233,7 +233,7 @@ pub(super) fn write(space: ConfigSpace, bridge: bool) -> Vec<u8> {
         }
         ConfigSpace { port: Some(port), acs } => (port, acs),
     };
-    // As short as says it: the reader takes what ends here for the end of the list.
+    // The reader takes the end of the bytes for the end of the list.
     bytes.resize(if acs == Acs::Absent { CONVENTIONAL } else { CONVENTIONAL + 8 }, 0);
     bytes[STATUS] = STATUS_HAS_CAPABILITIES as u8;
     bytes[CAPABILITY_POINTER] = HEADER as u8;
@@ -260,7 +260,7 @@ mod tests {
 
     use super::*;
 
-    /// What a root port with a serial number ahead of its ACS capability looks like.
+    /// The configuration space of a root port with a serial number before its ACS capability.
     fn root_port() -> Vec<u8> {
         let mut bytes = vec![0; EXTENDED];
         bytes[STATUS] = 0x10;
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_process_without_privilege_sees_is_no_answer() {
+    fn unprivileged_read_gives_no_answer() {
         let space = read(&root_port()[..HEADER]).unwrap();
         assert_eq!(space, ConfigSpace { port: None, acs: Acs::Unreadable });
         assert_eq!(space.acs.redirects(), None);
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_reads_back() {
+    fn written_configuration_space_reads_back() {
         for port in [Port::Endpoint, Port::RootPort, Port::Upstream, Port::Downstream, Port::Bridge]
         {
             for acs in [Acs::Absent, Acs::Control(AcsControl(0x1d)), Acs::Control(AcsControl(0))] {
@@ -334,7 +334,7 @@ mod tests {
     proptest! {
         /// REL-03
         #[test]
-        fn no_bytes_make_the_reader_panic_or_hang(
+        fn arbitrary_bytes_do_not_panic_or_hang(
             bytes in prop::collection::vec(any::<u8>(), 0..4200),
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..16),
         ) {

@@ -1,4 +1,4 @@
-//! PCI functions: what one is, what it is plugged into, and how fast its link runs.
+//! PCI functions: their class, their place in the tree, and the speed of their links.
 
 use std::collections::{BTreeMap, btree_map::Entry};
 
@@ -11,57 +11,58 @@ use super::{
     source::{Contents, Source},
 };
 
-/// Bridges between a device and its host bridge. Real machines have fewer than ten.
+/// Limit of bridges between a device and its host bridge. Real machines have fewer than ten.
 const DEEPEST: usize = 64;
 /// A PCI function.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PciDevice {
-    /// Where it is plugged in.
+    /// The PCI address.
     pub bus_id: BusId,
-    /// The host bridge that it is under.
+    /// The host bridge above the device.
     pub root: RootBus,
-    /// The bridges above it, from the root port down.
+    /// The bridges above the device, from the root port down.
     pub bridges: Vec<BusId>,
     /// Base class, subclass and interface, as in `0x030200`.
     pub class: u32,
-    /// The vendor's number.
+    /// The PCI vendor number.
     pub vendor: u16,
     /// The vendor's number for the device.
     pub device: u16,
-    /// What it is in the tree. Where configuration space cannot be read, as its place tells.
+    /// The kind of function. If configuration space cannot be read, it is derived from the place in
+    /// the tree.
     pub port: Port,
-    /// Whether it redirects traffic between devices.
+    /// Access Control Services of the function.
     pub acs: Acs,
-    /// The NUMA node; nothing where firmware does not say (-1 in sysfs).
+    /// The NUMA node; `None` if firmware does not report it (-1 in sysfs).
     pub numa_node: Option<u32>,
-    /// The IOMMU group; nothing without an IOMMU.
+    /// The IOMMU group; `None` without an IOMMU.
     pub iommu_group: Option<u32>,
-    /// The driver bound to it.
+    /// The driver that is bound to the device.
     pub driver: Option<String>,
-    /// Its link towards the root; nothing for what is part of the root complex.
+    /// The link towards the root; `None` for parts of the root complex.
     pub link: Option<Link>,
-    /// Its base address registers that have a size.
+    /// The base address registers with a size.
     pub bars: Vec<Bar>,
     pub(super) space: Option<ConfigSpace>,
 }
 
-/// A PCIe link, as it runs and as the device could run.
+/// A PCIe link: its current state and the device's maximum.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Link {
-    /// Gigatransfers per second; nothing while the link is down.
+    /// Speed in gigatransfers per second; `None` while the link is down.
     pub speed: Option<f32>,
-    /// Lanes; nothing while the link is down.
+    /// Number of lanes; `None` while the link is down.
     pub width: Option<u8>,
-    /// The most gigatransfers per second.
+    /// Maximum speed in gigatransfers per second.
     pub max_speed: Option<f32>,
-    /// The most lanes.
+    /// Maximum number of lanes.
     pub max_width: Option<u8>,
 }
 
 impl Link {
-    /// Whether the link runs slower or narrower than the device could.
+    /// Returns whether the link runs slower or narrower than its maximum.
     #[must_use]
     pub fn is_degraded(&self) -> bool {
         let less = |now: Option<f32>, most: Option<f32>| {
@@ -72,7 +73,7 @@ impl Link {
     }
 }
 
-/// What a device is to this library.
+/// Role of a device for this library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Role {
@@ -87,7 +88,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// The name as it is printed.
+    /// Returns the printed name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -104,15 +105,18 @@ const AMD: u16 = 0x1002;
 const INTEL: u16 = 0x8086;
 const AMAZON: u16 = 0x1d0f;
 
-/// Returns true for Inferentia and Trainium devices, by the numbers in the Neuron kernel driver.
+/// Returns true for Inferentia and Trainium devices. The numbers are those of the Neuron kernel
+/// driver.
 const fn is_neuron(device: u16) -> bool {
     matches!(device, 0x7064..=0x7067 | 0x7164 | 0x7264 | 0x7364)
 }
 
 impl PciDevice {
-    /// What it is to this library: GPUs are display controllers (03xx) of NVIDIA, AMD and Intel, so
-    /// that a management controller's VGA is none; processing accelerators are 12xx of any
-    /// vendor, and Neuron devices of any class.
+    /// Returns the role of the device.
+    ///
+    /// - GPUs are display controllers (class 03xx) of NVIDIA, AMD and Intel. The VGA of a
+    ///   management controller does not count.
+    /// - Accelerators are devices of class 12xx of any vendor, and Neuron devices of any class.
     #[must_use]
     pub const fn role(&self) -> Role {
         match (self.class >> 16, self.vendor) {
@@ -124,14 +128,14 @@ impl PciDevice {
         }
     }
 
-    /// Whether other devices can be below it.
+    /// Returns whether other devices can be below this one.
     #[must_use]
     pub const fn is_bridge(&self) -> bool {
         self.class >> 8 == 0x0604
     }
 
-    /// The largest memory BAR in bytes: what a peer can reach of the device's memory at once; 0
-    /// without any.
+    /// Returns the size of the largest memory BAR in bytes; 0 without any. Peers reach at most this
+    /// much of the device's memory at once.
     #[must_use]
     pub fn largest_bar(&self) -> u64 {
         self.bars
@@ -142,7 +146,7 @@ impl PciDevice {
             .unwrap_or(0)
     }
 
-    /// The vendor's name, for the vendors of GPUs, NICs and switches.
+    /// Returns the vendor's name, if it makes GPUs, NICs or switches.
     #[must_use]
     pub const fn vendor_name(&self) -> Option<&'static str> {
         Some(match self.vendor {
@@ -166,19 +170,19 @@ impl PciDevice {
     }
 }
 
-/// Where a folder of `/sys/devices` is in the tree.
+/// Place of a folder of `/sys/devices` in the PCI tree.
 pub(super) struct PciLocation {
     pub(super) root: RootBus,
-    /// The functions on the way, the device itself last.
+    /// The functions on the path, the device itself last.
     pub(super) functions: Vec<BusId>,
-    /// The path of the last of them.
+    /// The path of the last function.
     pub(super) path: String,
 }
 
-/// Reads a path such as `sys/devices/pci0000:00/0000:00:01.0/0000:07:00.0/infiniband/mlx5_0`.
+/// Parses a path such as `sys/devices/pci0000:00/0000:00:01.0/0000:07:00.0/infiniband/mlx5_0`.
 ///
-/// What is ahead of the host bridge does not count: a platform device, a hypervisor's bus, or the
-/// function that a volume management device (Intel VMD) puts a PCI domain of its own behind.
+/// Ignores everything before the host bridge: a platform device, a hypervisor's bus, or the
+/// function that a volume management device (Intel VMD) puts before its own PCI domain.
 pub(super) fn place(path: &str) -> Option<PciLocation> {
     let parts: Vec<_> = path.split('/').collect();
     let at = parts.iter().rposition(|part| RootBus::read(part).is_some())?;
@@ -188,7 +192,7 @@ pub(super) fn place(path: &str) -> Option<PciLocation> {
     (!functions.is_empty()).then_some(PciLocation { root, functions, path })
 }
 
-/// The links to every PCI function.
+/// Folder of links to all PCI functions.
 const FOLDER: &str = "sys/bus/pci/devices";
 
 /// Reads every PCI function.
@@ -207,7 +211,7 @@ pub(super) fn read_all(source: &Source) -> Result<BTreeMap<BusId, PciDevice>> {
     Ok(devices)
 }
 
-/// Reads these PCI functions and the bridges above them.
+/// Reads the given PCI functions and the bridges above them.
 pub(super) fn read_with_bridges(
     source: &Source,
     wanted: &[BusId],
@@ -225,7 +229,7 @@ pub(super) fn read_with_bridges(
     Ok(devices)
 }
 
-/// Where the link to a function leads.
+/// Resolves the link of a function to its place in the tree.
 fn place_of(source: &Source, id: BusId) -> Result<PciLocation> {
     let path = format!("{FOLDER}/{id}");
     let target =
@@ -247,7 +251,7 @@ fn place_of(source: &Source, id: BusId) -> Result<PciLocation> {
     Ok(place)
 }
 
-/// Whether each bridge is where the devices below it have it.
+/// Checks that each bridge is at the place that the devices below it give.
 fn check_bridges(source: &Source, devices: &BTreeMap<BusId, PciDevice>) -> Result<()> {
     for device in devices.values() {
         let path = format!("{FOLDER}/{}", device.bus_id);
@@ -268,8 +272,8 @@ fn check_bridges(source: &Source, devices: &BTreeMap<BusId, PciDevice>) -> Resul
     Ok(())
 }
 
-/// What configuration space does not tell, the place in the tree does: bridges in turn are root
-/// port, upstream port, downstream port, upstream port and so on.
+/// Derives missing port kinds from the place in the tree: bridges in turn are root port, upstream
+/// port, downstream port, upstream port and so on.
 fn infer_ports(devices: &mut BTreeMap<BusId, PciDevice>) {
     let mut order: Vec<_> =
         devices.values().map(|device| (device.bridges.len(), device.bus_id)).collect();
@@ -355,7 +359,7 @@ fn read(source: &Source, bus_id: BusId, mut place: PciLocation) -> Result<PciDev
     })
 }
 
-/// A name of a driver or module.
+/// Returns whether `text` can be the name of a driver or module.
 pub(super) fn is_word(text: &str) -> bool {
     !text.is_empty()
         && text.len() < 64
@@ -396,7 +400,7 @@ fn link(source: &Source, at: &dyn Fn(&str) -> String) -> Result<Option<Link>> {
     Ok((link.max_speed.is_some() && link.max_width.is_some()).then_some(link))
 }
 
-/// `16.0 GT/s PCIe`, `8 GT/s`, or `Unknown` where there is no link.
+/// Parses `16.0 GT/s PCIe`, `8 GT/s`, or `Unknown` for a link that is down.
 fn speed(text: &str) -> Result<Option<f32>, String> {
     if text.starts_with("Unknown") {
         return Ok(None);
@@ -408,7 +412,7 @@ fn speed(text: &str) -> Result<Option<f32>, String> {
     }
 }
 
-/// Lanes; 0, 255, and 63 (six bits of a device that does not answer) stand for none.
+/// Parses a number of lanes. 0, 255, and 63 (six bits of a device that does not respond) mean none.
 fn width(text: &str) -> Result<Option<u8>, String> {
     match text.parse::<u8>() {
         Ok(0 | 63 | 255) => Ok(None),
@@ -451,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_answers_oddly_hides_no_other_on_a_live_machine() {
+    fn malformed_device_hides_no_other_on_a_live_machine() {
         let root = std::env::temp_dir().join(format!("hmem-odd-device-{}", std::process::id()));
         let folder = root.join("sys/devices/pci0000:00/0000:00:01.0");
         fs::create_dir_all(&folder).unwrap();
@@ -481,7 +485,7 @@ mod tests {
         assert_eq!(
             (device.acs, device.bars.len()),
             (Acs::Unreadable, 0),
-            "not known, and not made up"
+            "an unknown value is left out"
         );
         assert_eq!(device.link.unwrap().width, None);
         assert!(recorded.unwrap_err().to_string().contains("0000:00:01.0/config"));
@@ -490,7 +494,7 @@ mod tests {
     proptest! {
         /// REL-03
         #[test]
-        fn no_text_makes_a_reader_panic(text in ".{0,200}") {
+        fn arbitrary_text_does_not_panic(text in ".{0,200}") {
             let _ = speed(&text);
             let _ = width(&text);
             let _ = place(&text);

@@ -1,4 +1,4 @@
-//! How far two PCI functions are apart, in the classes of `nvidia-smi topo`, and by which way.
+//! Distances and paths between PCI functions, in the classes of `nvidia-smi topo`.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use super::{
     device::PciDevice,
 };
 
-/// How far two PCI functions are apart, nearest first. The names are those of `nvidia-smi topo -m`.
+/// Distance class of two PCI functions, nearest first. The names are those of `nvidia-smi topo -m`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Distance {
     /// `X`: the function itself.
@@ -22,15 +22,15 @@ pub enum Distance {
     Phb,
     /// `NODE`: two host bridges of one NUMA node.
     Node,
-    /// `SYS`: two NUMA nodes, or host bridges of which that is not known.
+    /// `SYS`: two NUMA nodes, or two host bridges with an unknown NUMA node.
     Sys,
 }
 
 impl Distance {
-    /// All of them, nearest first.
+    /// All classes, nearest first.
     pub const ALL: [Self; 6] = [Self::Same, Self::Pix, Self::Pxb, Self::Phb, Self::Node, Self::Sys];
 
-    /// The name that `nvidia-smi topo` has for it.
+    /// Returns the name in `nvidia-smi topo`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -43,7 +43,7 @@ impl Distance {
         }
     }
 
-    /// What it stands for, in a few words.
+    /// Returns the meaning in a few words.
     #[must_use]
     pub const fn meaning(self) -> &'static str {
         match self {
@@ -52,7 +52,7 @@ impl Distance {
             Self::Pxb => "several PCIe switches, no host bridge",
             Self::Phb => "a PCIe host bridge (the CPU)",
             Self::Node => "two host bridges of one NUMA node",
-            Self::Sys => "between NUMA nodes, or not known to be inside one",
+            Self::Sys => "between NUMA nodes, or with an unknown NUMA node",
         }
     }
 }
@@ -63,7 +63,7 @@ impl fmt::Display for Distance {
     }
 }
 
-/// A step of the way between two functions.
+/// A step of the path between two functions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Hop {
@@ -73,7 +73,7 @@ pub enum Hop {
     Bridge(BusId, Port),
     /// A host bridge.
     HostBridge(RootBus),
-    /// Between host bridges, inside a NUMA node or to another.
+    /// The interconnect between host bridges, inside a NUMA node or to another one.
     Interconnect,
 }
 
@@ -88,33 +88,33 @@ impl fmt::Display for Hop {
     }
 }
 
-/// Whether Access Control Services send the traffic of a pair up to the root complex.
+/// Redirection of a pair's traffic to the root complex, by Access Control Services.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Redirection {
-    /// No port on the way redirects.
+    /// No port on the path redirects.
     None,
-    /// These ports do: what could stay in a switch goes by the root complex.
+    /// These ports redirect: traffic that could stay in a switch goes through the root complex.
     By(Vec<BusId>),
-    /// No port is known to, and these could not be read.
+    /// No port is known to redirect, and these ports could not be read.
     Unknown(Vec<BusId>),
 }
 
-/// The way between two PCI functions.
+/// Path between two PCI functions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PciPath {
-    /// How far they are apart.
+    /// The distance class.
     pub distance: Distance,
-    /// Every step, from the one to the other.
+    /// Every step, from the first function to the second.
     pub hops: Vec<Hop>,
-    /// Whether ports on the way redirect it.
+    /// The ports on the path that redirect its traffic.
     pub redirection: Redirection,
-    /// Whether `SYS` is a guess, since the NUMA node of one of them is not known.
+    /// Set if `SYS` is a guess, because the NUMA node of one function is not known.
     pub numa_unknown: bool,
 }
 
 impl Topology {
-    /// The way between two functions; nothing where one of them is not here.
+    /// Returns the path between two functions, or `None` if one of them is not in the tree.
     #[must_use]
     pub fn path(&self, from: BusId, to: BusId) -> Option<PciPath> {
         let (a, b) = (self.device(from)?, self.device(to)?);
@@ -165,10 +165,10 @@ impl Topology {
         down: &[BusId],
     ) -> (Distance, bool) {
         if let Some(meeting) = meeting {
-            // A switch has one upstream port, so that these count switches.
+            // A switch has one upstream port, so this counts switches.
             let on_the_way = up.iter().chain(down).chain([&meeting]);
             let switches = on_the_way.filter(|id| self.port(**id) == Some(Port::Upstream)).count();
-            // Conventional bridges are no switches, and each counts.
+            // Conventional bridges are not switches, and each of them counts.
             let others =
                 up.iter().chain(down).filter(|id| self.port(**id) == Some(Port::Bridge)).count();
             return (if switches + others <= 1 { Distance::Pix } else { Distance::Pxb }, false);
@@ -188,8 +188,9 @@ impl Topology {
         self.device(id).map(|device| device.port)
     }
 
-    /// Ports below the meeting point decide: a request that one of them redirects goes up to the
-    /// root complex. What goes there anyway is not redirected (as in `drivers/pci/p2pdma.c`).
+    /// Returns the redirection of a path. Only ports below the meeting point matter: they send a
+    /// request up to the root complex. Traffic that goes there anyway is not redirected (as in
+    /// `drivers/pci/p2pdma.c`).
     fn redirection(&self, distance: Distance, up: &[BusId], down: &[BusId]) -> Redirection {
         if !matches!(distance, Distance::Pix | Distance::Pxb) {
             return Redirection::None;
@@ -211,23 +212,23 @@ impl Topology {
         }
     }
 
-    /// The RDMA NICs with a PCI address, nearest to `device` first; of two as near, the one with
-    /// fewer hops.
+    /// Returns the RDMA NICs with a PCI address, nearest to `device` first. Of two NICs in one
+    /// distance class, the NIC with fewer hops comes first.
     ///
-    /// Nothing where `device` is not here or no NIC has a PCI address.
+    /// The list is empty if `device` is not in the tree or no NIC has a PCI address.
     #[must_use]
     pub fn nics_by_distance(&self, device: BusId) -> Vec<(BusId, PciPath)> {
         self.by_distance(device, self.rdma.iter().filter_map(|rdma| rdma.bus_id))
     }
 
-    /// The RDMA NICs that are nearest to `device`: those of
-    /// [`nics_by_distance`](Self::nics_by_distance) with the first one's distance.
+    /// Returns the RDMA NICs that are nearest to `device`: the NICs of
+    /// [`nics_by_distance`](Self::nics_by_distance) with the distance of the first one.
     #[must_use]
     pub fn nearest_nics(&self, device: BusId) -> Vec<(BusId, PciPath)> {
         nearest(self.nics_by_distance(device))
     }
 
-    /// The GPUs and accelerators that are nearest to `nic`.
+    /// Returns the GPUs and accelerators that are nearest to `nic`.
     #[must_use]
     pub fn nearest_accelerators(&self, nic: BusId) -> Vec<(BusId, PciPath)> {
         nearest(self.by_distance(nic, self.accelerators().map(|device| device.bus_id)))

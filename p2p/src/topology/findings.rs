@@ -1,39 +1,39 @@
-//! What in the wiring stands in the way of a device and a NIC, with what to do about it.
+//! Obstacles in the wiring between a device and a NIC, with remedies.
 
 use super::{BusId, Distance, Redirection, Topology};
 
-/// Something in the wiring or the kernel that keeps a device and a NIC apart, or slows them down.
+/// Obstacle in the wiring or the kernel that blocks or slows the path between a device and a NIC.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Finding {
-    /// Its name: `acs`, `iommu`, `bar`, `link`, `distance` or `peer-memory`.
+    /// Name of the finding: `acs`, `iommu`, `bar`, `link`, `distance` or `peer-memory`.
     pub name: &'static str,
-    /// What was found, in a sentence.
+    /// Description in one sentence.
     pub what: String,
-    /// What to do about it.
+    /// Remedy.
     pub remedy: &'static str,
 }
 
-const ACS: &str = "turn ACS redirection off on these ports, in firmware or with setpci, where devices are trusted; or turn ATS \
-                   on in the NIC";
-const ACS_UNKNOWN: &str = "run it as root (CAP_SYS_ADMIN), so that ACS can be read";
-const IOMMU: &str = "boot with iommu=pt, so that addresses pass through";
-const BAR: &str = "turn on Above 4G Decoding and Resizable BAR in firmware, or choose a device whose whole memory can be \
-                   mapped";
-const LINK: &str = "put it under load first, since links slow down when idle; then look at the slot, riser or cable";
-const DISTANCE: &str = "use a NIC that is nearer";
+const ACS: &str = "turn off ACS redirection on these ports, in firmware or with setpci, if the \
+                   devices are trusted; or turn on ATS in the NIC";
+const ACS_UNKNOWN: &str = "run it as root (CAP_SYS_ADMIN) to read ACS";
+const IOMMU: &str = "boot with iommu=pt, so that the IOMMU does not translate";
+const BAR: &str = "turn on Above 4G Decoding and Resizable BAR in firmware, or choose a device \
+                   whose whole memory can be mapped";
+const LINK: &str =
+    "measure again under load, since idle links slow down; then check the slot, riser or cable";
+const DISTANCE: &str = "use a nearer NIC";
 const FAR: &str =
     "move one of them under the same PCIe switch, or copy through host memory near the NIC";
 const PEER_MEMORY: &str =
     "load nvidia_peermem, or install the driver's open kernel modules, which export dma-bufs";
 
 impl Topology {
-    /// What stands in the way of `device` and `nic`, worst first; nothing where one of them is not
-    /// here.
+    /// Returns the obstacles between `device` and `nic`, worst first. The list is empty if one of
+    /// them is not in the tree.
     ///
-    /// `memory` is how much the device has, in bytes, where that is known: a BAR that is smaller
-    /// shows only part of it. Whether direct access works all the same, only a registration
-    /// tells.
+    /// `memory` is the size of the device's memory in bytes, if it is known: a smaller BAR shows
+    /// only part of it. Only a registration shows whether direct access works.
     #[must_use]
     pub fn findings(&self, device: BusId, nic: BusId, memory: Option<u64>) -> Vec<Finding> {
         let (Some(path), Some(gpu), Some(card)) =
@@ -48,13 +48,14 @@ impl Topology {
         match &path.redirection {
             Redirection::By(ports) => {
                 let what = format!(
-                    "ACS sends what {device} and {nic} exchange up to the root complex (ports {})",
+                    "ACS redirects traffic between {device} and {nic} to the root complex (ports \
+                     {})",
                     list(ports)
                 );
                 add("acs", what, ACS);
             }
             Redirection::Unknown(ports) => {
-                let what = format!("whether ACS on ports {} redirects cannot be read", list(ports));
+                let what = format!("ACS of ports {} cannot be read", list(ports));
                 add("acs", what, ACS_UNKNOWN);
             }
             Redirection::None => {}
@@ -63,7 +64,8 @@ impl Topology {
             id.and_then(|id| self.group_type(id)).filter(|kind| *kind != "identity")
         };
         if let Some(kind) = translated(card.iommu_group) {
-            let what = format!("the IOMMU translates what {nic} sends (its group has type {kind})");
+            let what =
+                format!("the IOMMU translates the addresses of {nic} (its group has type {kind})");
             add("iommu", what, IOMMU);
         }
         let bar = gpu.largest_bar();
@@ -106,7 +108,7 @@ impl Topology {
                 FAR,
             );
         }
-        // A driver that exports dma-bufs needs no such module.
+        // A driver that exports dma-bufs needs no peer-memory module.
         let closed = gpu.driver.as_deref().and_then(|driver| self.kernel.without_dma_buf(driver));
         if let Some(closed) = closed.filter(|_| self.kernel.peer_memory().next().is_none()) {
             add(

@@ -1,5 +1,5 @@
-//! What of the kernel decides paths: its options, its command line, its modules, and the IOMMU's
-//! mode.
+//! The kernel's options, command line and modules, and the mode of the IOMMU, as far as paths
+//! depend on them.
 
 use std::{collections::BTreeMap, fmt, io::Read};
 
@@ -12,7 +12,7 @@ use super::{
     source::{LARGEST_FILE, Source},
 };
 
-/// Options of the kernel's configuration that direct paths depend on, each with what it brings.
+/// Kernel configuration options that direct paths depend on, with their meanings.
 pub const OPTIONS: [(&str, &str); 16] = [
     ("CONFIG_PCI_P2PDMA", "transfers between PCI devices"),
     ("CONFIG_ZONE_DEVICE", "device memory as pages, which P2PDMA stands on"),
@@ -32,7 +32,7 @@ pub const OPTIONS: [(&str, &str); 16] = [
     ("CONFIG_STRICT_DEVMEM", "no mapping of device memory through /dev/mem"),
 ];
 
-/// Modules that paths depend on, each with what it is for.
+/// Kernel modules that paths depend on, with their purposes.
 pub const MODULES: [(&str, &str); 25] = [
     ("nvidia_peermem", "peer memory of NVIDIA GPUs"),
     ("nv_peer_mem", "peer memory of NVIDIA GPUs, before nvidia_peermem"),
@@ -61,7 +61,7 @@ pub const MODULES: [(&str, &str); 25] = [
     ("udmabuf", "dma-bufs of a process's own memory"),
 ];
 
-/// The modules of [`MODULES`] that let a NIC resolve device addresses by itself.
+/// The modules of [`MODULES`] through which a NIC resolves device addresses itself.
 pub const PEER_MEMORY: [&str; 4] = ["nvidia_peermem", "nv_peer_mem", "ib_peer_mem", "amdkfd"];
 
 /// Words of the command line that change how devices reach one another.
@@ -82,24 +82,24 @@ const WORDS: [&str; 14] = [
     "amdgpu.pcie_p2p",
 ];
 
-/// The kernel, as far as paths depend on it.
+/// The facts about the kernel that paths depend on.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Kernel {
-    /// Its release, as `uname -r` prints it.
+    /// The release, as `uname -r` prints it.
     pub release: Option<String>,
-    /// The options of [`OPTIONS`] that its configuration sets; nothing where no configuration can
+    /// The options of [`OPTIONS`] that the configuration sets; `None` if the configuration cannot
     /// be read.
     pub options: Option<BTreeMap<String, Setting>>,
-    /// The words of its command line that change how devices reach one another.
+    /// The words of the command line that change how devices reach one another.
     pub command_line: Vec<String>,
-    /// The modules of [`MODULES`] that are there, loaded or built in.
+    /// The modules of [`MODULES`] that are loaded or built in.
     pub modules: Vec<String>,
     /// The module `nvidia`, if it is loaded.
     pub nvidia: Option<NvidiaDriver>,
 }
 
-/// How an option of the kernel is set.
+/// Value of a kernel option.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Setting {
@@ -112,7 +112,7 @@ pub enum Setting {
 }
 
 impl Setting {
-    /// The letter that a configuration has for it.
+    /// Returns the letter that a configuration file uses.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -123,7 +123,7 @@ impl Setting {
     }
 }
 
-/// The kernel module `nvidia`: dma-buf export needs its open variant.
+/// The kernel module `nvidia`. Only its open variant exports dma-bufs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NvidiaDriver {
@@ -134,24 +134,23 @@ pub struct NvidiaDriver {
 }
 
 impl NvidiaDriver {
-    /// The name that sysfs has for the driver of a device.
+    /// Driver name of an NVIDIA GPU in sysfs.
     const NAME: &str = "nvidia";
 }
 
 impl Kernel {
-    /// Whether a module of [`MODULES`] is there.
+    /// Returns whether a module of [`MODULES`] is loaded or built in.
     #[must_use]
     pub fn has_module(&self, name: &str) -> bool {
         self.modules.iter().any(|module| module == name)
     }
 
-    /// The modules that are there and let a NIC resolve device addresses by itself.
+    /// Returns the loaded or built-in modules through which a NIC resolves device addresses itself.
     pub fn peer_memory(&self) -> impl Iterator<Item = &str> {
         self.modules.iter().map(String::as_str).filter(|module| PEER_MEMORY.contains(module))
     }
 
-    /// Returns a sentence about the module that drives a device, if that module is known to export
-    /// no dma-bufs.
+    /// Returns a sentence about the driver if it is known to export no dma-bufs.
     pub(super) fn without_dma_buf(&self, driver: &str) -> Option<String> {
         let module = self.nvidia.as_ref().filter(|_| driver == NvidiaDriver::NAME)?;
         let closed = !module.open;
@@ -163,31 +162,31 @@ impl Kernel {
         })
     }
 
-    /// How an option of [`OPTIONS`] is set; nothing where no configuration can be read.
+    /// Returns the value of an option of [`OPTIONS`]; `None` if the configuration cannot be read.
     #[must_use]
     pub fn option(&self, name: &str) -> Option<Setting> {
         self.options.as_ref().map(|options| options.get(name).copied().unwrap_or(Setting::No))
     }
 }
 
-/// Whether device addresses are translated on their way to memory and to other devices.
+/// Translation of device addresses by the IOMMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum IommuMode {
-    /// There is none, or it is off.
+    /// The machine has no IOMMU, or it is off.
     Off,
-    /// It is on, and every group passes addresses through.
+    /// The IOMMU passes addresses through for every group.
     Passthrough,
-    /// It is on and translates for every group.
+    /// The IOMMU translates addresses for every group.
     Translating,
-    /// Some groups pass addresses through, and some do not.
+    /// Some groups pass addresses through, and others translate.
     Mixed,
-    /// It is on, and what it does cannot be told.
+    /// The IOMMU is on, and its mode is not known.
     Unknown,
 }
 
 impl IommuMode {
-    /// The name as it is printed.
+    /// Returns the printed name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -206,13 +205,13 @@ impl fmt::Display for IommuMode {
     }
 }
 
-/// The options of a kernel once they were read: they are what they are for as long as it runs, and
-/// inflating them takes longer than all else that is asked of a machine.
+/// Cache of a kernel's options. They never change while the kernel runs, and decompressing them
+/// takes longer than all other reads.
 #[derive(Debug, Default)]
 pub(crate) struct KeptOptions(Mutex<Option<KernelOptions>>);
 
-/// A kernel's options with its release. A process that was moved to another kernel tells by the
-/// release.
+/// A kernel's options with its release. Another release means that the process was moved to another
+/// kernel.
 #[derive(Debug)]
 struct KernelOptions {
     release: Option<String>,
@@ -220,8 +219,7 @@ struct KernelOptions {
 }
 
 impl KeptOptions {
-    /// The options that are kept for this release, or what can be read now. That nothing can be
-    /// read is not kept.
+    /// Returns the cached options of this release, or reads them. A failed read is not cached.
     fn or_read(
         &self,
         source: &Source,
@@ -243,8 +241,8 @@ impl KeptOptions {
 
 pub(super) const GROUPS: &str = "sys/kernel/iommu_groups";
 
-/// The IOMMU groups with their types (`identity`, `DMA`, `DMA-FQ`); the type is empty where the
-/// kernel does not say.
+/// Reads the IOMMU groups with their types (`identity`, `DMA`, `DMA-FQ`). The type is empty if the
+/// kernel does not report it.
 pub(super) fn groups(source: &Source) -> Result<BTreeMap<u32, String>> {
     let mut groups = BTreeMap::new();
     for name in source.names(GROUPS)?.unwrap_or_default() {
@@ -293,7 +291,7 @@ fn is_release(text: &str) -> bool {
         && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-.+~".contains(&byte))
 }
 
-/// The words that count, up to the end of the kernel's own.
+/// Returns the known words of a kernel command line, up to `--`.
 fn words(text: &str) -> Vec<String> {
     let own = text.split_whitespace().take_while(|word| *word != "--");
     let name = |word: &str| word.split('=').next().map(str::to_owned);
@@ -338,7 +336,7 @@ fn settings(text: &str) -> BTreeMap<String, Setting> {
     set.collect()
 }
 
-/// Loaded modules by `/proc/modules`, and those built in by their folder of parameters.
+/// Returns loaded modules from `/proc/modules`, and built-in modules from their parameter folders.
 fn modules(source: &Source) -> Result<Vec<String>> {
     const LOADED: &str = "proc/modules";
     let text = source.text(LOADED)?.unwrap_or_default();
@@ -381,7 +379,7 @@ fn nvidia(source: &Source) -> Result<Option<NvidiaDriver>> {
     }))
 }
 
-/// The line that [`nvidia`] reads, without who built the driver.
+/// Writes the line that [`nvidia`] parses, without the name of the builder.
 pub(super) fn write_nvidia(driver: &NvidiaDriver) -> String {
     let open = if driver.open { "Open " } else { "" };
     format!("NVRM version: NVIDIA UNIX {open}Kernel Module  {}\n", driver.version)
@@ -403,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn the_command_line_is_kept_as_far_as_it_matters() {
+    fn only_known_words_of_the_command_line_are_kept() {
         let line =
             "BOOT_IMAGE=/vmlinuz root=UUID=123 intel_iommu=on iommu=pt pci=realloc quiet -- pci=no";
         assert_eq!(words(line), ["intel_iommu=on", "iommu=pt", "pci=realloc"]);
@@ -411,17 +409,19 @@ mod tests {
 
     #[test]
     fn modules_count_once_they_are_live() {
-        let text = "nvidia_peermem 16384 0 - Live 0x0\nnvidia 1 2 a,b, Loading 0x0 (POE)\nsnd 3 0 - Live 0x0\n";
+        let text = "nvidia_peermem 16384 0 - Live 0x0\nnvidia 1 2 a,b, Loading 0x0 (POE)\n\
+                    snd 3 0 - Live 0x0\n";
         assert_eq!(modules(&with("proc/modules", text)).unwrap(), ["nvidia_peermem"]);
         assert!(modules(&with("proc/modules", "nvidia many 0")).is_err());
         assert_eq!(modules(&with("sys/module/ib_core/version", "")).unwrap(), ["ib_core"]);
     }
 
     #[test]
-    fn the_open_driver_is_told_from_the_closed_one() {
+    fn open_driver_is_distinguished_from_the_closed_one() {
         let line = |open: &str| {
             format!(
-                "NVRM version: NVIDIA UNIX {open}x86_64 Kernel Module  535.161.08  Sat Feb 24 (root@host)\nGCC: x"
+                "NVRM version: NVIDIA UNIX {open}x86_64 Kernel Module  535.161.08  Sat Feb 24 \
+                 (root@host)\nGCC: x"
             )
         };
         let read =
@@ -436,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn the_iommu_is_what_all_its_groups_are() {
+    fn iommu_mode_follows_from_all_groups() {
         let groups = |kinds: &[&str]| {
             mode(
                 &kinds
@@ -455,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn a_configuration_that_is_no_gzip_is_refused() {
+    fn configuration_that_is_not_gzip_is_refused() {
         let error = read(&with("proc/config.gz", "CONFIG_PCI_P2PDMA=y")).unwrap_err().to_string();
         assert!(error.contains("proc/config.gz"), "{error}");
     }
@@ -463,8 +463,11 @@ mod tests {
     proptest! {
         /// REL-03
         #[test]
-        fn no_file_makes_a_reader_panic(bytes in prop::collection::vec(any::<u8>(), 0..400), text in ".{0,200}") {
-            for path in ["proc/config.gz", "proc/modules", "proc/cmdline", "proc/driver/nvidia/version"] {
+        fn arbitrary_files_do_not_panic(
+            bytes in prop::collection::vec(any::<u8>(), 0..400), text in ".{0,200}",
+        ) {
+            let version = "proc/driver/nvidia/version";
+            for path in ["proc/config.gz", "proc/modules", "proc/cmdline", version] {
                 let _ = read(&with(path, bytes.clone()));
                 let _ = read(&with(path, text.clone()));
             }

@@ -1,4 +1,4 @@
-//! How the machine is wired: which device is near which NIC, and what lies between them.
+//! Topology of a machine: which device is near which NIC, and what connects them.
 //!
 //! A [`Topology`] is read from sysfs and procfs: the PCIe tree with its switches and root ports,
 //! NUMA nodes, Access Control Services, IOMMU groups, sizes of base address registers, links, the
@@ -14,7 +14,8 @@
 //! ```
 //! use hmem_p2p::topology::{Distance, Topology};
 //!
-//! let dgx = Topology::open(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/topology/dgx-a100.tar.gz"))?;
+//! let recordings = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/topology");
+//! let dgx = Topology::open(format!("{recordings}/dgx-a100.tar.gz"))?;
 //! let gpu = "0000:07:00.0".parse()?;
 //! let nearest = dgx.nearest_nics(gpu);
 //! assert_eq!(nearest.len(), 2);
@@ -23,10 +24,10 @@
 //! # Ok::<(), hmem_core::Error>(())
 //! ```
 //!
-//! # Things this module does not do
+//! # Limits
 //!
-//! It decides nothing: what is near can be out of reach, and only a registration tells. It does not
-//! see NVLink, or what a hypervisor hides.
+//! The module chooses no path: a near NIC may still be unable to reach a device, and only a
+//! registration shows it. The module does not see NVLink, or devices that a hypervisor hides.
 
 #[cfg(feature = "recordings")]
 mod archive;
@@ -72,7 +73,7 @@ use self::{
     source::Source,
 };
 
-/// How a machine is wired.
+/// The PCIe tree, NUMA nodes, RDMA devices and kernel of a machine.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Topology {
     devices: BTreeMap<BusId, PciDevice>,
@@ -80,7 +81,7 @@ pub struct Topology {
     numa: Vec<NumaNode>,
     groups: BTreeMap<u32, String>,
     kernel: Kernel,
-    /// The machine's name, so that a recording can leave it out.
+    /// The machine's host name, which a recording leaves out.
     host: Option<String>,
 }
 
@@ -88,11 +89,10 @@ impl Topology {
     /// Reads this machine.
     ///
     /// # Errors
-    /// - Malformed: a file of another form than any kernel known here writes; the context names it.
-    ///   What a single device answers oddly (configuration space, registers, link) is left out and
-    ///   logged.
-    /// - Unavailable: a file vanished meanwhile, as when a device is unplugged.
-    /// - As the operating system's number says, where it failed to read.
+    /// - Malformed: a file has an unknown format; the context names it. Malformed values of a
+    ///   single device (configuration space, registers, link) are left out and logged.
+    /// - Unavailable: a file vanished during the read, as when a device is unplugged.
+    /// - The kind of the operating system's error if a read failed.
     pub fn read() -> Result<Self> {
         Self::from_source(&Source::Folder { root: "/".into(), live: true })
     }
@@ -100,11 +100,11 @@ impl Topology {
     /// Reads a recording: a folder with `sys` and `proc` in it, or a tar or tar.gz of one.
     ///
     /// # Errors
-    /// - Malformed: cut off, altered, of absurd size, or of a later form; the context names the
-    ///   file.
-    /// - Unavailable: a file that must be there is missing, or `path` itself.
+    /// - Malformed: the recording is cut off, altered, too large, or of a later version; the
+    ///   context names the file.
+    /// - Unavailable: `path` or a required file does not exist.
     /// - Unsupported: `path` is an archive, and the cargo feature `recordings` is off.
-    /// - As the operating system's number says, where it failed to read.
+    /// - The kind of the operating system's error if a read failed.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let failed = |error: std::io::Error| {
@@ -137,8 +137,8 @@ impl Topology {
         Ok(topology)
     }
 
-    /// Whether ACS redirects what two functions below `root` exchange, by reading them and the
-    /// bridges above them alone; nothing where they, or it, cannot be read.
+    /// Returns whether ACS redirects traffic between two functions below `root`. Reads only these
+    /// functions and the bridges above them. Returns `None` if they or their ACS cannot be read.
     pub(crate) fn redirects_below(root: &Path, one: BusId, other: BusId) -> Option<bool> {
         let source = Source::Folder { root: root.to_owned(), live: root == Path::new("/") };
         let devices = device::read_with_bridges(&source, &[one, other]).ok()?;
@@ -157,74 +157,72 @@ impl Topology {
         }
     }
 
-    /// What of the kernel decides paths, read below `root` but for options kept from an earlier
-    /// time; nothing where a file of it makes no sense.
+    /// Reads the kernel's facts below `root`, except for cached options. Returns `None` if a file
+    /// is malformed.
     pub(crate) fn kernel_below(root: &Path, kept: &KeptOptions) -> Option<Kernel> {
         kernel::read(&Source::Folder { root: root.to_owned(), live: root == Path::new("/") }, kept)
             .ok()
     }
 
-    /// Every PCI function, in the order of their addresses.
+    /// Returns every PCI function, ordered by address.
     pub fn devices(&self) -> impl Iterator<Item = &PciDevice> {
         self.devices.values()
     }
 
-    /// The PCI function at an address.
+    /// Returns the PCI function at an address.
     #[must_use]
     pub fn device(&self, id: BusId) -> Option<&PciDevice> {
         self.devices.get(&id)
     }
 
-    /// The GPUs and accelerators ([`Role::Accelerator`]).
+    /// Returns the GPUs and accelerators ([`Role::Accelerator`]).
     pub fn accelerators(&self) -> impl Iterator<Item = &PciDevice> {
         self.devices().filter(|device| device.role() == Role::Accelerator)
     }
 
-    /// The RDMA devices, in the order of their names and numbers; those of software have no PCI
-    /// address.
+    /// Returns the RDMA devices, ordered by name and number. Software devices have no PCI address.
     #[must_use]
     pub fn rdma(&self) -> &[RdmaDevice] {
         &self.rdma
     }
 
-    /// The RDMA device of a name.
+    /// Returns the RDMA device with a name.
     #[must_use]
     pub fn rdma_named(&self, name: &str) -> Option<&RdmaDevice> {
         self.rdma.iter().find(|device| device.name == name)
     }
 
-    /// The RDMA devices of a PCI function.
+    /// Returns the RDMA devices of a PCI function.
     pub fn rdma_at(&self, id: BusId) -> impl Iterator<Item = &RdmaDevice> {
         self.rdma.iter().filter(move |device| device.bus_id == Some(id))
     }
 
-    /// The NUMA nodes; none where the kernel has no notion of them.
+    /// Returns the NUMA nodes. The list is empty if the kernel does not support NUMA.
     #[must_use]
     pub fn numa(&self) -> &[NumaNode] {
         &self.numa
     }
 
-    /// The kernel, as far as paths depend on it.
+    /// Returns the facts about the kernel that paths depend on.
     #[must_use]
     pub const fn kernel(&self) -> &Kernel {
         &self.kernel
     }
 
-    /// What the IOMMU does, over all its groups.
+    /// Returns the mode of the IOMMU over all its groups.
     #[must_use]
     pub fn iommu(&self) -> IommuMode {
         kernel::mode(&self.groups)
     }
 
-    /// The type of an IOMMU group, as in `identity`, `DMA` or `DMA-FQ`; nothing where the kernel
-    /// does not say.
+    /// Returns the type of an IOMMU group, as in `identity`, `DMA` or `DMA-FQ`; `None` if the
+    /// kernel does not report it.
     #[must_use]
     pub fn group_type(&self, group: u32) -> Option<&str> {
         self.groups.get(&group).map(String::as_str).filter(|kind| !kind.is_empty())
     }
 
-    /// The ports of which configuration space ends before ACS: this process lacks the privilege to
-    /// read it.
+    /// Returns the ports with an unreadable ACS capability: this process lacks `CAP_SYS_ADMIN`.
     pub fn unreadable_ports(&self) -> impl Iterator<Item = &PciDevice> {
         self.devices().filter(|device| {
             device.acs == Acs::Unreadable
@@ -233,14 +231,14 @@ impl Topology {
     }
 }
 
-/// Refuses what is no recording, and one of a later form.
+/// Refuses folders that are not recordings, and recordings of a later version.
 fn check_mark(source: &Source) -> Result<()> {
     match source.text(MARK)? {
         Some(version) if version == VERSION => Ok(()),
         Some(version) => {
             Err(source.malformed(MARK, format_args!("a recording of another form: {version:.40}")))
         }
-        // Trees of other makers (copies of sysfs) have no mark.
+        // Copies of sysfs that other tools made have no mark.
         None if source.names("sys")?.is_some() => Ok(()),
         None => Err(Error::new(ErrorKind::Malformed, "read topology")
             .context("file", source.root())

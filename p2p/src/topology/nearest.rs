@@ -33,23 +33,23 @@ impl fmt::Display for Locality {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct RankedNic {
-    /// Its number in the list that it was chosen from.
+    /// Index of the NIC in the list that it was chosen from.
     pub index: usize,
     /// The NIC.
     pub nic: Nic,
     /// The distance to the memory; `None` if it is not known.
     pub distance: Option<Distance>,
-    /// The way to the device, for device memory.
+    /// The path to the device, for device memory.
     pub path: Option<PciPath>,
-    /// The reason why the distance is not known, or is a guess.
+    /// The reason why the distance is unknown or a guess.
     pub note: Option<&'static str>,
 }
 
-/// Order of two NICs: distance, then the length of the way.
+/// Sort key of a NIC: the distance, then the length of the path.
 type Nearness = Option<(Distance, usize)>;
 
 impl RankedNic {
-    /// Returns the nearness; NICs of equal nearness are as good as one another.
+    /// Returns the sort key. NICs with equal keys are equally good.
     fn nearness(&self) -> Nearness {
         Some((self.distance?, self.path.as_ref().map_or(0, |path| path.hops.len())))
     }
@@ -69,9 +69,9 @@ impl fmt::Display for RankedNic {
     }
 }
 
-/// The NICs that were chosen for memory, and those that were not, nearest first.
+/// NICs chosen for memory, and the others, nearest first.
 ///
-/// Its `Display` says in one line per NIC which was chosen and how far it is.
+/// `Display` prints one line per NIC: whether it was chosen, and its distance.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NearestNics {
     memory: Locality,
@@ -80,7 +80,7 @@ pub struct NearestNics {
 }
 
 impl NearestNics {
-    /// Returns the place of the memory.
+    /// Returns the place of the memory in the machine.
     #[must_use]
     pub const fn memory(&self) -> Locality {
         self.memory
@@ -98,8 +98,8 @@ impl NearestNics {
         &self.ranked[self.count..]
     }
 
-    /// Returns the items that belong to the chosen NICs: of a list in the order of the NICs that
-    /// were chosen from, such as their domains.
+    /// Returns the items of the chosen NICs. `items` is in the order of the original list of NICs,
+    /// such as their domains.
     ///
     /// # Panics
     /// If the list is shorter than that of the NICs.
@@ -129,16 +129,16 @@ impl Topology {
     /// NUMA node and at `SYS` from others. A NIC whose distance is not known (one without a PCI
     /// address, or that is not in the tree) comes after all others.
     ///
-    /// Of NICs that are equally near to a device, those come first that fewer other accelerators
-    /// have as their only nearest NIC. The rest is the order of `nics`, rotated by the number of
-    /// the device among the accelerators that are equally near to the same NICs. So devices that
+    /// Among NICs that are equally near to a device, NICs come first that are the only nearest NIC
+    /// of fewer other accelerators. The rest is the order of `nics`, rotated by the device's index
+    /// among the accelerators that are equally near to the same NICs. So devices that
     /// share several NICs begin with different ones. For host memory the order of `nics` decides.
     /// Equal arguments give equal choices in every process.
     ///
     /// # Errors
-    /// - [`ErrorKind::InvalidArgument`] for a `count` of 0 or above the number of NICs, a NIC that
-    ///   is there twice, and a NUMA node that the machine does not have.
-    /// - [`ErrorKind::Unavailable`] for a device that is not in the tree.
+    /// - [`ErrorKind::InvalidArgument`]: `count` is 0 or above the number of NICs, a NIC is listed
+    ///   twice, or the machine does not have the NUMA node.
+    /// - [`ErrorKind::Unavailable`]: the device is not in the tree.
     pub fn choose_nics(
         &self,
         memory: Locality,
@@ -151,11 +151,11 @@ impl Topology {
         };
         let invalid = ErrorKind::InvalidArgument;
         if count == 0 {
-            return refuse(invalid, "no NIC is asked for", "ask for at least one NIC");
+            return refuse(invalid, "the number of NICs is 0", "ask for at least one NIC");
         }
         if count > nics.len() {
-            let remedy = "ask for fewer NICs, or open domains of more";
-            return refuse(invalid, "more NICs are asked for than there are", remedy);
+            let remedy = "request fewer NICs, or open domains on more NICs";
+            return refuse(invalid, "more NICs are requested than exist", remedy);
         }
         fn name(nic: &Nic) -> (&str, &str) {
             (&nic.provider, &nic.name)
@@ -163,7 +163,7 @@ impl Topology {
         let twice = |(at, nic): (usize, &&Nic)| nics[..at].iter().any(|n| name(n) == name(nic));
         if nics.iter().enumerate().any(twice) {
             let remedy = "choose from one domain of each NIC";
-            return refuse(invalid, "a NIC is there twice", remedy);
+            return refuse(invalid, "a NIC is listed twice", remedy);
         }
         let known = match memory {
             Locality::Device(id) => self.device(id).is_some(),
@@ -188,7 +188,7 @@ impl Topology {
         }
         let mut ranked: Vec<_> =
             nics.iter().enumerate().map(|(at, nic)| self.rank(memory, at, nic)).collect();
-        // Stable: equal ones keep the caller's order.
+        // The sort is stable: equal NICs keep the caller's order.
         ranked.sort_by_key(|nic| (nic.distance.is_none(), nic.nearness()));
         if let Locality::Device(device) = memory {
             self.spread(device, &mut ranked, nics);
@@ -196,8 +196,7 @@ impl Topology {
         Ok(NearestNics { memory, ranked, count })
     }
 
-    /// Orders NICs of equal nearness so that accelerators which share them begin with different
-    /// ones.
+    /// Orders equally near NICs so that accelerators which share them start with different NICs.
     fn spread(&self, device: BusId, ranked: &mut [RankedNic], nics: &[&Nic]) {
         let nearness_of = |other: BusId| -> Vec<Nearness> {
             let rank = |(at, nic): (usize, &&Nic)| self.rank(Locality::Device(other), at, nic);
@@ -252,7 +251,7 @@ impl Topology {
             }
         };
         if numa_unknown {
-            ranked.note = Some("a guess, as a NUMA node is not known");
+            ranked.note = Some("a guess, because a NUMA node is not known");
         }
         ranked
     }

@@ -4,16 +4,16 @@ use hmem_core::Result;
 
 use super::source::Source;
 
-/// Node numbers are below this (`CONFIG_NODES_SHIFT` is at most 10).
+/// Limit of node numbers (`CONFIG_NODES_SHIFT` is at most 10).
 pub(super) const MOST_NODES: u32 = 1024;
 
 /// A NUMA node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NumaNode {
-    /// Its number.
+    /// Number of the node.
     pub id: u32,
-    /// Its processors as ranges, as in `0-15,128-143`; empty for a node of memory alone.
+    /// Processors as ranges, as in `0-15,128-143`; empty for a node with memory only.
     pub cpus: String,
 }
 
@@ -36,7 +36,7 @@ pub(super) fn read_all(source: &Source) -> Result<Vec<NumaNode>> {
     Ok(nodes)
 }
 
-/// `0-15,128-143`, or nothing at all.
+/// Returns whether `text` is empty or a list such as `0-15,128-143`.
 fn is_ranges(text: &str) -> bool {
     let number = |text: &str| text.len() < 8 && text.parse::<u32>().is_ok();
     text.is_empty()

@@ -1,4 +1,4 @@
-//! RDMA devices: what `/sys/class/infiniband` lists, and the PCI function that each belongs to.
+//! RDMA devices of `/sys/class/infiniband`, with their PCI functions and ports.
 
 use hmem_core::Result;
 
@@ -12,11 +12,11 @@ use super::{
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RdmaDevice {
-    /// Its name, as libibverbs has it: `mlx5_0`.
+    /// Name of the device in libibverbs: `mlx5_0`.
     pub name: String,
-    /// The PCI function; nothing for software devices (rxe, siw).
+    /// The PCI function; `None` for software devices (rxe, siw).
     pub bus_id: Option<BusId>,
-    /// Its ports, by number.
+    /// The ports, ordered by number.
     pub ports: Vec<RdmaPort>,
 }
 
@@ -24,13 +24,13 @@ pub struct RdmaDevice {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RdmaPort {
-    /// Its number, from 1.
+    /// Number of the port, from 1.
     pub number: u32,
-    /// `InfiniBand` or `Ethernet`.
+    /// Link layer: `InfiniBand` or `Ethernet`.
     pub link_layer: Option<String>,
-    /// Whether it is active.
+    /// Set if the port is active.
     pub active: Option<bool>,
-    /// Gigabits per second.
+    /// Rate in gigabits per second.
     pub rate: Option<u32>,
 }
 
@@ -43,8 +43,8 @@ pub(super) fn read_all(source: &Source) -> Result<Vec<RdmaDevice>> {
         if !is_word(&name) {
             return Err(source.malformed(&entry, "not the name of an RDMA device"));
         }
-        // The entry is a link into the device's folder; a copy of the tree may have made a folder
-        // of it.
+        // The entry is a link into the device's folder, or a folder in a copy of the tree that
+        // follows links.
         let folder = source.link(&entry)?;
         let device = match &folder {
             Some(folder) => Some(folder.clone()),
@@ -59,7 +59,7 @@ pub(super) fn read_all(source: &Source) -> Result<Vec<RdmaDevice>> {
     Ok(devices)
 }
 
-/// `mlx5_2` is before `mlx5_10`.
+/// Returns the sort key of a name: `mlx5_2` comes before `mlx5_10`.
 fn natural(name: &str) -> (&str, u64, &str) {
     let stem = name.trim_end_matches(|c: char| c.is_ascii_digit());
     (stem, name[stem.len()..].parse().unwrap_or(u64::MAX), name)
@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn devices_are_in_the_order_of_their_numbers() {
+    fn devices_are_ordered_by_number() {
         let mut names = ["mlx5_10", "mlx5_2", "efa_0", "mlx5_1", "rxe"];
         names.sort_by(|a, b| natural(a).cmp(&natural(b)));
         assert_eq!(names, ["efa_0", "mlx5_1", "mlx5_2", "mlx5_10", "rxe"]);

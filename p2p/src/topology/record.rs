@@ -1,8 +1,8 @@
-//! Recordings: a tree of files that says what was understood of a machine, and nothing else.
+//! Recordings: a tree of files with the facts of a [`Topology`] and nothing else.
 //!
-//! No file of the machine is copied. Each is written anew from the [`Topology`], so that serial
-//! numbers, MAC addresses and GUIDs, physical addresses, the rest of configuration space and of the
-//! command line cannot get in; a name that holds the machine's host name loses it.
+//! No file of the machine is copied: each file is written from the [`Topology`]. So a recording
+//! cannot hold serial numbers, MAC addresses, GUIDs, physical addresses, or the rest of
+//! configuration space and of the command line. The host name is removed from every name.
 
 use std::{collections::BTreeMap, io::Write};
 
@@ -17,7 +17,7 @@ use super::{
     source::Entry,
 };
 
-/// Says that a tree was made here, and in which form.
+/// Name of the file that marks a recording and holds its version.
 pub(super) const MARK: &str = "hmem-recording";
 pub(super) const VERSION: &str = "version 1";
 const REPLACED: &str = "host";
@@ -28,13 +28,14 @@ struct Recording<'a> {
 }
 
 impl Topology {
-    /// Writes the topology as a tar.gz that [`Topology::open`] reads. It holds no serial numbers,
-    /// addresses of networks or of memory, and no host name. The same topology gives the same
-    /// bytes.
+    /// Writes the topology as a tar.gz that [`Topology::open`] reads.
+    ///
+    /// The recording holds no serial numbers, no network or memory addresses and no host name.
+    /// Equal topologies give equal bytes.
     ///
     /// # Errors
     /// - `Unsupported`: the cargo feature `recordings` is off.
-    /// - As the operating system's number says, if the writer failed.
+    /// - The kind of the operating system's error if the writer failed.
     pub fn record(&self, out: impl Write) -> Result<()> {
         archive::pack(&self.entries(), out)
     }
@@ -73,12 +74,12 @@ impl Recording<'_> {
         self.put(path, Entry::Link(target));
     }
 
-    /// The text without the machine's host name.
+    /// Returns the text without the machine's host name.
     fn anonymous(&self, text: &str) -> String {
         let host = self.topology.host.as_deref().unwrap_or_default();
         let mut text = text.to_owned();
         for name in [host, host.split('.').next().unwrap_or_default()] {
-            // Shorter ones, and those that every machine's files hold, would tear words apart.
+            // Short names, and `localhost`, occur in other words.
             if name.len() < 3 || name == "localhost" {
                 continue;
             }
@@ -130,7 +131,7 @@ impl Recording<'_> {
         let folder =
             format!("{}/infiniband/{name}", above.as_deref().unwrap_or("sys/devices/virtual"));
         self.link(&format!("{}/{name}", rdma::FOLDER), up(rdma::FOLDER, &folder));
-        // A folder is there by the files in it.
+        // A folder exists through the files in it.
         self.file(&format!("{folder}/name"), &name);
         for port in &device.ports {
             let at = |file: &str| format!("{folder}/ports/{}/{file}", port.number);
@@ -171,7 +172,7 @@ impl Recording<'_> {
     }
 }
 
-/// Where a device's folder is in a recording.
+/// Returns the path of a device's folder in a recording.
 fn folder(device: &PciDevice) -> String {
     let mut path = format!("sys/devices/{}", device.root);
     for id in device.bridges.iter().chain([&device.bus_id]) {
@@ -180,7 +181,7 @@ fn folder(device: &PciDevice) -> String {
     path
 }
 
-/// A relative link from inside `folder` to `path`.
+/// Returns a relative link from inside `folder` to `path`.
 fn up(folder: &str, path: &str) -> String {
     format!("{}{path}", "../".repeat(folder.split('/').count()))
 }
@@ -201,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_recording_is_what_it_is_recorded_as() {
+    fn recording_of_a_recording_is_the_same() {
         let entries = laptop();
         assert_eq!(read(entries.clone()).unwrap().entries(), entries);
     }
@@ -217,14 +218,16 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
+        #![proptest_config(ProptestConfig {
+            cases: 512, failure_persistence: None, ..ProptestConfig::default()
+        })]
 
         /// REL-03
         ///
-        /// Any files changed to anything, gone, or made links: an answer or an error. A tree that
-        /// was read can be recorded and read again.
+        /// A tree with any file altered, removed or replaced by a link gives a topology or an
+        /// error. A topology can be recorded and read again.
         #[test]
-        fn a_tree_with_altered_files_never_makes_the_reader_panic(
+        fn tree_with_altered_files_does_not_panic(
             changes in prop::collection::vec((any::<prop::sample::Index>(), entry()), 1..6),
             moved in any::<(prop::sample::Index, prop::sample::Index)>(),
         ) {

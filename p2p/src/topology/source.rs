@@ -1,9 +1,9 @@
-//! Where the files come from: the machine, a folder that holds a copy of its sysfs and procfs, or
-//! an archive of one.
+//! Sources of files: the machine, a folder with a copy of its sysfs and procfs, or an archive of
+//! one.
 //!
-//! Paths are relative to the root and pass through no link: links are read as text and followed by
-//! their words, so that a recording cannot lead out of itself and a loop of links cannot hold
-//! anybody up.
+//! Paths are relative to the root and pass through no link. Links are read as text and resolved by
+//! their words. So a recording cannot refer to files outside it, and a loop of links cannot block
+//! the reader.
 
 use std::{
     collections::BTreeMap,
@@ -15,12 +15,13 @@ use std::{
 
 use hmem_core::{Errno, Error, ErrorKind, Result};
 
-/// Bytes of one file. A kernel configuration, the largest that is read, has a quarter of this.
+/// Limit of one file in bytes. The largest real file, a kernel configuration, has a quarter of
+/// this.
 pub(super) const LARGEST_FILE: u64 = 1 << 20;
-/// Names in one folder. A full PCI domain has fewer functions that any machine populates.
+/// Limit of names in one folder. No real machine has this many functions in a PCI domain.
 const MOST_NAMES: usize = 1 << 16;
 
-/// What an archive holds at a path.
+/// Entry of an archive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Entry {
     File(Vec<u8>),
@@ -32,11 +33,11 @@ pub(super) enum Entry {
 pub(super) enum Source {
     /// The machine itself, or a folder.
     Folder { root: PathBuf, live: bool },
-    /// What an archive held, by path.
+    /// The entries of an archive, by path.
     Archive { name: String, entries: BTreeMap<String, Entry> },
 }
 
-/// What a file turned out to be.
+/// Result of reading a file.
 #[derive(Debug)]
 pub(super) enum Contents {
     Absent,
@@ -45,21 +46,22 @@ pub(super) enum Contents {
 }
 
 impl Source {
-    /// An error about the file at `path`, which is of the wrong form.
+    /// Returns an error for a malformed file at `path`.
     pub(super) fn malformed(&self, path: &str, problem: impl std::fmt::Display) -> Error {
         let error = Error::new(ErrorKind::Malformed, "read topology")
             .context("file", self.name(path))
             .context("problem", problem);
         match self {
-            Self::Folder { live: true, .. } => error
-                .remedy("the kernel wrote what this version cannot read: report it with this file's content"),
-            _ => error.remedy("the recording is damaged: make it again with hmem topo --record FILE"),
+            Self::Folder { live: true, .. } => error.remedy(
+                "report this file with its content: the kernel's format is new to this version",
+            ),
+            _ => error
+                .remedy("the recording is damaged: create it again with `hmem topo --record FILE`"),
         }
     }
 
-    /// What was read, or what to make of it where it was of the wrong form: in a recording that is
-    /// an error; on a live machine it is a device that answers oddly, which must not hide all
-    /// others, and is logged.
+    /// Returns the parsed value or handles a malformed file. In a recording that is an error. On a
+    /// live machine it is logged, as one malformed device must not hide all others.
     pub(super) fn doubted<T>(
         &self,
         path: &str,
@@ -68,28 +70,28 @@ impl Source {
         match read {
             Ok(read) => Ok(Some(read)),
             Err(problem) if self.is_live() => {
-                tracing::warn!(file = self.name(path), problem, "not understood, and left out");
+                tracing::warn!(file = self.name(path), problem, "a malformed value is left out");
                 Ok(None)
             }
             Err(problem) => Err(self.malformed(path, problem)),
         }
     }
 
-    /// An error about a file that must be there and is not.
+    /// Returns an error for a required file that does not exist.
     pub(super) fn vanished(&self, path: &str) -> Error {
         let error =
             Error::new(ErrorKind::Unavailable, "read topology").context("file", self.name(path));
         match self {
             Self::Folder { live: true, .. } => error
                 .context("problem", "the file vanished while the tree was read")
-                .remedy("a device is going away: run it again once that is done"),
-            _ => error
-                .context("problem", "the file is missing")
-                .remedy("the recording is not whole: make it again with hmem topo --record FILE"),
+                .remedy("run it again: a device was being removed"),
+            _ => error.context("problem", "the file is missing").remedy(
+                "the recording is incomplete: create it again with `hmem topo --record FILE`",
+            ),
         }
     }
 
-    /// The root as it was given.
+    /// Returns the root as the caller gave it.
     pub(super) fn root(&self) -> String {
         match self {
             Self::Folder { root, .. } => root.display().to_string(),
@@ -104,7 +106,7 @@ impl Source {
         }
     }
 
-    /// The file at `path`.
+    /// Reads the file at `path`.
     pub(super) fn contents(&self, path: &str) -> Result<Contents> {
         match self {
             Self::Folder { root, live } => {
@@ -120,7 +122,7 @@ impl Source {
         }
     }
 
-    /// The file at `path`, or nothing where it is not there or may not be read.
+    /// Reads the file at `path`. Returns `None` if it does not exist or is not readable.
     pub(super) fn bytes(&self, path: &str) -> Result<Option<Vec<u8>>> {
         Ok(match self.contents(path)? {
             Contents::Bytes(bytes) => Some(bytes),
@@ -128,7 +130,7 @@ impl Source {
         })
     }
 
-    /// The text of the file at `path` without the line feed at its end.
+    /// Returns the text of the file at `path` without the final line feed.
     pub(super) fn text(&self, path: &str) -> Result<Option<String>> {
         let Some(bytes) = self.bytes(path)? else { return Ok(None) };
         match String::from_utf8(bytes) {
@@ -137,12 +139,13 @@ impl Source {
         }
     }
 
-    /// The text of a file that must be there.
+    /// Returns the text of a required file.
     pub(super) fn needed(&self, path: &str) -> Result<String> {
         self.text(path)?.ok_or_else(|| self.vanished(path))
     }
 
-    /// Where the link at `path` leads, as a path from the root; nothing where there is no link.
+    /// Returns the target of the link at `path`, as a path from the root; `None` if there is no
+    /// link.
     pub(super) fn link(&self, path: &str) -> Result<Option<String>> {
         let target = match self {
             Self::Folder { root, .. } => match fs::read_link(root.join(path)) {
@@ -169,7 +172,7 @@ impl Source {
         }
     }
 
-    /// The names in the folder at `path`, in order; nothing where there is no such folder.
+    /// Returns the names in the folder at `path`, in order; `None` if the folder does not exist.
     pub(super) fn names(&self, path: &str) -> Result<Option<Vec<String>>> {
         let mut names = Vec::new();
         match self {
@@ -181,7 +184,7 @@ impl Source {
                 };
                 for entry in folder {
                     let entry = entry.map_err(|error| self.failed(path, &error))?;
-                    // sysfs has no names that are not text.
+                    // All names in sysfs are text.
                     names.extend(entry.file_name().into_string());
                     if names.len() > MOST_NAMES {
                         return Err(
@@ -209,7 +212,7 @@ impl Source {
         Ok(Some(names))
     }
 
-    /// Whether this is the machine itself.
+    /// Returns whether the source is the running machine.
     pub(super) fn is_live(&self) -> bool {
         matches!(self, Self::Folder { live: true, .. })
     }
@@ -220,18 +223,18 @@ impl Source {
         }
         Error::os(Errno::of(error), "read topology")
             .context("file", self.name(path))
-            .remedy("run it where the file can be read")
+            .remedy("run it as a user who may read the file")
     }
 }
 
-/// Not there, or of a device that has just been pulled out.
+/// Returns whether the file does not exist, or belongs to a device that was just removed.
 fn gone(error: &io::Error) -> bool {
     let gone = [libc::ENOENT, libc::ENOTDIR, libc::ENODEV, libc::ENXIO];
     error.raw_os_error().is_some_and(|number| gone.contains(&number))
 }
 
 fn read(path: &Path, live: bool) -> io::Result<Contents> {
-    // A recording has no business with links to files, and must not make us wait at a named pipe.
+    // A recording must not contain links to files, and a named pipe must not block the reader.
     let flags = if live { libc::O_NONBLOCK } else { libc::O_NONBLOCK | libc::O_NOFOLLOW };
     let file: io::Result<File> = OpenOptions::new().read(true).custom_flags(flags).open(path);
     let outcome = file.and_then(|file| {
@@ -251,15 +254,15 @@ fn read(path: &Path, live: bool) -> io::Result<Contents> {
         Err(error) => match error.raw_os_error() {
             Some(libc::EACCES | libc::EPERM) => Ok(Contents::Denied),
             Some(libc::ELOOP) => Err(io::Error::other("a link in place of a file")),
-            // sysfs answers so for attributes that a device has and cannot tell just now.
+            // sysfs returns these for attributes that a device has but cannot report now.
             Some(libc::EIO | libc::EINVAL | libc::EOPNOTSUPP) if live => Ok(Contents::Absent),
             _ => Err(error),
         },
     }
 }
 
-/// Follows a relative target by its words; nothing where it leads above the root or is not
-/// relative.
+/// Resolves a relative target by its words. Returns `None` if the target is absolute or leads above
+/// the root.
 pub(super) fn resolve(folder: &str, target: &str) -> Option<String> {
     if target.starts_with('/') || target.len() > 4096 {
         return None;
@@ -282,7 +285,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn links_are_followed_by_their_words_and_never_above_the_root() {
+    fn links_are_resolved_by_words_and_never_above_the_root() {
         let folder = "sys/bus/pci/devices";
         assert_eq!(
             resolve(folder, "../../../devices/pci0000:00").as_deref(),

@@ -1,5 +1,4 @@
-//! What the path suites share: a simulated device, software NICs that keep a record, and domains on
-//! them.
+//! Shared parts of the path suites: a simulated device, software NICs with a record, and domains.
 
 #![allow(dead_code, reason = "each suite uses a part of it")]
 
@@ -30,12 +29,11 @@ use recording::{Record, Recording};
 pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 pub(crate) const PAGE: u64 = 4096;
 
-/// Imports of a NIC that takes everything.
+/// Imports of a NIC that supports every path.
 pub(crate) const ALL_IMPORTS: Imports =
     Imports { dma_buf: true, pcie_mapping_first: true, peer_memory: true, staged: true };
 
-/// A machine of which nothing is known, so that no trace depends on where the tests run, or reads
-/// its kernel's options.
+/// A machine without known facts, so that no trace depends on the machine that runs the tests.
 #[derive(Debug)]
 struct Unknown;
 
@@ -56,7 +54,7 @@ pub(crate) struct Bench {
 }
 
 impl Bench {
-    /// Two NICs that import `imports`.
+    /// Creates a bench with two NICs that support `imports`.
     pub(crate) fn new(device: SimulatedBuilder, imports: Imports) -> Self {
         Self::with(
             device,
@@ -75,7 +73,7 @@ impl Bench {
         Self::over(device, iface, provider, paths)
     }
 
-    /// With the device's memory behind another iface.
+    /// Creates a bench with the device's memory behind another iface.
     pub(crate) fn over(
         device: Arc<Simulated>,
         iface: Arc<dyn Iface>,
@@ -127,7 +125,7 @@ impl Bench {
         DeviceBuffer::allocate(&iface, &AllocRequest { len, device, kind }).expect("device memory")
     }
 
-    /// A buffer that cannot be exported, as its iface says.
+    /// Allocates a buffer that the iface marks as not exportable.
     pub(crate) fn odd(&self, len: u64) -> DeviceBuffer {
         let buffer = self.buffer(len);
         self.device.set_exportable(buffer.allocation().base(), false).expect("a live allocation");
@@ -138,7 +136,7 @@ impl Bench {
         self.device.stats().calls(call)
     }
 
-    /// Everything that a leak would change.
+    /// Returns every count that a leak would change.
     pub(crate) fn residue(&self) -> Residue {
         let stats = self.device.stats();
         Residue {
@@ -149,9 +147,8 @@ impl Bench {
         }
     }
 
-    /// The residue once it has no more threads than before, which after a minute is a leak: a
-    /// thread that was joined is listed a moment longer. One that was listed so before and is
-    /// gone is no difference.
+    /// Returns the residue once it has no more threads than `before`, or after a minute. A joined
+    /// thread stays listed for a moment, and a thread that ended since `before` is no difference.
     pub(crate) fn residue_after(&self, before: &Residue) -> Residue {
         let deadline = Instant::now() + Duration::from_secs(60);
         loop {
@@ -167,7 +164,7 @@ impl Bench {
     }
 }
 
-/// What is left behind.
+/// Counts of objects that a leak would change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Residue {
     pub(crate) allocations: u64,
@@ -176,19 +173,19 @@ pub(crate) struct Residue {
     pub(crate) threads: usize,
 }
 
-/// Held by every test of a suite that counts what the whole process has.
+/// Returns a lock that each test holds while it counts objects of the whole process.
 pub(crate) fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock()
 }
 
-/// Open file descriptors of this process.
+/// Returns the number of open file descriptors of this process.
 pub(crate) fn open_fds() -> usize {
     fs::read_dir("/proc/self/fd").expect("procfs").count()
 }
 
-/// The library's threads in this process. Those of the test harness, which it starts and ends when
-/// it likes, have the names of tests.
+/// Returns the number of the library's threads in this process. Threads of the test harness have
+/// the names of tests and come and go.
 fn threads() -> usize {
     let tasks = fs::read_dir("/proc/self/task").expect("procfs");
     let name =
@@ -203,7 +200,7 @@ pub(crate) fn register(
     domain.register(buffer, REMOTE)
 }
 
-/// Registers by raw address what the caller keeps.
+/// Registers memory of the caller by raw address.
 pub(crate) fn register_range(domain: &Domain, range: AddressRange) -> Result<MemoryRegion> {
     // SAFETY: the test keeps the memory until the region is closed, and nothing refers to it.
     unsafe { domain.regattr(&MrAttr::new(&[range], REMOTE), MrFlags::empty()) }

@@ -1,4 +1,4 @@
-//! A provider that keeps a record of what it was given, in front of the software NIC.
+//! A provider that records its registrations and passes them to the software NIC.
 
 use std::{fmt, os::fd::AsRawFd, sync::Arc};
 
@@ -13,7 +13,7 @@ use hmem_core::{
 };
 use parking_lot::Mutex;
 
-/// What a NIC was handed for one piece.
+/// Kind of memory that a NIC registered for one piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Handed {
     /// Addresses of host pages.
@@ -22,7 +22,7 @@ pub(crate) enum Handed {
     DmaBuf(i32),
     /// A device address.
     DeviceAddress,
-    /// Copies: nothing of the device's.
+    /// Staged copies, without access to the device.
     Copies,
 }
 
@@ -36,13 +36,13 @@ impl Handed {
         }
     }
 
-    /// Whether the NIC can get at the device with it.
+    /// Returns whether the NIC can access the device directly.
     pub(crate) fn is_device_handle(self) -> bool {
         matches!(self, Self::DmaBuf(_) | Self::DeviceAddress)
     }
 }
 
-/// What was handed to which NIC, in order.
+/// Registered pieces with the name of the NIC, in order.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Record(Arc<Mutex<Vec<(String, Handed)>>>);
 
@@ -56,7 +56,7 @@ impl Record {
     }
 }
 
-/// The provider.
+/// The recording provider.
 #[derive(Debug)]
 pub(crate) struct Recording<P> {
     pub(crate) inner: P,
@@ -89,7 +89,8 @@ impl fmt::Debug for RecordingDomain {
     }
 }
 
-// SAFETY: every call is passed on to the domain of another provider, whose facets these are.
+// SAFETY: every call goes to the domain of another provider, which upholds the contract. The facets
+// are those of that domain.
 unsafe impl ProviderDomain for RecordingDomain {
     fn attr(&self) -> &ProviderAttr {
         self.inner.attr()

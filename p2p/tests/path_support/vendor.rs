@@ -1,5 +1,5 @@
-//! An iface of any kind, over simulated memory, that refuses what it is told to with the errors of
-//! that kind's driver.
+//! An iface of any kind over simulated memory. Tests make it refuse calls with the errors of that
+//! kind's driver.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use hmem_core::{
 };
 use hmem_iface_system::Simulated;
 
-/// What is refused, as long as it is.
+/// Returns the error of a call, or `None` to let the call succeed.
 pub(crate) type Refuse = fn() -> Option<Error>;
 
 #[derive(Debug)]
@@ -23,11 +23,11 @@ pub(crate) struct Vendor {
     pub(crate) kind: IfaceKind,
     pub(crate) memory: Arc<Simulated>,
     pub(crate) segments: Refuse,
-    /// Bytes of a physical segment, as this driver has it; of memory that is one, which can thus
-    /// be exported whole.
+    /// Length of the physical segments that this driver reports. The simulated memory has one
+    /// segment, so it can still be exported whole.
     pub(crate) segment_len: Option<u64>,
     pub(crate) dma_buf: Refuse,
-    /// What exports of several segments in one are refused with.
+    /// Refusal of exports of several segments in one dma-buf.
     pub(crate) whole: Refuse,
     pub(crate) pcie: Refuse,
     pub(crate) peer_memory: Refuse,
@@ -57,7 +57,7 @@ impl Vendor {
     }
 }
 
-/// The causes that the iface of this kind gives.
+/// Returns the causes of the iface of this kind.
 pub(crate) fn causes_of(kind: IfaceKind) -> &'static [RefusalCause] {
     match kind {
         IfaceKind::CUDA => hmem_iface_cuda::CAUSES,
@@ -73,8 +73,8 @@ fn check(refuse: Refuse) -> Result<()> {
     refuse().map_or(Ok(()), Err)
 }
 
-// SAFETY: each answer is the simulated device's, which is an iface, under another kind. Segments are
-// cut smaller than they are, or refused.
+// SAFETY: the simulated device, an iface itself, answers every call. This type only changes the
+// kind, reports shorter segments, or refuses.
 unsafe impl Iface for Vendor {
     fn kind(&self) -> IfaceKind {
         self.kind

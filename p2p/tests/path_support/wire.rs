@@ -1,4 +1,4 @@
-//! Transfers: a target's endpoint and an initiator's, over the same fabric.
+//! Transfers between an initiator's endpoint and a target's, over one fabric.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ impl End {
     }
 }
 
-/// An initiator with a registered buffer, and the target that it talks to.
+/// An initiator with a registered buffer, and its target.
 pub(crate) struct Wire<'a> {
     near: End,
     pub(crate) far: End,
@@ -55,7 +55,7 @@ impl<'a> Wire<'a> {
         Ok(())
     }
 
-    /// The result of the next completion of one end.
+    /// Waits for the next completion of one end and returns its result.
     fn end(&self, end: &End) -> Result<u64> {
         let mut out = Vec::new();
         for _ in 0..1_000_000 {
@@ -105,7 +105,7 @@ impl<'a> Wire<'a> {
         self.end(&self.far)
     }
 
-    /// Adds to eight bytes of the target's region.
+    /// Adds `value` to eight bytes of the target's region, atomically.
     pub(crate) fn add(&self, key: &RemoteKey, at: u64, value: u64) -> Result<u64> {
         self.local.write(0, &value.to_ne_bytes())?;
         let atomic = Atomic {

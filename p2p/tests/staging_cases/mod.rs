@@ -1,4 +1,4 @@
-//! Transfers through staging buffers: the cases that hold on every provider, and what they need.
+//! Cases of transfers through staging buffers that hold on every provider, with their setup.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::{
@@ -93,7 +93,7 @@ impl Side {
     }
 }
 
-/// Two domains, connected, over one simulated device that no NIC may reach.
+/// Two connected domains over one simulated device that no NIC can access.
 pub(crate) struct Net {
     pub(crate) near: Side,
     pub(crate) far: Side,
@@ -134,14 +134,14 @@ impl Net {
         net
     }
 
-    /// Connects both sides, where a failure ended the connection.
+    /// Connects both sides, if a failure ended the connection.
     pub(crate) fn connect(&self) {
         let (near, far) = (self.near.endpoint.name(), self.far.endpoint.name());
         assert_eq!(self.near.endpoint.resolve(&far).expect("connect"), PeerId(0));
         assert_eq!(self.far.endpoint.resolve(&near).expect("connect"), PeerId(0));
     }
 
-    /// Makes progress on both sides until as many completions are there.
+    /// Reads both queues until they returned the given numbers of completions.
     pub(crate) fn complete(&self, near: usize, far: usize) -> (Vec<Completion>, Vec<Completion>) {
         let until = Instant::now() + Duration::from_secs(120);
         let (mut here, mut there) = (Vec::new(), Vec::new());
@@ -154,13 +154,13 @@ impl Net {
         (here, there)
     }
 
-    /// What holds whenever nothing is under way.
+    /// Asserts that no transfer is in flight and no buffer in use.
     pub(crate) fn assert_idle(&self) {
         assert_eq!((self.near.slots(), self.far.slots()), (0, 0), "staging buffers are in use");
-        assert_eq!(self.device.pending_copies(), 0, "copies are under way");
+        assert_eq!(self.device.pending_copies(), 0, "copies are in flight");
     }
 
-    /// One transfer to its end; the lists of the near side as one run, the far side as one piece.
+    /// Runs one transfer to its end, from or to the list `near` and one piece of the far side.
     pub(crate) fn transfer(
         &self,
         kind: CompletionKind,
@@ -194,7 +194,7 @@ impl Net {
         let ended = here.remove(0);
         assert_eq!((ended.context, ended.kind), (5, kind));
         if ended.result.is_err() {
-            // The peer's receive waits on.
+            // The peer's receive stays posted.
             return ended.result;
         }
         there.extend(self.complete(0, received - there.len()).1);
@@ -206,14 +206,14 @@ impl Net {
     }
 }
 
-/// Bytes that differ from place to place and from seed to seed.
+/// Returns bytes that depend on the position and the seed.
 pub(crate) fn pattern(len: u64, seed: u64) -> Vec<u8> {
     (0..len)
         .map(|at| (at.wrapping_mul(31) ^ (at >> 8) ^ (at >> 16) ^ seed.wrapping_mul(0x9d)) as u8)
         .collect()
 }
 
-/// One transfer between fresh patterns, checked byte by byte, with the bytes around the target.
+/// Runs one transfer between new patterns. Checks every byte, and the bytes around the target.
 pub(crate) fn moves(
     net: &Net,
     kind: CompletionKind,
@@ -256,11 +256,11 @@ pub(crate) fn moves(
 pub(crate) const KINDS: [CompletionKind; 3] =
     [CompletionKind::Write, CompletionKind::Read, CompletionKind::Send];
 
-/// Where transfers start on both sides: aligned and not.
+/// Offsets of transfers on both sides, aligned and unaligned.
 pub(crate) const STARTS: [(u64, u64); 3] = [(0, 0), (1, 0), (3, 13)];
 
-/// BNC-01: 0 B, 1 B, around a chunk, several chunks, aligned and not, arrive whole. Messages up to
-/// `longest`.
+/// BNC-01: transfers of 0 bytes, 1 byte, around one chunk and of several chunks arrive whole,
+/// aligned or not. `longest` limits messages.
 pub(crate) fn every_size_arrives(net: &Net, sizes: &[u64], starts: &[(u64, u64)], longest: u64) {
     let room = sizes.iter().max().copied().unwrap_or(0) + 64;
     let near = net.near.device(&net.device, room, LOCAL).expect("stage device memory");
@@ -274,7 +274,7 @@ pub(crate) fn every_size_arrives(net: &Net, sizes: &[u64], starts: &[(u64, u64)]
     }
 }
 
-/// Local lists that mix staged and host memory, with seams anywhere.
+/// Transfers with local lists that mix staged and host memory, with seams at any offset.
 pub(crate) fn lists_arrive(net: &Net, chunk: u64, longest: u64) {
     let a = net.near.device(&net.device, chunk * 4, LOCAL).expect("stage device memory");
     let b = net.near.device(&net.device, chunk * 4, LOCAL).expect("stage device memory");
@@ -297,8 +297,8 @@ pub(crate) fn lists_arrive(net: &Net, chunk: u64, longest: u64) {
     }
 }
 
-/// Random sizes, chunks, buffers and latencies: the bytes of a plain copy, and every buffer free
-/// afterwards.
+/// Compares transfers of random sizes, chunks, buffers and latencies with a plain copy. Every
+/// buffer is free afterwards.
 pub(crate) fn anything_arrives(
     cases: u32,
     provider: impl Fn() -> (Arc<dyn Provider>, Option<String>),
@@ -344,12 +344,12 @@ pub(crate) fn anything_arrives(
         .unwrap_or_else(|failure| panic!("{failure}"));
 }
 
-/// The bytes of a pool as they are at the start: what they are ever after.
+/// Returns the size of the near side's pool in bytes, which never changes.
 pub(crate) fn staging_bytes(net: &Net) -> u64 {
     let once = net.near.domain.staging_bytes();
     assert!(
         once >= (net.staging.buffer_len * net.staging.buffer_count) as u64,
-        "the pool is smaller than asked for"
+        "the pool is smaller than requested"
     );
     once
 }
@@ -363,8 +363,7 @@ pub(crate) fn faults_drain_the_pipeline(net: &Net, len: u64, kinds: &[Completion
         let mut failed = 0;
         for call in [Call::CopyAsync, Call::EngineCopy, Call::Copy] {
             for nth in 1.. {
-                // Buffers are filled and looked at through the same engine: after the fault is
-                // armed, by nobody else.
+                // The buffers are filled before the fault is armed, as that uses the same engine.
                 let bytes = pattern(len, nth);
                 if *kind == CompletionKind::Read {
                     far.put(0, &bytes)
@@ -398,7 +397,7 @@ pub(crate) fn faults_drain_the_pipeline(net: &Net, len: u64, kinds: &[Completion
     }
 }
 
-/// Takes what a failed transfer left to the peer, and connects again where the failure ended the
+/// Reads the completions of a failed transfer, and connects again if the failure ended the
 /// connection.
 pub(crate) fn settle(net: &Net) {
     net.connect();
@@ -411,8 +410,8 @@ pub(crate) fn settle(net: &Net) {
     }
 }
 
-/// BNC-02: more transfers at once than buffers: each waits its turn, all arrive, and there are
-/// never more buffers.
+/// BNC-02: more transfers than buffers at once. Each waits its turn, all arrive, and the number of
+/// buffers never grows.
 pub(crate) fn an_exhausted_pool_makes_transfers_wait(net: &Net, count: u64) {
     let chunk = net.staging.buffer_len as u64;
     let len = chunk * 3 + 1;

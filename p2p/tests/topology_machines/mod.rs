@@ -1,5 +1,5 @@
-//! Machines made of their descriptions: a folder with sysfs and procfs as a kernel shows them,
-//! serial numbers, network addresses and host name included, so that a test can see that a
+//! Machines made from descriptions: a folder with sysfs and procfs as a kernel shows them. It
+//! includes serial numbers, network addresses and the host name, so that tests can check that a
 //! recording has none of them.
 
 use std::{
@@ -9,7 +9,7 @@ use std::{
     sync::atomic::{AtomicU32, Ordering},
 };
 
-/// What no recording may hold, in the files of every machine made here. [`SERIAL`] is in binary.
+/// Secrets in the files of every machine, which no recording may hold. [`SERIAL`] is in binary.
 pub(crate) const SECRETS: [&str; 9] = [
     "gpu-node-17",
     "a262:5500:03a1:420c",
@@ -24,14 +24,14 @@ pub(crate) const SECRETS: [&str; 9] = [
 /// The number in the Device Serial Number capability of every function.
 pub(crate) const SERIAL: [u8; 8] = [0x0c, 0x42, 0xa1, 0x03, 0x00, 0x55, 0x62, 0xa2];
 
-/// A folder that goes when it is dropped.
+/// A temporary folder, removed on drop.
 pub(crate) struct Folder(PathBuf);
 
 impl Folder {
     pub(crate) fn new() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        // A thousand small files: in memory where that is to be had.
+        // A thousand small files are faster in memory, if there is such a file system.
         let shared = Path::new("/dev/shm");
         let parent = if shared.is_dir() { shared.to_owned() } else { std::env::temp_dir() };
         let path = parent.join(format!("hmem-topology-{}-{number}", std::process::id()));
@@ -58,16 +58,16 @@ impl Folder {
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        fs::remove_dir_all(&self.0).expect("the folder is ours");
+        fs::remove_dir_all(&self.0).expect("remove the test's folder");
     }
 }
 
-/// The folder of the descriptions and recordings.
+/// Returns the folder of the descriptions and recordings.
 pub(crate) fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/topology")
 }
 
-/// The recording of a machine.
+/// Returns the path of a machine's recording.
 pub(crate) fn recording(name: &str) -> PathBuf {
     fixtures().join(format!("{name}.tar.gz"))
 }
@@ -77,12 +77,12 @@ struct Machine {
     unprivileged: bool,
     groups: Option<String>,
     next_group: u32,
-    /// The folders that the lines above the current one opened.
+    /// The folders that earlier lines opened.
     above: Vec<String>,
     numa: String,
 }
 
-/// Makes the machine that `name.txt` describes.
+/// Creates the machine of the description `name.txt`.
 pub(crate) fn make(name: &str) -> Folder {
     let text = fs::read_to_string(fixtures().join(format!("{name}.txt"))).expect("a description");
     let folder = Folder::new();
@@ -211,7 +211,7 @@ fn resource(bars: Option<&str>) -> String {
     lines.join("\n") + "\n"
 }
 
-/// Configuration space with power management, PCI Express, a serial number, and ACS behind it.
+/// Returns configuration space with power management, PCI Express, a serial number and ACS.
 fn config(kind: &str, bridge: bool, express: bool, acs: Option<u16>) -> Vec<u8> {
     let mut bytes = vec![0; if express { 4096 } else { 256 }];
     let mut put = |at: usize, new: &[u8]| bytes[at..at + new.len()].copy_from_slice(new);

@@ -1,4 +1,4 @@
-//! A libibverbs that does nothing: what remains of a call over it is this crate's own.
+//! A libibverbs whose calls do nothing. The time of a call is then this crate's own.
 
 use std::{
     cell::{Cell, RefCell},
@@ -25,7 +25,7 @@ pub(crate) extern "C" fn reg_mr(
     length: usize,
     _access: c_int,
 ) -> *mut Mr {
-    // One is kept for the next: allocating is not what is measured.
+    // Reuses the last region, as allocation is not measured.
     let kept = REGION.take();
     let mr = if kept.is_null() {
         Box::into_raw(Box::new(Mr {
@@ -40,7 +40,7 @@ pub(crate) extern "C" fn reg_mr(
     } else {
         kept
     };
-    // SAFETY: it was boxed by this function, and is nobody else's now.
+    // SAFETY: this function boxed the region, and no other code has it.
     unsafe {
         (*mr).addr = addr;
         (*mr).length = length;
@@ -138,7 +138,7 @@ extern "C" fn query_qp(
     0
 }
 
-/// The library, with one device.
+/// Returns the functions of the library, with one device.
 pub(crate) fn functions() -> Functions {
     fake::functions();
     let own = |name: &str| {

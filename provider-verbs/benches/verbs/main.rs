@@ -1,7 +1,6 @@
-//! What this crate adds to verbs: registration and close against `ibv_reg_mr` + `ibv_dereg_mr`,
-//! post and poll against the driver's own, in turns in one run. Over a library that does nothing,
-//! everywhere; and over the device that `HMEM_VERBS_DEVICE` names, where it names one.
-//! `tests/vm/run --bench` runs it over rdma_rxe.
+//! Overhead of this crate over verbs: register and close against `ibv_reg_mr` and `ibv_dereg_mr`,
+//! post and poll against the driver's own calls, in turns in one run. It runs over a library that
+//! does nothing, and over the device that `HMEM_VERBS_DEVICE` names.
 //!
 //! Instructions, over the library that does nothing:
 //! `valgrind --tool=callgrind --toggle-collect='*register_and_close*'
@@ -55,7 +54,7 @@ impl Pages {
     }
 }
 
-/// Ours, in the words of core.
+/// The same operations through core.
 struct Ours {
     domain: Domain,
     cq: Arc<dyn CompletionQueue>,
@@ -63,7 +62,7 @@ struct Ours {
 }
 
 const RIGHTS: Access = Access::READ.union(Access::WRITE).union(Access::REMOTE_WRITE);
-/// The same in verbs' words, atomics included, as core's REMOTE_WRITE has them.
+/// The same rights as verbs flags, with atomics, like core's REMOTE_WRITE.
 const FLAGS: AccessFlags =
     AccessFlags::LOCAL_WRITE.union(AccessFlags::REMOTE_WRITE).union(AccessFlags::REMOTE_ATOMIC);
 
@@ -84,7 +83,7 @@ impl Ours {
 
     #[inline(never)]
     fn register_and_close(&self, range: AddressRange) {
-        // SAFETY: nobody transfers there, and the pages stay.
+        // SAFETY: the pages outlive the region, and no transfer uses it.
         let region =
             unsafe { self.domain.reg(range, RIGHTS, 0, MrFlags::empty()) }.expect("register");
         region.close().map_err(|rejected| rejected.error).expect("close");
@@ -113,7 +112,7 @@ impl Ours {
     }
 }
 
-/// The time of one round of each, in turns.
+/// Measures one round of each in turns. Returns the times.
 fn in_turns(
     rounds: usize,
     times: u32,
@@ -147,11 +146,11 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// What may be added.
+/// Limit of the overhead.
 enum Goal {
-    /// Nanoseconds, or a share of the raw call, whichever is larger.
+    /// Limit in nanoseconds, or as a fraction of the raw call; the larger one counts.
     Adds(f64, f64),
-    /// For orientation.
+    /// No limit: the row is for orientation.
     None,
 }
 
@@ -182,7 +181,7 @@ fn over_nothing(count: bool) {
     let own_name = ours.endpoint.name();
     ours.endpoint.resolve(&own_name).expect("connect");
     let pages = Pages::new(1 << 16);
-    // Behind the region below: the library's keys are made of addresses.
+    // Different from the region below: the library derives keys from addresses.
     let range = AddressRange::new(Address(pages.start + 8192), 4096).expect("inside the pages");
     let raw =
         RawRegistration { reg_mr: bare::reg_mr, dereg_mr: bare::dereg_mr, pd: ptr::null_mut() };

@@ -1,4 +1,4 @@
-//! Verbs as a C program calls them: what this crate's calls are held against.
+//! Verbs calls as in a C program, the reference for this crate's calls.
 
 use std::{
     ffi::{c_int, c_void},
@@ -21,11 +21,11 @@ type CreateCq =
 type CreateQp = unsafe extern "C" fn(*mut Pd, *mut QpInitAttr) -> *mut Qp;
 type ModifyQp = unsafe extern "C" fn(*mut Qp, *mut QpAttr, c_int) -> c_int;
 
-/// Finds functions in the libibverbs that the provider has loaded.
+/// Looks up a function in the libibverbs that the provider has loaded.
 fn find<T: Copy>(name: &std::ffi::CStr) -> T {
     assert_eq!(size_of::<T>(), size_of::<*mut c_void>());
-    // SAFETY: the library is in use already; each caller names a function of the header with its
-    // own type.
+    // SAFETY: the library is loaded already, and each caller names a function of the header with
+    // its type.
     unsafe {
         let library = libc::dlopen(c"libibverbs.so.1".as_ptr(), libc::RTLD_NOW);
         assert!(!library.is_null(), "libibverbs loads");
@@ -44,7 +44,7 @@ pub(crate) struct RawRegistration {
 }
 
 impl RawRegistration {
-    /// In the protection domain of one of ours.
+    /// Uses the protection domain of a provider's domain.
     pub(crate) fn of(domain: &VerbsDomain) -> Self {
         Self {
             reg_mr: find(c"ibv_reg_mr"),

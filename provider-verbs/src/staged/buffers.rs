@@ -36,7 +36,7 @@ impl Staging {
         Self { attr, buffers: Mutex::default(), regions: AtomicUsize::new(0) }
     }
 
-    /// Returns the buffers and their descriptor, once there are any.
+    /// Returns the buffers and their descriptor, if they are registered.
     pub(super) fn buffers(&self) -> Option<(Arc<Pool>, LocalKey)> {
         self.buffers.lock().clone()
     }
@@ -65,21 +65,21 @@ impl Staging {
         let local = device.provider_attr().staged_access;
         if !local.contains(request.access) {
             return Err(refuse(
-                "a peer's NIC cannot reach memory through copies: ask for SEND, RECV, READ and \
-                 WRITE only, and let this side write to the peer, read from it or exchange \
-                 messages; or make a direct path work",
+                "register with SEND, RECV, READ and WRITE only, as a peer's NIC cannot reach \
+                 memory through copies, and let this side write to the peer, read from it or \
+                 exchange messages; or make a direct path work",
             )
             .context("access", request.access - local));
         }
         if !options.is_empty() {
             return Err(refuse(
-                "staged memory is not registered with the NIC: ask for none of verbs' options",
+                "register without verbs options: staged memory is not registered with the NIC",
             )
             .context("options", format_args!("{options:?}")));
         }
         let staged = |piece: &Piece<'_>| match &piece.backing {
             Backing::Staged(memory) => Ok((piece.range, Arc::clone(memory))),
-            _ => Err(refuse("a region is staged as a whole or not at all")),
+            _ => Err(refuse("stage a region as a whole or not at all")),
         };
         let pieces = pieces.iter().map(staged).collect::<Result<Vec<_>>>()?;
         self.prepare_buffers(registrar)?;
@@ -94,7 +94,7 @@ impl Staging {
         }))
     }
 
-    /// Allocates and registers the buffers, if they are not yet.
+    /// Allocates and registers the buffers, unless that is done.
     fn prepare_buffers(&self, registrar: &Registrar<'_>) -> Result<()> {
         let mut buffers = self.buffers.lock();
         if buffers.is_some() {
@@ -110,8 +110,8 @@ impl Staging {
         Ok(())
     }
 
-    /// Lets no copy of a region begin any more. Copies that have begun go on until the lanes of the
-    /// device abandon them.
+    /// Closes a region: no copy of it begins any more. Copies in flight go on until the lanes of
+    /// the device abandon them.
     pub(crate) fn close(&self, region: &StagedRegion) {
         self.regions.fetch_sub(1, Ordering::AcqRel);
         region.close();
@@ -122,6 +122,6 @@ impl Staging {
 fn numa_node(device: &str) -> Option<u32> {
     let text =
         fs::read_to_string(format!("/sys/class/infiniband/{device}/device/numa_node")).ok()?;
-    // -1 is a machine that has none.
+    // -1 means no node.
     text.trim().parse().ok()
 }

@@ -1,17 +1,23 @@
-//! Lanes: the requests of one direction of an endpoint, from the first that names staged memory
-//! until there is none.
+//! Lanes: queues of the requests in one direction of an endpoint that has staged transfers.
 //!
-//! The NIC runs requests in the order in which they were posted, and so does a lane: it posts one
-//! request's chunks after all of those before it, and completes them in that order. A request that
-//! is posted while the lane is not empty goes through it, staged or not. A request that fails in a
-//! lane ends the connection, as any failed request does, and cancels those behind it.
+//! The NIC runs requests in the order of their posts, and so does a lane. It posts a request's
+//! chunks after all chunks of earlier requests, and completes requests in that order. While a lane
+//! has entries, each new request goes through it, staged or not. A failed request in a lane ends
+//! the connection and cancels the requests behind it.
 //!
-//! A request takes buffers when those before it have all of theirs, so that none of them waits for
-//! one that waits for it. A request behind a message also waits for the receiver. Its buffers then
-//! come from the share of messages, not from the one that is reserved for RMA.
+//! A request takes buffers after the requests before it have all of theirs, so that no circle of
+//! waiting requests arises. A request behind a message also waits for the receiver. Its buffers
+//! then come from the share of messages, not from the share of RMA.
 //!
-//! A post steps its lane. A reader of any completion queue of the device steps all lanes of the
-//! device: a transfer may wait for buffers of another, whose queue no thread reads at the time.
+//! A post steps its lane. A reader of any completion queue steps all lanes of the device: a
+//! transfer may wait for buffers of a transfer with an unread queue.
+//!
+//! # Sleep
+//!
+//! A thread may sleep for a completion queue while lanes have entries: the NIC wakes the thread
+//! when a request completes to the queue. It must not sleep while a lane needs calls (see
+//! [`ActiveLanes::need_calls`]). Three calls can make a lane need calls, and then make the queues'
+//! fds readable: a post, a cancellation, and the close of a region.
 
 use std::{
     collections::VecDeque,
@@ -36,7 +42,7 @@ use super::{
 use crate::{
     in_flight::{Arrival, Mail, RequestOwner, Token},
     post::{Poster, takes_receive},
-    queue::Queues,
+    queue::{CqState, Queues},
     ready::Ready,
 };
 
@@ -50,10 +56,10 @@ pub(crate) struct Lanes {
 }
 
 struct Lane {
-    /// The number of entries; changed under the lock of the entries.
+    /// Number of entries, changed under the lock of the entries.
     busy: AtomicUsize,
     entries: Mutex<VecDeque<Entry>>,
-    /// The number of the next entry.
+    /// Number of the next entry.
     next: AtomicU64,
     /// Shared with the poster. Its lock is the innermost.
     mail: Arc<Mutex<Mail>>,
@@ -69,11 +75,11 @@ impl Lane {
         }
     }
 
-    fn is_idle(&self) -> bool {
-        self.busy.load(Ordering::Acquire) == 0
+    fn is_busy(&self) -> bool {
+        self.busy.load(Ordering::Acquire) > 0
     }
 
-    /// Takes the results of the lane's requests.
+    /// Applies the results of the lane's requests. Returns whether there were any.
     fn take_mail(&self, entries: &mut VecDeque<Entry>) -> bool {
         let (ended, canceled_before) = {
             let mut mail = self.mail.lock();
@@ -107,21 +113,22 @@ impl Lanes {
         if kind == CompletionKind::Receive { &self.receive } else { &self.send }
     }
 
-    fn is_idle(&self) -> bool {
-        self.send.is_idle() && self.receive.is_idle()
+    fn is_busy(&self) -> bool {
+        self.send.is_busy() || self.receive.is_busy()
     }
 
-    /// Cancels everything that was posted before now and is not on the wire.
+    /// Cancels all entries that are not on the wire.
     pub(crate) fn cancel(&self) {
         for lane in [&self.send, &self.receive] {
             lane.mail.lock().canceled_before = lane.next.load(Ordering::Acquire);
         }
+        self.queues.ring();
     }
 
     /// Returns true if a request has to go through a lane.
     #[inline]
     pub(crate) fn takes(&self, request: &WorkRequest<'_>) -> bool {
-        if self.of(kind_of(&request.operation)).busy.load(Ordering::Acquire) > 0 {
+        if self.of(kind_of(&request.operation)).is_busy() {
             return true;
         }
         let domain = &self.poster.domain;
@@ -145,7 +152,7 @@ impl Lanes {
                 .domain
                 .refuse_post(ErrorKind::Again, "the queue is full: read completions"));
         }
-        // A failure of before is noticed before, and does not take this request along.
+        // An earlier failure must not cancel this request, so it is handled first.
         self.step(lane, &mut entries);
         let number = lane.next.fetch_add(1, Ordering::AcqRel);
         let (context, takes_receive) = (request.context, takes_receive(&request.operation));
@@ -154,6 +161,11 @@ impl Lanes {
         lane.busy.store(entries.len(), Ordering::Release);
         self.active.add(self);
         self.step(lane, &mut entries);
+        let needs_calls = entries.iter().any(|entry| entry.is_copying() || entry.is_unposted());
+        drop(entries);
+        if needs_calls {
+            self.active.ring();
+        }
         Ok(())
     }
 
@@ -161,8 +173,8 @@ impl Lanes {
     fn step_all(&self) -> usize {
         let mut ended = 0;
         for lane in [&self.send, &self.receive] {
-            // A thread that has the lock steps the lane.
-            if lane.busy.load(Ordering::Acquire) > 0
+            // Another thread that holds the lock steps the lane.
+            if lane.is_busy()
                 && let Some(mut entries) = lane.entries.try_lock()
             {
                 ended += self.step(lane, &mut entries);
@@ -176,7 +188,38 @@ impl Lanes {
         self.hand_out(lane, entries)
     }
 
-    /// Does what can be done now. Returns whether that was anything.
+    /// Returns whether a lane of another queue than `queue` is busy.
+    fn is_busy_beside(&self, queue: &Arc<CqState>) -> bool {
+        self.send.is_busy() && !Arc::ptr_eq(&self.queues.tx, queue)
+            || self.receive.is_busy() && !Arc::ptr_eq(&self.queues.rx, queue)
+    }
+
+    /// Returns whether a reader of `queue` must step the lanes again without an event of the NIC.
+    ///
+    /// `others_busy` says whether a lane of another queue was busy before this call.
+    fn need_calls(&self, queue: &Arc<CqState>, others_busy: bool) -> bool {
+        [(&self.send, &self.queues.tx), (&self.receive, &self.queues.rx)].into_iter().any(
+            |(lane, completes_to)| {
+                if !lane.is_busy() {
+                    return false;
+                }
+                // Another thread holds the lock, and may leave work.
+                let Some(mut entries) = lane.entries.try_lock() else { return true };
+                let progressed = self.advance(lane, &mut entries);
+                self.hand_out(lane, &mut entries);
+                let is_own = Arc::ptr_eq(completes_to, queue);
+                let is_send = std::ptr::eq(lane, &self.send);
+                progressed
+                    || entries.iter().any(|entry| {
+                        entry.is_copying()
+                            || (is_own && others_busy && entry.needs_buffers())
+                            || (!is_own && is_send && entry.is_unposted())
+                    })
+            },
+        )
+    }
+
+    /// Does all work that is possible now. Returns whether there was any.
     fn advance(&self, lane: &Lane, entries: &mut VecDeque<Entry>) -> bool {
         let mut progressed = lane.take_mail(entries);
         let (mut may_begin, mut may_post, mut failed) = (true, true, false);
@@ -230,7 +273,7 @@ impl Lanes {
     }
 
     fn post_now(&self, request: &WorkRequest<'_>, token: Token) -> Result<Posted> {
-        // SAFETY: the memory is that of regions whose descriptors the request names, or staging
+        // SAFETY: the memory lies in regions whose descriptors the request names, or in staging
         // buffers, which live as long as their domain.
         match unsafe { self.poster.post(request, RequestOwner::Lane(token)) } {
             Ok(()) => Ok(Posted::Sent),
@@ -239,12 +282,12 @@ impl Lanes {
         }
     }
 
-    /// Ends the connection. A failure on this side must keep the requests behind it from the peer,
-    /// as a failure on the wire does.
+    /// Ends the connection. After a failure on this side the peer must not get the requests behind
+    /// it.
     fn end_connection(&self) {
         let connection = &mut self.poster.lock().connection;
         if !connection.has_failed() {
-            connection.fail("a connection with a failed staged transfer could not be stopped");
+            connection.fail("cannot stop the connection of a failed staged transfer");
         }
     }
 
@@ -263,7 +306,7 @@ impl Lanes {
         ended
     }
 
-    /// Ends every entry, when nothing of the endpoint is on the wire any more.
+    /// Ends every entry. No request of the endpoint is on the wire any more.
     pub(crate) fn shut(&self) {
         for lane in [&self.send, &self.receive] {
             let mut entries = lane.entries.lock();
@@ -278,10 +321,11 @@ impl Lanes {
         }
     }
 
-    /// Stops what uses a region that was closed.
+    /// Stops the transfers of closed regions.
     fn abandon_closed(&self) {
+        let mut stopped = false;
         for lane in [&self.send, &self.receive] {
-            if lane.busy.load(Ordering::Acquire) == 0 {
+            if !lane.is_busy() {
                 continue;
             }
             for entry in lane.entries.lock().iter_mut() {
@@ -290,13 +334,17 @@ impl Lanes {
                 {
                     transfer.pipeline.fail(Part::Wire, region_closed());
                     transfer.pipeline.stop();
+                    stopped = true;
                 }
             }
+        }
+        if stopped {
+            self.queues.ring();
         }
     }
 }
 
-/// The lanes of a device that are not empty, and the completion queues whose readers step them.
+/// Lanes of a device with entries, and the completion queues of their readers.
 #[derive(Default)]
 pub(crate) struct ActiveLanes {
     count: AtomicUsize,
@@ -317,20 +365,36 @@ impl ActiveLanes {
         if active.iter().any(|known| std::ptr::eq(known.as_ptr(), Arc::as_ptr(lanes))) {
             return;
         }
-        let were_empty = active.is_empty();
         active.push(Arc::downgrade(lanes));
         self.count.store(active.len(), Ordering::Release);
-        drop(active);
-        // The readers of all queues step the lanes. One that slept before the count changed has no
-        // limit for its sleep, and the lane may need that very reader.
-        if were_empty {
-            self.queues.lock().iter().filter_map(Weak::upgrade).for_each(|queue| queue.ring());
-        }
     }
 
-    /// Returns true if a lane of the device is not empty.
-    pub(crate) fn any(&self) -> bool {
-        self.count.load(Ordering::Acquire) > 0
+    /// Wakes the readers of all queues, which step the lanes.
+    fn ring(&self) {
+        self.queues.lock().iter().filter_map(Weak::upgrade).for_each(|queue| queue.ring());
+    }
+
+    /// Returns whether a reader of `queue` must not sleep, because only calls move a transfer on.
+    ///
+    /// The NIC wakes the reader for completions of `queue` only. Four things need calls:
+    ///
+    /// - Copies in flight: a copy engine does not announce their end.
+    /// - Entries of a lane that completes to `queue` and waits for buffers, while a lane of another
+    ///   queue is busy. That lane may hold the buffers.
+    /// - Entries of a send lane of another queue that are not posted. The peer may wait for them,
+    ///   and their own queue may have no reader.
+    /// - Lanes that another thread is stepping, and lanes that this call could step.
+    ///
+    /// Requests on the wire need none. A receive may stay there for as long as the peer likes.
+    pub(crate) fn need_calls(&self, queue: &Arc<CqState>) -> bool {
+        if self.count.load(Ordering::Acquire) == 0 {
+            return false;
+        }
+        let lanes = self.list();
+        // Evaluated before the lanes of this queue are stepped: a lane that is idle here has
+        // released its buffers, and the step finds them.
+        let others_busy = lanes.iter().any(|lanes| lanes.is_busy_beside(queue));
+        lanes.iter().any(|lanes| lanes.need_calls(queue, others_busy))
     }
 
     fn list(&self) -> Vec<Arc<Lanes>> {
@@ -346,20 +410,19 @@ impl ActiveLanes {
         let mut ended = 0;
         for lanes in self.list() {
             if let Err(error) = lanes.queues.drain() {
-                // Its own reader gets the same answer.
-                tracing::debug!(%error, "a queue with staged transfers could not be read");
+                // The reader of that queue gets the same error.
+                tracing::debug!(%error, "cannot read a queue with staged transfers");
             }
             ended += lanes.step_all();
         }
-        // Lanes that are busy again are so since before they ask to be added, for which they need
-        // this lock.
+        // A lane that becomes busy adds itself afterwards, under this lock.
         let mut active = self.lanes.lock();
-        active.retain(|lanes| lanes.upgrade().is_some_and(|lanes| !lanes.is_idle()));
+        active.retain(|lanes| lanes.upgrade().is_some_and(|lanes| lanes.is_busy()));
         self.count.store(active.len(), Ordering::Release);
         ended
     }
 
-    /// Waits until no copy touches a region that was closed.
+    /// Stops the transfers of closed regions, and waits for their copies.
     pub(crate) fn abandon_closed(&self) {
         for lanes in self.list() {
             lanes.abandon_closed();

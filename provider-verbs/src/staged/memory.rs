@@ -9,7 +9,7 @@ use hmem_core::{
     Address, AddressRange, Error, ErrorKind, Result, iface::CopyEvent, provider::StagedMemory,
 };
 
-/// A piece of a staged region, until it is closed.
+/// A piece of a staged region. Copies fail once it is closed.
 #[derive(Debug)]
 pub(crate) struct StagedPiece {
     memory: Arc<dyn StagedMemory>,
@@ -80,8 +80,8 @@ impl StagedRegion {
         Self { pieces: pieces.map(piece).collect() }
     }
 
-    /// Cuts a local segment into runs of one piece: the piece, the offset in it, and bytes. Returns
-    /// `None` if the segment reaches outside.
+    /// Splits a local segment at the ends of pieces. Returns the piece, the offset in it and the
+    /// length of each run, or `None` if the segment reaches outside.
     pub(super) fn runs(
         &self,
         mut address: Address,
@@ -99,7 +99,7 @@ impl StagedRegion {
         Some(runs)
     }
 
-    /// Lets no copy begin any more.
+    /// Closes the region: no copy begins any more.
     pub(crate) fn close(&self) {
         for (_, piece) in &self.pieces {
             piece.closed.store(true, Ordering::Release);

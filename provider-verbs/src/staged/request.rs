@@ -1,5 +1,5 @@
-//! Requests that wait in a lane. They own copies of the caller's lists, which are the caller's
-//! again when `post` returns.
+//! Requests that wait in a lane. They own copies of the caller's lists, as the caller may reuse the
+//! lists once `post` returns.
 
 use std::sync::Arc;
 
@@ -44,10 +44,10 @@ pub(super) fn kind_of(operation: &Operation<'_>) -> CompletionKind {
     }
 }
 
-/// An operation that moves bytes of the local list, and owns its remote list.
+/// An operation that moves bytes of the local list, with its own copy of the remote list.
 #[derive(Debug)]
 pub(super) enum Movement {
-    /// With immediate data, where there is some: the last chunk carries it.
+    /// A write, with immediate data on the last chunk if there is any.
     Write(Vec<Far>, Option<u64>),
     Read(Vec<Far>),
     Send(Option<RemoteKey>),
@@ -83,7 +83,7 @@ impl Movement {
         }
     }
 
-    /// Returns the operation with this remote list, for the last part of the movement or another.
+    /// Returns the operation for one chunk, with this remote list.
     fn operation<'a>(&'a self, remote: &'a [RemoteSegment<'a>], is_last: bool) -> Operation<'a> {
         match self {
             Self::Write(_, Some(data)) if is_last => {
@@ -99,12 +99,12 @@ impl Movement {
         }
     }
 
-    /// Returns true if the bytes come from this side.
+    /// Returns true if this side sends the bytes.
     pub(super) const fn goes_out(&self) -> bool {
         matches!(self, Self::Write(..) | Self::Send(_) | Self::SendImmediate(_))
     }
 
-    /// Returns true if the movement takes a receive of the peer.
+    /// Returns true if the movement consumes a receive of the peer.
     pub(super) const fn takes_receive(&self) -> bool {
         matches!(self, Self::Write(_, Some(_)) | Self::Send(_) | Self::SendImmediate(_))
     }
@@ -124,7 +124,7 @@ impl Movement {
             .provider("verbs")
             .context("local", len)
             .context("remote", far)
-            .remedy("both lists hold the same number of bytes"))
+            .remedy("pass as many remote bytes as local bytes"))
     }
 
     /// Runs `with` on the request for a chunk.
@@ -156,7 +156,7 @@ enum Owned {
     Window(Operation<'static>),
 }
 
-/// A request for memory that the NIC reaches, waiting behind others.
+/// A request without staged memory that waits behind other requests.
 #[derive(Debug)]
 pub(super) struct Direct {
     operation: Owned,
@@ -166,7 +166,7 @@ pub(super) struct Direct {
 }
 
 impl Direct {
-    /// Copies a request. Returns `None` for one that verbs refuses whatever is before it.
+    /// Copies a request. Returns `None` for a request that verbs never accepts.
     pub(super) fn of(request: &WorkRequest<'_>) -> Option<Self> {
         let operation = match request.operation {
             Operation::Atomic { op, datatype, remote, result, compare } => {
@@ -210,9 +210,9 @@ impl Direct {
 /// A run of the local bytes of a request that names staged memory.
 #[derive(Clone, Copy, Debug)]
 enum Near {
-    /// In staging buffers, once it has some.
+    /// Bytes of staged memory, in staging buffers of the chunk.
     Staged { len: u64 },
-    /// In memory that the NIC reaches.
+    /// Bytes of memory that the NIC reaches.
     Plain(LocalSegment),
 }
 
@@ -247,7 +247,7 @@ impl Lists {
         self.len = self.len.saturating_add(len);
     }
 
-    /// Returns the most segments that a message of all bytes takes, with buffers of `slot_len`
+    /// Returns the maximum number of segments of a message with all bytes, in buffers of `slot_len`
     /// bytes.
     pub(super) fn segments(&self, slot_len: u64) -> u64 {
         let mut at = 0;

@@ -26,13 +26,13 @@ use crate::{
 pub(super) struct Entry {
     pub(super) number: u64,
     pub(super) kind: CompletionKind,
-    /// The request takes a receive of the peer.
+    /// Set if the request consumes a receive of the peer.
     pub(super) takes_receive: bool,
     pub(super) context: u64,
     pub(super) task: Task,
-    /// For a receive that ended.
+    /// Data of the message, for a receive that ended.
     pub(super) arrival: Arrival,
-    /// Its failure has canceled the entries behind it.
+    /// Set once the entry's failure has canceled the entries behind it.
     pub(super) noticed: bool,
 }
 
@@ -72,7 +72,26 @@ impl Entry {
         }
     }
 
-    /// Cancels what is not on the wire.
+    /// Returns whether copies of the request are in flight.
+    pub(super) fn is_copying(&self) -> bool {
+        matches!(&self.task, Task::Staged(transfer) if transfer.pipeline.is_copying())
+    }
+
+    /// Returns whether the request has yet to take staging buffers.
+    pub(super) fn needs_buffers(&self) -> bool {
+        matches!(&self.task, Task::Staged(transfer) if !transfer.pipeline.has_begun())
+    }
+
+    /// Returns whether a part of the request has yet to be posted to the NIC.
+    pub(super) fn is_unposted(&self) -> bool {
+        match &self.task {
+            Task::Staged(transfer) => !transfer.pipeline.is_posted(),
+            Task::Waiting(_) => true,
+            Task::Posted | Task::Ended(_) => false,
+        }
+    }
+
+    /// Cancels the parts that are not on the wire.
     pub(super) fn cancel(&mut self) {
         match &mut self.task {
             Task::Staged(transfer) => transfer.pipeline.fail(Part::Wire, canceled(self.kind)),
@@ -81,11 +100,12 @@ impl Entry {
         }
     }
 
-    /// Notes the result of a request that the entry posted.
+    /// Applies the result of a request that the entry posted.
     pub(super) fn ended(&mut self, token: Token, result: Result<u64>, arrival: Arrival) {
         self.arrival = arrival;
         match &mut self.task {
-            // A write with immediate data leaves the buffers of the receive that it takes alone.
+            // A write with immediate data does not fill the buffers of the receive that it
+            // consumes.
             Task::Staged(transfer) if arrival.written.is_some() => {
                 transfer.pipeline.landed(token.chunk, result.map(|_| 0));
             }
@@ -114,11 +134,11 @@ impl Task {
         let movement = Movement::of(&request.operation);
         let lists = lists(domain, request, movement.as_ref().map(|(_, right)| *right))?;
         let refuse = |why| domain.refuse_post(ErrorKind::Unsupported, why);
-        let tagged = "verbs has no tagged messages: send without a tag";
+        let tagged = "send without a tag: verbs has no tagged messages";
         if lists.runs.is_empty() {
             return Direct::of(request).map(Self::Waiting).ok_or_else(|| refuse(tagged));
         }
-        let atomic = "the operands are reached through copies: keep them in host memory";
+        let atomic = "keep the operands in host memory: staged copies cannot be atomic";
         let (movement, _) = movement.ok_or_else(|| {
             let is_atomic = matches!(request.operation, Operation::Atomic { .. });
             refuse(if is_atomic { atomic } else { tagged })
@@ -129,7 +149,7 @@ impl Task {
     }
 }
 
-/// Cuts the local list of a request into runs of plain and of staged memory.
+/// Splits the local list of a request into runs of plain and of staged memory.
 fn lists(domain: &DomainState, request: &WorkRequest<'_>, right: Option<Access>) -> Result<Lists> {
     let mut lists = Lists::default();
     for segment in request.local {
@@ -139,7 +159,7 @@ fn lists(domain: &DomainState, request: &WorkRequest<'_>, right: Option<Access>)
         };
         let runs = staged.runs(segment.address, segment.len).ok_or_else(|| {
             domain
-                .refuse_post(ErrorKind::OutOfBounds, "the segment reaches outside its region")
+                .refuse_post(ErrorKind::OutOfBounds, "use a segment inside its region")
                 .context("address", segment.address)
                 .context("length", segment.len)
         })?;
@@ -180,9 +200,9 @@ impl Transfer {
             let receives = matches!(movement, Movement::Receive);
             let max_sge = if receives { cap.max_recv_sge } else { cap.max_send_sge };
             if lists.len > most || segments > u64::from(max_sge) {
-                let why = "a staged message lies in buffers as a whole: give the domain more or \
+                let why = "a staged message needs all its buffers at once: give the domain more or \
                            longer ones (DomainAttr::staging), send less at once, or use RMA, \
-                           which is cut into chunks";
+                           which is divided into chunks";
                 return Err(domain
                     .refuse_post(ErrorKind::MessageTooLong, why)
                     .context("length", lists.len)

@@ -18,17 +18,17 @@ bitflags::bitflags! {
         const MW_BIND = 1 << 4;
         /// Addresses start at 0, on both sides.
         const ZERO_BASED = 1 << 5;
-        /// Pages are brought in when the NIC reaches for them.
+        /// Pages are not pinned. The NIC faults them in on access.
         const ON_DEMAND = 1 << 6;
         /// The memory lies in huge pages.
         const HUGETLB = 1 << 7;
-        /// PCIe writes may pass each other. A driver may drop it silently.
+        /// PCIe writes may be reordered. A driver may ignore the flag silently.
         const RELAXED_ORDERING = 1 << 20;
     }
 }
 
 bitflags::bitflags! {
-    /// `enum ibv_device_cap_flags`, as far as this crate looks at them.
+    /// `enum ibv_device_cap_flags`: the values that this crate reads.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct DeviceCaps: c_uint {
         /// Type 1 windows.
@@ -80,23 +80,23 @@ bitflags::bitflags! {
 }
 
 bitflags::bitflags! {
-    /// `enum ibv_send_flags`, as far as this crate uses them.
+    /// `enum ibv_send_flags`: the values that this crate uses.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct SendFlags: c_uint {
-        /// A completion is wanted.
+        /// The request gives a completion when it succeeds.
         const SIGNALED = 1 << 1;
-        /// The bytes are copied while posting.
+        /// The bytes are copied during the post.
         const INLINE = 1 << 3;
     }
 }
 
 bitflags::bitflags! {
-    /// `enum ibv_wc_flags`, as far as this crate looks at them.
+    /// `enum ibv_wc_flags`: the values that this crate reads.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct WcFlags: c_uint {
         /// The completion carries immediate data.
         const WITH_IMM = 1 << 1;
-        /// The checksums of the packet are right, on transports of packets.
+        /// The checksums of the packet are correct.
         const IP_CSUM_OK = 1 << 2;
         /// The completion names the key that the NIC invalidated.
         const WITH_INV = 1 << 3;
@@ -104,7 +104,9 @@ bitflags::bitflags! {
 }
 
 macro_rules! numbers {
-    ($($(#[doc = $doc:literal])+ $type:ident($repr:ty) { $($name:ident = $value:literal,)+ })+) => {$(
+    ($(
+        $(#[doc = $doc:literal])+ $type:ident($repr:ty) { $($name:ident = $value:literal,)+ }
+    )+) => {$(
         $(#[doc = $doc])+
         #[repr(transparent)]
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -116,7 +118,7 @@ macro_rules! numbers {
                 pub const $name: Self = Self($value);
             )+
 
-            /// The name in `infiniband/verbs.h`, where this crate knows it.
+            /// Returns the name in `infiniband/verbs.h`, if this crate knows it.
             #[must_use]
             pub const fn name(self) -> Option<&'static str> {
                 match self.0 {
@@ -175,12 +177,12 @@ numbers! {
         IBV_WC_RESP_TIMEOUT_ERR = 20,
         IBV_WC_GENERAL_ERR = 21,
     }
-    /// `enum ibv_wc_opcode`, as far as this crate looks at it.
+    /// `enum ibv_wc_opcode`: the values that this crate reads.
     WcOpcode(c_int) {
         IBV_WC_RECV = 128,
         IBV_WC_RECV_RDMA_WITH_IMM = 129,
     }
-    /// `enum ibv_wr_opcode`, as far as this crate uses them.
+    /// `enum ibv_wr_opcode`: the values that this crate uses.
     WrOpcode(c_int) {
         IBV_WR_RDMA_WRITE = 0,
         IBV_WR_RDMA_WRITE_WITH_IMM = 1,
@@ -193,7 +195,7 @@ numbers! {
         IBV_WR_BIND_MW = 8,
         IBV_WR_SEND_WITH_INV = 9,
     }
-    /// `enum ibv_qp_type`, as far as this crate uses them.
+    /// `enum ibv_qp_type`: the values that this crate uses.
     QpType(c_int) {
         IBV_QPT_RC = 2,
     }
@@ -226,6 +228,6 @@ pub const IBV_ODP_SUPPORT: u64 = 1;
 pub const IBV_REREG_MR_CHANGE_ACCESS: c_int = 1 << 2;
 /// `IBV_REREG_MR_ERR_CMD`: from this value down the old region may not be used any more.
 pub const IBV_REREG_MR_ERR_CMD: c_int = -4;
-/// `__VERBS_ABI_IS_EXTENDED`: what [`Context::abi_compat`](super::Context::abi_compat) holds where
-/// a [`VerbsContext`](super::VerbsContext) surrounds it.
+/// `__VERBS_ABI_IS_EXTENDED`: the value of [`Context::abi_compat`](super::Context::abi_compat)
+/// inside a [`VerbsContext`](super::VerbsContext).
 pub const VERBS_ABI_IS_EXTENDED: usize = usize::MAX;

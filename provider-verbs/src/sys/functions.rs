@@ -1,4 +1,4 @@
-//! The function table, filled from the library or from a lookup of the caller's own.
+//! The function table, filled from the library or from the caller's lookup.
 
 use std::{
     ffi::{c_char, c_int, c_uint, c_void},
@@ -23,8 +23,12 @@ pub type ReregMr =
 
 macro_rules! functions {
     (
-        required { $($(#[doc = $doc:literal])+ $field:ident: $symbol:ident@$version:literal = $type:ty;)+ }
-        optional { $($(#[doc = $odoc:literal])+ $ofield:ident: $osymbol:ident@$oversion:literal = $otype:ty;)+ }
+        required { $(
+            $(#[doc = $doc:literal])+ $field:ident: $symbol:ident@$version:literal = $type:ty;
+        )+ }
+        optional { $(
+            $(#[doc = $odoc:literal])+ $ofield:ident: $osymbol:ident@$oversion:literal = $otype:ty;
+        )+ }
     ) => {
         /// The functions of libibverbs.so.1 that this crate calls.
         #[derive(Clone, Debug)]
@@ -54,13 +58,14 @@ macro_rules! functions {
                             .ok_or_else(|| {
                                 lacks_symbol(library, concat!(stringify!($symbol), "@", $version))
                             })?;
-                        // SAFETY: the caller promises that what it returns under this name and version is a
-                        // function with the signature that the header declares for it, which is the one here.
+                        // SAFETY: the caller promises that the lookup returns functions with the
+                        // header's signatures, which are declared here.
                         unsafe { mem::transmute::<*const (), $type>(address) }
                     },)+
                     $($ofield: lookup(stringify!($osymbol), $oversion)
                         .filter(|address| !address.is_null())
-                        // SAFETY: as above.
+                        // SAFETY: the caller promises that the lookup returns functions with the
+                        // header's signatures, which are declared here.
                         .map(|address| unsafe { mem::transmute::<*const (), $otype>(address) }),)+
                 })
             }
@@ -74,18 +79,20 @@ functions! {
         get_device_list: ibv_get_device_list@"IBVERBS_1.1" =
             unsafe extern "C" fn(*mut c_int) -> *mut *mut Device;
         /// `ibv_free_device_list(list)`
-        free_device_list: ibv_free_device_list@"IBVERBS_1.1" = unsafe extern "C" fn(*mut *mut Device);
+        free_device_list: ibv_free_device_list@"IBVERBS_1.1" =
+            unsafe extern "C" fn(*mut *mut Device);
         /// `ibv_get_device_name(device)`
         get_device_name: ibv_get_device_name@"IBVERBS_1.1" =
             unsafe extern "C" fn(*mut Device) -> *const c_char;
         /// `ibv_open_device(device)`
-        open_device: ibv_open_device@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Device) -> *mut Context;
+        open_device: ibv_open_device@"IBVERBS_1.1" =
+            unsafe extern "C" fn(*mut Device) -> *mut Context;
         /// `ibv_close_device(context)`
         close_device: ibv_close_device@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Context) -> c_int;
         /// `ibv_query_device(context, attr)`
         query_device: ibv_query_device@"IBVERBS_1.1" =
             unsafe extern "C" fn(*mut Context, *mut DeviceAttr) -> c_int;
-        /// `ibv_query_port(context, port, attr)`: fills the part of the attributes that every version has
+        /// `ibv_query_port(context, port, attr)`: fills the attributes that every version has
         query_port: ibv_query_port@"IBVERBS_1.1" =
             unsafe extern "C" fn(*mut Context, u8, *mut PortAttr) -> c_int;
         /// `ibv_query_gid(context, port, index, gid)`
@@ -113,7 +120,9 @@ functions! {
         ack_cq_events: ibv_ack_cq_events@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Cq, c_uint);
         /// `ibv_create_cq(context, entries, context, channel, vector)`
         create_cq: ibv_create_cq@"IBVERBS_1.1" =
-            unsafe extern "C" fn(*mut Context, c_int, *mut c_void, *mut CompChannel, c_int) -> *mut Cq;
+            unsafe extern "C" fn(
+                *mut Context, c_int, *mut c_void, *mut CompChannel, c_int,
+            ) -> *mut Cq;
         /// `ibv_destroy_cq(cq)`
         destroy_cq: ibv_destroy_cq@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Cq) -> c_int;
         /// `ibv_create_qp(pd, attr)`
@@ -140,7 +149,8 @@ functions! {
         /// `ibv_rereg_mr(mr, flags, pd, address, length, access)`
         rereg_mr: ibv_rereg_mr@"IBVERBS_1.1" = ReregMr;
         /// `ibv_is_fork_initialized()`
-        is_fork_initialized: ibv_is_fork_initialized@"IBVERBS_1.13" = unsafe extern "C" fn() -> ForkStatus;
+        is_fork_initialized: ibv_is_fork_initialized@"IBVERBS_1.13" =
+            unsafe extern "C" fn() -> ForkStatus;
     }
 }
 
@@ -153,48 +163,48 @@ impl Functions {
     /// The library stays loaded for the rest of the process.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] naming the library, with the loader's reason, or with the first
-    /// symbol that it lacks.
+    /// [`ErrorKind::Unavailable`]: the library or one of its symbols cannot be loaded. The error
+    /// names the library, with the loader's reason or the symbol.
     pub fn load(path: &Path) -> Result<Self> {
         let library = path.display().to_string();
-        // SAFETY: loading runs the library's initialisers; the caller names libibverbs, whose
-        // initialisers have no precondition.
+        // SAFETY: loading runs the library's initialisers. The caller names libibverbs, which has
+        // initialisers without preconditions.
         let loaded = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }
             .map_err(|reason| not_loaded(&library, reason))?;
         let handle = loaded.into_raw();
-        // SAFETY: the addresses come from the library itself under the names and versions of its
-        // own header. It is never unloaded: the handle was given up above, since its
-        // drivers leave threads and fork handlers behind.
+        // SAFETY: the addresses come from the library under the names and versions of its header.
+        // The library is never unloaded: `into_raw` gave up the handle, since drivers leave threads
+        // and fork handlers behind.
         unsafe { Self::fill(&library, |symbol, version| versioned(handle, symbol, version)) }
     }
 
-    /// Fills the table from a lookup closure over symbol and version: a driver of the caller's own,
-    /// such as a test's.
+    /// Fills the table from a lookup by symbol and version: the caller's driver, such as a test's.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup` has
-    /// nothing.
+    /// [`ErrorKind::Unavailable`]: `lookup` returned `None` for one of [`Functions::SYMBOLS`]. The
+    /// error names the symbol.
     ///
     /// # Safety
-    /// Each address that `lookup` returns is a function with the signature that
-    /// `infiniband/verbs.h` declares for that name, keeps that header's rules about the objects
-    /// it returns, and stays callable from any thread for as long as a copy of the table
-    /// exists.
+    /// Each address that `lookup` returns is a function that:
+    ///
+    /// - has the signature that `infiniband/verbs.h` declares for the name,
+    /// - follows that header's rules about the objects that it returns,
+    /// - stays callable from any thread as long as a copy of the table exists.
     pub unsafe fn from_lookup(
         lookup: impl FnMut(&'static str, &'static str) -> Option<*const ()>,
     ) -> Result<Self> {
-        // SAFETY: the same promise, made by the caller.
+        // SAFETY: the caller makes the promise of `fill`, which is the same.
         unsafe { Self::fill("(injected)", lookup) }
     }
 
-    /// The library that the functions came from, as it was named.
+    /// Returns the name of the library, as the caller gave it.
     #[must_use]
     pub fn library(&self) -> &str {
         &self.library
     }
 }
 
-/// `dlvsym`: a symbol in exactly this version.
+/// Looks up a symbol in exactly this version (`dlvsym`).
 #[cfg(target_env = "gnu")]
 fn versioned(handle: *mut c_void, symbol: &str, version: &str) -> Option<*const ()> {
     let symbol = std::ffi::CString::new(symbol).ok()?;
@@ -204,7 +214,7 @@ fn versioned(handle: *mut c_void, symbol: &str, version: &str) -> Option<*const 
     (!address.is_null()).then_some(address.cast_const().cast())
 }
 
-/// `dlsym`: other C libraries know no versions, and take the default one.
+/// Looks up a symbol in its default version (`dlsym`), as other C libraries have no versions.
 #[cfg(not(target_env = "gnu"))]
 fn versioned(handle: *mut c_void, symbol: &str, _version: &str) -> Option<*const ()> {
     let symbol = std::ffi::CString::new(symbol).ok()?;
@@ -217,7 +227,10 @@ fn not_loaded(library: &str, reason: libloading::Error) -> Error {
     let error = Error::new(ErrorKind::Unavailable, "load library")
         .provider("verbs")
         .context("library", library)
-        .remedy("install rdma-core's libibverbs, or name its library with Verbs::builder().library(path)");
+        .remedy(
+            "install rdma-core's libibverbs, or name its library with \
+                 Verbs::builder().library(path)",
+        );
     match reason {
         libloading::Error::DlOpen { source } => error.caused_by(source),
         other => error.caused_by(other),

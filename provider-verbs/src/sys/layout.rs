@@ -16,7 +16,7 @@ pub struct Device {
     _opaque: [u8; 0],
 }
 
-/// A slot of an operations table that this crate does not call.
+/// An entry of an operations table that this crate does not call.
 pub type Unused = Option<unsafe extern "C" fn()>;
 
 /// `struct ibv_context_ops`
@@ -52,7 +52,7 @@ pub struct Context {
     pub abi_compat: *mut c_void,
 }
 
-/// `struct verbs_context`: what surrounds a [`Context`] whose `abi_compat` says so.
+/// `struct verbs_context`: contains a [`Context`] with an extended `abi_compat`.
 #[repr(C)]
 #[allow(missing_docs, reason = "the names are those of the header")]
 pub struct VerbsContext {
@@ -395,7 +395,7 @@ pub struct AtomicPart {
     pub rkey: u32,
 }
 
-/// `wr` of [`SendWr`]: which one follows from the opcode.
+/// `wr` of [`SendWr`]. The opcode selects the field.
 #[repr(C)]
 #[derive(Clone, Copy)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -434,7 +434,7 @@ pub struct SendWr {
 }
 
 impl SendWr {
-    /// A request with nothing in it but what it does.
+    /// Creates a request with only an opcode and a `wr_id`.
     #[must_use]
     pub const fn new(opcode: WrOpcode, wr_id: u64) -> Self {
         let bind_info = MwBindInfo { mr: ptr::null_mut(), addr: 0, length: 0, mw_access_flags: 0 };
@@ -474,7 +474,7 @@ pub struct Wc {
     pub opcode: WcOpcode,
     pub vendor_err: u32,
     pub byte_len: u32,
-    /// `imm_data`, in network byte order, or `invalidated_rkey`: `wc_flags` says which.
+    /// `imm_data`, in network byte order, or `invalidated_rkey`, as `wc_flags` says.
     pub invalidated_rkey: u32,
     pub qp_num: u32,
     pub src_qp: u32,

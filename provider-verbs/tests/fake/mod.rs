@@ -1,5 +1,4 @@
-//! A libibverbs of the tests' own: one device per thread, whose answers are set and whose calls are
-//! written down.
+//! A fake libibverbs with one device per thread. Tests set its answers and read its calls.
 
 use std::{
     cell::RefCell,
@@ -13,24 +12,24 @@ use hmem_provider_verbs::sys::{
     VERBS_ABI_IS_EXTENDED, VerbsContext,
 };
 
-/// What the fake answers, and what it was asked.
+/// Answers of the fake, and its calls.
 #[derive(Default)]
 pub(crate) struct Script {
-    /// How many devices there are; `None` for a null list with errno 38.
+    /// Number of devices; `None` for a null list with errno 38.
     pub(crate) devices: Option<usize>,
     pub(crate) max_mr_size: u64,
-    /// The errno of each registration to come; 0 and past the end: it works.
+    /// Errno of each later registration; 0 and past the end: success.
     pub(crate) register: Vec<i32>,
-    /// The errno of a dma-buf registration.
+    /// Errno of dma-buf registrations.
     pub(crate) dma_buf: i32,
     pub(crate) dereg: i32,
-    /// The device that cannot be opened, and the errno that says so.
+    /// Index and errno of a device that cannot be opened.
     pub(crate) closed: Option<(usize, i32)>,
-    /// The result and errno of each change of rights to come. With 0 and past the end it succeeds.
+    /// Result and errno of each later change of rights; 0 and past the end: success.
     pub(crate) rereg: Vec<(c_int, i32)>,
-    /// Gives devices that are opened from now on on-demand paging.
+    /// Set to give on-demand paging to devices that are opened from now on.
     pub(crate) on_demand: bool,
-    /// Devices that are opened from now on have no atomics.
+    /// Set to open devices without atomics from now on.
     pub(crate) no_atomics: bool,
     pub(crate) fork: c_int,
     pub(crate) calls: Vec<String>,
@@ -49,7 +48,7 @@ pub(crate) fn called(call: String) {
     with(|script| script.calls.push(call));
 }
 
-/// The calls since the last time this was asked.
+/// Returns the calls since the last call of this function.
 pub(crate) fn calls() -> Vec<String> {
     with(|script| mem::take(&mut script.calls))
 }
@@ -104,7 +103,7 @@ pub(crate) fn context(device: *mut Device) -> *mut Context {
         surrounding.sz = size_of::<VerbsContext>();
         surrounding.query_device_ex = Some(query_on_demand);
     }
-    // SAFETY: the field of the value that was boxed just now.
+    // SAFETY: the pointer comes from `Box::into_raw`, so its fields are valid.
     unsafe { &raw mut (*Box::into_raw(Box::new(surrounding))).context }
 }
 
@@ -119,7 +118,7 @@ unsafe extern "C" fn query_on_demand(
     0
 }
 
-/// A protection domain of another crate.
+/// Returns a protection domain of another crate.
 pub(crate) fn foreign_pd() -> *mut c_void {
     Box::into_raw(Box::new(Pd { context: context(ptr::without_provenance_mut(1)), handle: 9 }))
         .cast()
@@ -139,7 +138,7 @@ extern "C" fn query_device(_context: *mut Context, attr: *mut DeviceAttr) -> c_i
     0
 }
 
-/// The atomics of the device.
+/// Returns the atomics of the device.
 pub(crate) fn atomics() -> AtomicCap {
     if with(|script| script.no_atomics) {
         AtomicCap::IBV_ATOMIC_NONE
@@ -304,7 +303,7 @@ extern "C" fn is_fork_initialized() -> ForkStatus {
     ForkStatus(with(|script| script.fork))
 }
 
-/// The address of a symbol, if the fake has it.
+/// Returns the address of a symbol, if the fake has it.
 pub(crate) fn symbol(name: &str) -> Option<*const ()> {
     Some(match name {
         "ibv_get_device_list" => get_device_list as *const (),
@@ -338,7 +337,7 @@ pub(crate) fn symbol(name: &str) -> Option<*const ()> {
     })
 }
 
-/// The whole library, with one device.
+/// Returns all functions of the fake, with one device.
 pub(crate) fn functions() -> Functions {
     with(|script| {
         *script = Script {

@@ -1,5 +1,5 @@
-//! What the tests against a real driver share: the device named by `HMEM_VERBS_DEVICE`, pages, two
-//! connected ends.
+//! Shared parts of tests on a real driver: the device that `HMEM_VERBS_DEVICE` names, pages, and
+//! two connected sides.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::{
@@ -29,13 +29,14 @@ pub(crate) const LOCAL: Access =
 /// Every right of peers.
 pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
-/// The device to test on. Not named: the test is ignored. Named and absent: it fails.
+/// Returns the device to test on. Without `HMEM_VERBS_DEVICE` the test is ignored. If the named
+/// device does not exist, the test fails.
 pub(crate) fn device() -> Result<String, Skipped> {
     let name = std::env::var("HMEM_VERBS_DEVICE").ok().filter(|name| !name.is_empty());
     name.ok_or_else(|| Skipped("HMEM_VERBS_DEVICE names no device".to_owned()))
 }
 
-/// Anonymous pages, unmapped with it.
+/// Anonymous pages, unmapped on drop.
 pub(crate) struct Pages {
     pub(crate) address: u64,
     pub(crate) len: usize,
@@ -47,7 +48,7 @@ impl Pages {
     }
 
     pub(crate) fn with_protection(len: usize, protection: i32) -> Self {
-        // SAFETY: a new private mapping touches nobody's memory.
+        // SAFETY: without a fixed address the kernel maps unused addresses.
         let mapped = unsafe {
             libc::mmap(
                 ptr::null_mut(),
@@ -70,7 +71,7 @@ impl Pages {
         AddressRange::new(Address(self.address + offset), len).expect("inside the pages")
     }
 
-    /// Puts new, empty pages at the same addresses.
+    /// Maps new, empty pages at the same addresses.
     pub(crate) fn map_anew(&self) {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
         let protection = libc::PROT_READ | libc::PROT_WRITE;
@@ -86,20 +87,20 @@ impl Pages {
 
     pub(crate) fn put(&self, offset: usize, bytes: &[u8]) {
         assert!(offset + bytes.len() <= self.len);
-        // SAFETY: inside the mapping; the NIC writes only while a transfer runs, which the tests
-        // wait for.
+        // SAFETY: the range is inside the mapping. The NIC writes only during a transfer, and tests
+        // wait for its end.
         unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), self.pointer(offset), bytes.len()) }
     }
 
     pub(crate) fn get(&self, offset: usize, len: usize) -> Vec<u8> {
         assert!(offset + len <= self.len);
         let mut bytes = vec![0; len];
-        // SAFETY: as above.
+        // SAFETY: the range is inside the mapping, and tests wait for transfers before they read.
         unsafe { ptr::copy_nonoverlapping(self.pointer(offset), bytes.as_mut_ptr(), len) };
         bytes
     }
 
-    /// Bytes that differ from place to place.
+    /// Fills the pages with bytes that depend on the position and the seed, and returns them.
     pub(crate) fn fill(&self, seed: u8) -> Vec<u8> {
         let bytes: Vec<u8> = (0..self.len)
             .map(|index| (index as u8).wrapping_mul(31) ^ (index >> 8) as u8 ^ seed)
@@ -203,7 +204,7 @@ pub(crate) fn remote(key: &RemoteKey, offset: u64, len: u64) -> RemoteSegment<'_
     RemoteSegment { address: Iova(key.base().0 + offset), len, key }
 }
 
-/// Two domains of one process on one device, connected.
+/// Two connected domains of one process on one device.
 pub(crate) struct Pair {
     pub(crate) near: Side,
     pub(crate) far: Side,
@@ -223,7 +224,7 @@ impl Pair {
         pair
     }
 
-    /// Each side resolves the other's name of now: the first time, and after each failed
+    /// Connects both sides with their current names: the first time, and after each failed
     /// completion.
     pub(crate) fn connect(&self) {
         let (near, far) = (self.near.endpoint.name(), self.far.endpoint.name());

@@ -1,7 +1,7 @@
-//! A libibverbs of the tests' own that moves bytes: reliable connections between queue pairs of one
-//! thread, with keys, bounds and rights enforced, receives waited for, and connections that end
-//! with their first failure. It runs requests when a completion queue is polled, so that what is
-//! posted is in flight until then.
+//! A fake libibverbs that moves bytes. It has reliable connections between queue pairs of one
+//! thread. It enforces keys, bounds and rights, waits for receives, and ends a connection at its
+//! first failure. Requests run when a completion queue is polled, so posted requests stay in flight
+//! until then.
 
 use std::{
     cell::RefCell,
@@ -34,14 +34,14 @@ struct Send {
     opcode: WrOpcode,
     signaled: bool,
     segments: Vec<Sge>,
-    /// What was copied when it was posted.
+    /// Bytes that were copied during the post.
     inline: Option<Vec<u8>>,
     remote: (u64, u32),
     /// Immediate data, or the key to invalidate.
     extra: u32,
 }
 
-/// Opcodes that take a receive of the peer.
+/// Opcodes that consume a receive of the peer.
 const TAKE_RECEIVES: [WrOpcode; 4] = [
     WrOpcode::IBV_WR_SEND,
     WrOpcode::IBV_WR_SEND_WITH_IMM,
@@ -68,55 +68,55 @@ struct Wire {
     regions: HashMap<u32, Region>,
     pairs: HashMap<u32, Pair>,
     done: HashMap<usize, VecDeque<Wc>>,
-    /// The errno of a post to come, by its number.
+    /// Number of a later post that fails, with its errno.
     refuse: Option<(u64, c_int)>,
     posts: u64,
     misbehaviour: Misbehaviour,
-    /// The completions of binds that come late: their queue pair and queue.
+    /// Late completions of binds, with their queue pair and queue.
     late_binds: Vec<(u32, usize, Wc)>,
-    /// The number of the last queue pair that was destroyed.
+    /// Number of the last queue pair that was destroyed.
     free: Option<u32>,
-    /// The channels of queues.
+    /// Channels of the queues, by the queue's address.
     channels: HashMap<usize, Events>,
 }
 
-/// The events of a queue.
+/// Events of a queue.
 struct Events {
-    /// The address of the channel.
+    /// Address of the channel.
     channel: usize,
     fd: RawFd,
     armed: bool,
-    /// Events that were taken and are not acknowledged.
+    /// Number of events that were read and not acknowledged.
     taken: u32,
 }
 
-/// The device's misbehaviour that a test asks for.
+/// Misbehaviour of the device that a test selects.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Misbehaviour {
-    /// Completion queues cannot be read.
+    /// Set to make polls of completion queues fail.
     pub(crate) polls_fail: bool,
-    /// No request is run, and none is flushed.
+    /// Set to run no request and flush none.
     pub(crate) stands_still: bool,
-    /// The errno of a reset of a queue pair.
+    /// Errno of resets of queue pairs.
     pub(crate) refuses_resets: c_int,
-    /// Requests outstanding on a queue pair complete with success when it is destroyed. The next
-    /// queue pair has its number.
+    /// Set to complete the requests of a destroyed queue pair with success, late. The next queue
+    /// pair gets its number.
     pub(crate) completes_late: bool,
-    /// The errno with which no channel is created.
+    /// Errno of the creation of channels.
     pub(crate) refuses_channels: c_int,
-    /// The errno with which channels answer.
+    /// Errno of calls on channels.
     pub(crate) channels_fail: c_int,
-    /// The driver does not tell of completions. For devices that are opened from now on.
+    /// Set to open devices without completion channels from now on.
     pub(crate) tells_nothing: bool,
-    /// It is Soft-RoCE, whose flag for an invalidated key is the kernel's. For devices that are
-    /// opened from now on.
+    /// Set to open devices from now on as Soft-RoCE, which reports an invalidated key with the
+    /// kernel's flag.
     pub(crate) is_rxe: bool,
-    /// The status with which binds of type 1 windows end. `None` stands for a success that comes
-    /// after the next bind was posted.
+    /// Status of binds of type 1 windows. `None` is a success that completes after the next bind
+    /// was posted.
     pub(crate) bind: Option<WcStatus>,
 }
 
-/// Makes the device behave in this way from now on.
+/// Sets the misbehaviour of the device from now on.
 pub(crate) fn misbehave(misbehaviour: Misbehaviour) {
     with(|wire| wire.misbehaviour = misbehaviour);
 }
@@ -134,7 +134,7 @@ pub(crate) fn refuse_post(nth: u64, errno: c_int) {
     with(|wire| wire.refuse = Some((wire.posts + nth, errno)));
 }
 
-/// Whether a refusal that was asked for has not come up, and forgets it.
+/// Removes the refusal of a post. Returns whether it had not happened yet.
 pub(crate) fn forget_refusal() -> bool {
     with(|wire| wire.refuse.take()).is_some()
 }
@@ -147,13 +147,13 @@ pub(crate) fn fail_last_pair() {
     });
 }
 
-/// Registrations that are alive.
+/// Returns the number of registrations.
 pub(crate) fn regions() -> usize {
     with(|wire| wire.regions.len())
 }
 
 impl Wire {
-    /// The bytes of a segment, if its key grants `right`.
+    /// Returns the address of a segment, if its key grants `right`.
     fn reach(&self, key: u32, address: u64, len: u64, right: AccessFlags) -> Option<*mut u8> {
         let region =
             self.regions.get(&(key >> 8)).filter(|region| region.access.contains(right))?;
@@ -172,7 +172,7 @@ impl Wire {
                 u64::from(segment.length),
                 AccessFlags::empty(),
             )?;
-            // SAFETY: registered memory is mapped, by the promise of who registered it.
+            // SAFETY: `reach` found the range in a region, and its owner keeps the memory mapped.
             bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(from, len) });
         }
         Some(bytes)
@@ -187,7 +187,7 @@ impl Wire {
                 part.len() as u64,
                 AccessFlags::LOCAL_WRITE,
             )?;
-            // SAFETY: as above.
+            // SAFETY: `reach` found the range in a region, and its owner keeps the memory mapped.
             unsafe { ptr::copy_nonoverlapping(part.as_ptr(), to, part.len()) };
             bytes = rest;
         }
@@ -216,7 +216,7 @@ impl Wire {
         }
     }
 
-    /// Runs what can be run of one queue pair; whether that was anything.
+    /// Runs one request of a queue pair. Returns whether there was one to run.
     fn run(&mut self, number: u32) -> bool {
         if self.misbehaviour.stands_still {
             return false;
@@ -265,7 +265,7 @@ impl Wire {
             let Some(from) = self.reach(rkey, address, len, AccessFlags::REMOTE_READ) else {
                 return WcStatus::IBV_WC_REM_ACCESS_ERR;
             };
-            // SAFETY: as above.
+            // SAFETY: `reach` found the range in a region, and its owner keeps the memory mapped.
             let bytes = unsafe { std::slice::from_raw_parts(from, len as usize) }.to_vec();
             return match self.scatter(&send.segments, &bytes) {
                 Some(()) => WcStatus::IBV_WC_SUCCESS,
@@ -280,7 +280,7 @@ impl Wire {
             let Some(to) = self.reach(rkey, address, len, AccessFlags::REMOTE_WRITE) else {
                 return WcStatus::IBV_WC_REM_ACCESS_ERR;
             };
-            // SAFETY: as above.
+            // SAFETY: `reach` found the range in a region, and its owner keeps the memory mapped.
             unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
             if with_immediate {
                 self.receive(peer, WcStatus::IBV_WC_SUCCESS, send, len);
@@ -486,8 +486,8 @@ extern "C" fn destroy_cq(cq: *mut Cq) -> c_int {
         wire.done.remove(&cq.addr());
         wire.channels.remove(&cq.addr())
     });
-    // A driver waits here for the rest.
-    assert_eq!(events.map_or(0, |events| events.taken), 0, "events are not acknowledged");
+    // A real driver would wait here for the acknowledgements.
+    assert_eq!(events.map_or(0, |events| events.taken), 0, "unacknowledged events");
     // SAFETY: it was boxed by `create_cq`, and is destroyed once; its channel is alive.
     unsafe {
         let cq = Box::from_raw(cq);
@@ -560,7 +560,7 @@ extern "C" fn query_qp(
     _mask: c_int,
     _init: *mut QpInitAttr,
 ) -> c_int {
-    // SAFETY: as above.
+    // SAFETY: the caller passes a live queue pair and writable attributes.
     let (number, attr) = unsafe { ((*qp).qp_num, &mut *attr) };
     attr.qp_state = with(|wire| wire.pairs[&number].state);
     0
@@ -622,7 +622,7 @@ unsafe extern "C" fn post_send(qp: *mut Qp, mut wr: *mut SendWr, bad: *mut *mut 
 }
 
 unsafe extern "C" fn post_recv(qp: *mut Qp, wr: *mut RecvWr, _bad: *mut *mut RecvWr) -> c_int {
-    // SAFETY: as above, for one request.
+    // SAFETY: the caller passes a live queue pair and one request with its list of segments.
     let (number, request, segments) =
         unsafe { ((*qp).qp_num, &*wr, segments((*wr).sg_list, (*wr).num_sge)) };
     with(|wire| {
@@ -677,7 +677,8 @@ unsafe extern "C" fn poll_cq(cq: *mut Cq, most: c_int, out: *mut Wc) -> c_int {
         }
         let numbers: Vec<_> = wire.pairs.keys().copied().collect();
         for number in numbers {
-            // One request each: others come in between, and there is always something in flight.
+            // Each poll runs one request of each queue pair, so that requests interleave and stay
+            // in flight.
             wire.run(number);
         }
         let Some(done) = wire.done.get_mut(&cq.addr()) else { return 0 };
@@ -690,9 +691,9 @@ unsafe extern "C" fn poll_cq(cq: *mut Cq, most: c_int, out: *mut Wc) -> c_int {
     })
 }
 
-/// The library, with one device.
+/// Returns the functions of the fake, with one device.
 pub(crate) fn functions() -> Functions {
-    // Sets the script of the functions that are not replaced here.
+    // Resets the script of the functions that are not replaced here.
     drop(fake::functions());
     misbehave(Misbehaviour { bind: Some(WcStatus::IBV_WC_SUCCESS), ..Misbehaviour::default() });
     let symbol = |name: &str| {

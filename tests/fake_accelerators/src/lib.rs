@@ -16,7 +16,6 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `pages`: the bytes of the devices; a link to the module of the fake CUDA driver
 //! - `state`: allocations, faults and counters
 //! - `nrt`, `synapse`: the entries
 //!

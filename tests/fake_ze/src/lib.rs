@@ -14,7 +14,7 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `pages`, `profile`
+//! - `profile`
 //! - `state`
 //! - `entry`
 //!
