@@ -13,3 +13,5 @@ mod link;
 mod paths;
 mod reuse;
 mod segments;
+#[path = "../wire/mod.rs"]
+mod wire;

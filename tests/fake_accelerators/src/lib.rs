@@ -16,7 +16,6 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `pages`: the bytes of the devices; a link to the module of the fake CUDA driver
 //! - `state`: allocations, faults and counters
 //! - `nrt`, `synapse`: the entries
 //!
@@ -28,10 +27,6 @@
 #![allow(missing_docs)] // The vendors' headers document the functions.
 
 pub mod nrt;
-#[allow(dead_code, reason = "the fake CUDA driver uses all of it")]
-// The pages of every fake driver are the same code.
-#[path = "../../fake_cuda/src/pages.rs"]
-mod pages;
 mod state;
 pub mod synapse;
 
@@ -66,7 +61,7 @@ impl Fake {
 
     /// Makes the `nth` call of a function from now on return `code`, 1 being the next.
     pub fn fail_nth(&self, symbol: &'static str, nth: u64, code: i32) {
-        state::with(|state| state.fail(symbol, nth, code));
+        state::with(|state| state.calls.fail_nth(symbol, nth, code));
     }
 
     /// Makes the next call of a function return `code`.
@@ -76,13 +71,13 @@ impl Fake {
 
     /// Forgets faults that were not met.
     pub fn heal(&self) {
-        state::with(|state| state.faults.clear());
+        state::with(|state| state.calls.heal());
     }
 
     /// Returns the number of calls of a function.
     #[must_use]
     pub fn calls(&self, symbol: &str) -> u64 {
-        state::with(|state| state.calls.get(symbol).copied().unwrap_or(0))
+        state::with(|state| state.calls.of(symbol))
     }
 
     /// Returns what is alive.

@@ -14,7 +14,7 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `gdrapi`, `pages`, `profile`
+//! - `gdrapi`, `profile`
 //! - `state`
 //! - `answers`, `ipc`
 //! - `entry`
@@ -38,7 +38,6 @@ mod answers;
 mod entry;
 mod gdrapi;
 mod ipc;
-mod pages;
 mod profile;
 mod state;
 
@@ -122,7 +121,7 @@ fn from_environment() -> State {
     }
     let mut state = fresh(profile);
     for (symbol, code) in faults {
-        state.fail(symbol, 0, true, code);
+        state.fail_always(symbol, code);
     }
     state
 }
@@ -142,8 +141,8 @@ pub unsafe extern "C" fn hmem_fake_cuda_calls(symbol: *const std::ffi::c_char) -
     let symbol = unsafe { std::ffi::CStr::from_ptr(symbol) }.to_string_lossy();
     let state = STATE.lock();
     match (&*state, entry::known(&symbol)) {
-        (Some(state), Some(symbol)) => state.calls(symbol),
-        (Some(state), None) if symbol.is_empty() => state.all_calls(),
+        (Some(state), Some(symbol)) => state.calls.of(symbol),
+        (Some(state), None) if symbol.is_empty() => state.calls.total(),
         _ => 0,
     }
 }
@@ -195,7 +194,7 @@ impl FakeDriver {
 
     /// Makes the `nth` call of a function from now on fail, 1 being the next.
     pub fn fail_nth(&self, symbol: &str, nth: u64, code: CuResult) {
-        self.with(|state| state.fail(known(symbol), nth.saturating_sub(1), false, code));
+        self.with(|state| state.fail_nth(known(symbol), nth, code));
     }
 
     /// Makes the next call of a function fail.
@@ -205,7 +204,7 @@ impl FakeDriver {
 
     /// Makes every call of a function fail.
     pub fn fail_always(&self, symbol: &str, code: CuResult) {
-        self.with(|state| state.fail(known(symbol), 0, true, code));
+        self.with(|state| state.fail_always(known(symbol), code));
     }
 
     /// Loses the device: every call answers `code` from now on.
@@ -216,7 +215,7 @@ impl FakeDriver {
     /// Loses the device in the `nth` call of a function from now on: it and every call after it
     /// answer `code`.
     pub fn lose_device_at(&self, symbol: &str, nth: u64, code: CuResult) {
-        self.with(|state| state.lose(known(symbol), nth.saturating_sub(1), code));
+        self.with(|state| state.lose_nth(known(symbol), nth, code));
     }
 
     /// Has queries say of an allocation what they say of memory that is not the driver's.
@@ -253,13 +252,13 @@ impl FakeDriver {
     #[must_use]
     pub fn calls(&self, symbol: &str) -> u64 {
         let symbol = known(symbol);
-        self.with(|state| state.calls(symbol))
+        self.with(|state| state.calls.of(symbol))
     }
 
     /// How often any function was called.
     #[must_use]
     pub fn all_calls(&self) -> u64 {
-        self.with(|state| state.all_calls())
+        self.with(|state| state.calls.total())
     }
 
     /// Returns the numbers of objects that are alive.

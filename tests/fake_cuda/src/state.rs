@@ -6,12 +6,10 @@ use std::{
     os::fd::OwnedFd,
 };
 
+use hmem_fake_common::{Calls, PAGE, Pages};
 use hmem_iface_cuda::sys::{CuMemAllocationProp, CuResult};
 
-use crate::{
-    pages::{PAGE, Pages},
-    profile::Profile,
-};
+use crate::profile::Profile;
 
 /// `CU_MEM_ALLOC_GRANULARITY_MINIMUM` of devices with 2 MiB pages.
 pub(crate) const GRANULARITY: u64 = 2 << 20;
@@ -109,15 +107,12 @@ pub(crate) struct Event {
     pub(crate) recorded: Option<(usize, u64)>,
 }
 
+/// Effect of an injected fault.
 #[derive(Clone, Copy, Debug)]
-struct Fault {
-    symbol: &'static str,
-    /// How many calls go by before.
-    after: u64,
-    always: bool,
-    /// Whether the device is lost with it.
-    loses: bool,
+pub(crate) struct Fault {
     code: CuResult,
+    /// The device is lost with it.
+    loses: bool,
 }
 
 /// A function whose calls wait, and how many do.
@@ -181,13 +176,12 @@ pub(crate) struct State {
     block: (u64, u64),
     /// Freed addresses by length, the last freed last.
     free: HashMap<u64, Vec<u64>>,
-    faults: Vec<Fault>,
-    calls: HashMap<&'static str, u64>,
+    pub(crate) calls: Calls<Fault>,
 }
 
 impl State {
     pub(crate) fn new(generation: u64, profile: Profile) -> Self {
-        let pages = Pages::new();
+        let pages = Pages::default();
         Self {
             generation,
             started: false,
@@ -210,8 +204,7 @@ impl State {
             next_address: pages.first().next_multiple_of(GRANULARITY),
             block: (0, 0),
             free: HashMap::new(),
-            faults: Vec::new(),
-            calls: HashMap::new(),
+            calls: Calls::default(),
             pages,
             profile,
         }
@@ -219,21 +212,11 @@ impl State {
 
     /// Counts a call and says whether it is to fail.
     pub(crate) fn call(&mut self, symbol: &'static str) -> Result<(), CuResult> {
-        *self.calls.entry(symbol).or_default() += 1;
-        if let Some(at) = self.faults.iter().position(|fault| fault.symbol == symbol) {
-            let fault = &mut self.faults[at];
-            if fault.after > 0 {
-                fault.after -= 1;
-            } else {
-                let fault = *fault;
-                if !fault.always {
-                    self.faults.remove(at);
-                }
-                if fault.loses {
-                    self.sticky = Some(fault.code);
-                }
-                return Err(fault.code);
+        if let Some(Fault { code, loses }) = self.calls.enter(symbol) {
+            if loses {
+                self.sticky = Some(code);
             }
+            return Err(code);
         }
         match self.sticky {
             // `cuda.h`: "any further CUDA work will return the same error".
@@ -242,12 +225,16 @@ impl State {
         }
     }
 
-    pub(crate) fn fail(&mut self, symbol: &'static str, after: u64, always: bool, code: CuResult) {
-        self.faults.push(Fault { symbol, after, always, loses: false, code });
+    pub(crate) fn fail_nth(&mut self, symbol: &'static str, nth: u64, code: CuResult) {
+        self.calls.fail_nth(symbol, nth, Fault { code, loses: false });
     }
 
-    pub(crate) fn lose(&mut self, symbol: &'static str, after: u64, code: CuResult) {
-        self.faults.push(Fault { symbol, after, always: false, loses: true, code });
+    pub(crate) fn fail_always(&mut self, symbol: &'static str, code: CuResult) {
+        self.calls.fail_always(symbol, Fault { code, loses: false });
+    }
+
+    pub(crate) fn lose_nth(&mut self, symbol: &'static str, nth: u64, code: CuResult) {
+        self.calls.fail_nth(symbol, nth, Fault { code, loses: true });
     }
 
     /// The files that this driver has open for itself.
@@ -256,17 +243,9 @@ impl State {
     }
 
     pub(crate) fn clear_faults(&mut self) {
-        self.faults.clear();
+        self.calls.heal();
         self.forgotten = None;
         self.sticky = None;
-    }
-
-    pub(crate) fn calls(&self, symbol: &str) -> u64 {
-        self.calls.get(symbol).copied().unwrap_or(0)
-    }
-
-    pub(crate) fn all_calls(&self) -> u64 {
-        self.calls.values().sum()
     }
 
     pub(crate) fn live(&self) -> Live {

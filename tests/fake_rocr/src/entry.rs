@@ -5,6 +5,7 @@ use std::{
     os::fd::{AsFd, AsRawFd, IntoRawFd},
 };
 
+use hmem_fake_common::{PAGE, memory_file, reopen, share};
 use hmem_iface_rocr::sys::{
     self, AccessDesc, Agent, AgentCallback, DeallocationCallback, HdpFlush, HsaStatus, IpcMemory,
     ListAllocator, MemoryPool, PointerInfo, PoolCallback, Signal, VmemHandle,
@@ -12,7 +13,6 @@ use hmem_iface_rocr::sys::{
 
 use crate::{
     STATE, enter,
-    memory::{PAGE, memory_file, reopen, share},
     state::{CPU, Copy, Reservation, SignalState, gpu},
 };
 
@@ -370,14 +370,16 @@ runtime! {
     fn hsa_amd_ipc_memory_create(
         state, pointer: *mut c_void, len: usize, handle: *mut IpcMemory
     ) {
-        let known = state.allocations.get(&(pointer as u64)).ok_or(INVALID_ARGUMENT)?;
+        let base = pointer as u64;
+        let known = state.allocations.get(&base).ok_or(INVALID_ARGUMENT)?;
         let page = if state.profile.rounds_lengths { PAGE } else { 1 };
         if known.len.next_multiple_of(page) != len as u64 || known.owner == CPU {
             return Err(INVALID_ARGUMENT);
         }
-        let inode = rustix::fs::fstat(&known.file).map_err(|_| OUT_OF_RESOURCES)?.st_ino;
-        let fd = known.file.as_raw_fd() as u32;
-        let owner = known.owner.handle as u32;
+        let (owner, size) = (known.owner.handle as u32, known.len.next_multiple_of(PAGE));
+        let file = state.pages.file_of(base, size).ok().flatten().ok_or(OUT_OF_RESOURCES)?;
+        let inode = rustix::fs::fstat(file).map_err(|_| OUT_OF_RESOURCES)?.st_ino;
+        let fd = file.as_raw_fd() as u32;
         let (low, high) = (inode as u32, (inode >> 32) as u32);
         put(handle, IpcMemory { handle: [std::process::id(), fd, owner, low, high, 0, 0, 0] })
     }
@@ -398,8 +400,7 @@ runtime! {
             return Err(INVALID_ARGUMENT);
         }
         let owner = Agent { handle: owner.into() };
-        let address = state.enter(owner, len as u64, file, false, true)?;
-        put(base, address as *mut c_void)
+        put(base, state.import(owner, len as u64, file)? as *mut c_void)
     }
 
     fn hsa_amd_ipc_memory_detach(state, base: *mut c_void) {
@@ -461,8 +462,8 @@ runtime! {
         if offset != 0 || *size != len as u64 || reservation.len != *size {
             return Err(INVALID_ARGUMENT);
         }
-        let mapped = state.windows.map(base, len as u64, file.as_fd(), false);
-        mapped.map_err(|_| OUT_OF_RESOURCES)?;
+        let file = file.try_clone().map_err(|_| OUT_OF_RESOURCES)?;
+        state.pages.place(base, len as u64, file).map_err(|_| OUT_OF_RESOURCES)?;
         reservation.mapped = Some(handle.handle);
         Ok(())
     }
@@ -472,7 +473,7 @@ runtime! {
         if reservation.mapped.take().is_none() || reservation.len != len as u64 {
             return Err(INVALID_ALLOCATION);
         }
-        state.windows.unmap(base as u64, len as u64);
+        state.pages.clear(base as u64, len as u64);
         Ok(())
     }
 
@@ -487,8 +488,8 @@ runtime! {
     fn hsa_amd_vmem_export_shareable_handle(
         state, fd: *mut i32, handle: VmemHandle, _flags: u64
     ) {
-        let (_, file, _) = state.handles.get(&handle.handle).ok_or(INVALID_ALLOCATION)?;
-        put(fd, share(file).map_err(|_| OUT_OF_RESOURCES)?.into_raw_fd())
+        let (_, file, len) = state.handles.get(&handle.handle).ok_or(INVALID_ALLOCATION)?;
+        put(fd, share(file.as_fd(), *len).map_err(|_| OUT_OF_RESOURCES)?.into_raw_fd())
     }
 }
 
@@ -511,6 +512,8 @@ fn export(
     if flags & sys::HSA_AMD_DMABUF_MAPPING_TYPE_PCIE != 0 && !state.profile.large_bar {
         return Err(HsaStatus::HSA_STATUS_ERROR_NOT_SUPPORTED);
     }
-    put(fd, share(&one.file).map_err(|_| OUT_OF_RESOURCES)?.into_raw_fd())?;
+    let size = one.len.next_multiple_of(PAGE);
+    let exported = state.pages.export(base, size).ok().flatten().ok_or(OUT_OF_RESOURCES)?;
+    put(fd, exported.into_raw_fd())?;
     put(offset, at)
 }

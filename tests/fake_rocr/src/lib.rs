@@ -16,14 +16,12 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `memory`
 //! - `state`
 //! - `entry`
 
 #![allow(missing_docs)] // The functions of the runtime are documented by AMD's headers.
 
 mod entry;
-mod memory;
 mod state;
 
 use std::ffi::c_void;
@@ -47,7 +45,7 @@ fn enter<T>(
 ) -> Result<T, HsaStatus> {
     let mut state = STATE.lock();
     let state = state.get_or_insert_with(from_environment);
-    state.call(symbol)?;
+    state.calls.enter(symbol).map_or(Ok(()), Err)?;
     if state.counts == 0 && !matches!(symbol, "hsa_init") {
         return Err(HsaStatus::HSA_STATUS_ERROR_NOT_INITIALIZED);
     }
@@ -66,7 +64,7 @@ fn from_environment() -> State {
             Some((entry::known(symbol)?, HsaStatus(code.parse().ok()?)))
         });
         let (symbol, code) = fault.unwrap_or_else(|| panic!("HMEM_FAKE_ROCR: {word}"));
-        state.fail(symbol, 0, true, code);
+        state.calls.fail_always(symbol, code);
     }
     state
 }
@@ -108,24 +106,24 @@ impl FakeRuntime {
 
     /// Makes the `nth` call of a function from now on fail, 1 being the next.
     pub fn fail_nth(&self, symbol: &str, nth: u64, code: HsaStatus) {
-        self.with(|state| state.fail(known(symbol), nth - 1, false, code));
+        self.with(|state| state.calls.fail_nth(known(symbol), nth, code));
     }
 
     /// Makes every call of a function fail.
     pub fn fail_always(&self, symbol: &str, code: HsaStatus) {
-        self.with(|state| state.fail(known(symbol), 0, true, code));
+        self.with(|state| state.calls.fail_always(known(symbol), code));
     }
 
     /// Forgets all faults.
     pub fn heal(&self) {
-        self.with(|state| state.faults.clear());
+        self.with(|state| state.calls.heal());
     }
 
     /// Returns how often a function was called, failed calls included.
     #[must_use]
     pub fn calls(&self, symbol: &str) -> u64 {
         let symbol = known(symbol);
-        self.with(|state| state.calls.get(symbol).copied().unwrap_or(0))
+        self.with(|state| state.calls.of(symbol))
     }
 
     /// Returns the number of live objects.

@@ -3,12 +3,11 @@
 use std::{
     collections::{BTreeMap, HashMap},
     ffi::c_void,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::OwnedFd,
 };
 
+use hmem_fake_common::{Calls, PAGE, Pages};
 use hmem_iface_rocr::sys::{self, Agent, DeallocationCallback, HsaStatus};
-
-use crate::memory::{PAGE, Windows, memory_file};
 
 /// The CPU; GPUs are 11, 12 and so on.
 pub(crate) const CPU: Agent = Agent { handle: 10 };
@@ -118,7 +117,6 @@ pub(crate) struct Allocation {
     pub(crate) len: u64,
     pub(crate) owner: Agent,
     pub(crate) imported: bool,
-    pub(crate) file: OwnedFd,
     pub(crate) callbacks: Vec<(usize, DeallocationCallback, usize)>,
     /// Every device may access it.
     pub(crate) shared: bool,
@@ -147,19 +145,11 @@ pub(crate) struct SignalState {
     pub(crate) looks: u32,
 }
 
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Fault {
-    symbol: &'static str,
-    after: u64,
-    always: bool,
-    code: HsaStatus,
-}
-
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) profile: Profile,
     pub(crate) counts: u32,
-    pub(crate) windows: Windows,
+    pub(crate) pages: Pages,
     pub(crate) allocations: BTreeMap<u64, Allocation>,
     pub(crate) reservations: BTreeMap<u64, Reservation>,
     pub(crate) handles: HashMap<u64, (Agent, OwnedFd, u64)>,
@@ -169,8 +159,7 @@ pub(crate) struct State {
     /// The registers that flush, one for each device.
     pub(crate) registers: Box<[u32]>,
     pub(crate) violations: Vec<String>,
-    pub(crate) faults: Vec<Fault>,
-    pub(crate) calls: HashMap<&'static str, u64>,
+    pub(crate) calls: Calls<HsaStatus>,
     next_handle: u64,
     next_address: u64,
     /// Freed addresses by length, the last freed last.
@@ -180,11 +169,11 @@ pub(crate) struct State {
 
 impl State {
     pub(crate) fn new(profile: Profile) -> Self {
-        let windows = Windows::new();
+        let pages = Pages::default();
         Self {
             counts: 0,
-            next_address: windows.first(),
-            windows,
+            next_address: pages.first().next_multiple_of(2 << 20),
+            pages,
             allocations: BTreeMap::new(),
             reservations: BTreeMap::new(),
             handles: HashMap::new(),
@@ -192,35 +181,12 @@ impl State {
             signals: HashMap::new(),
             registers: vec![0; profile.devices as usize].into(),
             violations: Vec::new(),
-            faults: Vec::new(),
-            calls: HashMap::new(),
+            calls: Calls::default(),
             next_handle: 0x1000,
             free: HashMap::new(),
             used: HashMap::new(),
             profile,
         }
-    }
-
-    /// Counts a call, and fails it if it is to fail.
-    pub(crate) fn call(&mut self, symbol: &'static str) -> Result<(), HsaStatus> {
-        *self.calls.entry(symbol).or_default() += 1;
-        let Some(at) = self.faults.iter().position(|fault| fault.symbol == symbol) else {
-            return Ok(());
-        };
-        let fault = &mut self.faults[at];
-        if fault.after > 0 {
-            fault.after -= 1;
-            return Ok(());
-        }
-        let fault = *fault;
-        if !fault.always {
-            self.faults.remove(at);
-        }
-        Err(fault.code)
-    }
-
-    pub(crate) fn fail(&mut self, symbol: &'static str, after: u64, always: bool, code: HsaStatus) {
-        self.faults.push(Fault { symbol, after, always, code });
     }
 
     /// Records a call that the headers leave undefined.
@@ -257,7 +223,7 @@ impl State {
 
     /// Gives addresses back.
     pub(crate) fn leave_addresses(&mut self, address: u64, len: u64) {
-        self.windows.unmap(address, len);
+        self.pages.clear(address, len);
         self.free.entry(len).or_default().push(address);
     }
 
@@ -274,27 +240,34 @@ impl State {
         }
         *used += len;
         let size = (len as u64).next_multiple_of(PAGE);
-        let file = memory_file(size).map_err(|_| out)?;
-        self.enter(owner, len as u64, file, visible, false)
+        let base = self.take_addresses(size);
+        self.pages.back(base, size, visible).map_err(|_| out)?;
+        Ok(self.enter(base, owner, len as u64, false))
     }
 
-    /// Enters an allocation of a file.
-    pub(crate) fn enter(
+    /// Maps the file of another process's allocation.
+    pub(crate) fn import(
         &mut self,
         owner: Agent,
         len: u64,
         file: OwnedFd,
-        visible: bool,
-        imported: bool,
     ) -> Result<u64, HsaStatus> {
         let size = len.next_multiple_of(PAGE);
         let base = self.take_addresses(size);
-        let mapped = self.windows.map(base, size, file.as_fd(), visible);
-        mapped.map_err(|_| HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES)?;
-        let allocation =
-            Allocation { len, owner, imported, file, callbacks: Vec::new(), shared: false };
+        let placed = self.pages.place(base, size, file);
+        placed.map_err(|_| HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES)?;
+        Ok(self.enter(base, owner, len, true))
+    }
+
+    fn enter(&mut self, base: u64, owner: Agent, len: u64, imported: bool) -> u64 {
+        let allocation = Allocation { len, owner, imported, callbacks: Vec::new(), shared: false };
         self.allocations.insert(base, allocation);
-        Ok(base)
+        base
+    }
+
+    /// Returns the address at which the runtime reaches the byte of a device address.
+    fn alias(&self, address: u64) -> u64 {
+        self.pages.at(address).expose_provenance() as u64
     }
 
     /// Gives the addresses of an allocation back that was taken out.
@@ -317,12 +290,12 @@ impl State {
         let end = address.checked_add(len as u64)?;
         if let Some((base, one)) = self.around(address) {
             let may = one.owner == agent || one.shared;
-            return (may && end <= base + one.len).then(|| self.windows.alias(address));
+            return (may && end <= base + one.len).then(|| self.alias(address));
         }
         if let Some((base, one)) = self.reservations.range(..=address).next_back()
             && end <= base + one.len
         {
-            return one.accessible.then(|| self.windows.alias(address));
+            return one.accessible.then(|| self.alias(address));
         }
         let locked =
             self.locked.iter().find(|(_, (len, device))| *device <= address && end <= device + len);

@@ -14,7 +14,7 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `pages`, `profile`
+//! - `profile`
 //! - `state`
 //! - `entry`
 //!
@@ -24,10 +24,6 @@
 #![allow(missing_docs)] // The functions of the driver are documented by ze_api.h.
 
 mod entry;
-// The pages of every fake driver are the same code. CUDA's exports parts of files too.
-#[allow(dead_code)]
-#[path = "../../fake_cuda/src/pages.rs"]
-mod pages;
 mod profile;
 mod state;
 
@@ -80,7 +76,7 @@ fn from_environment() -> State {
     }
     let mut state = State::new(profile);
     for (symbol, code) in faults {
-        state.fail(symbol, 0, true, code);
+        state.calls.fail_always(symbol, code);
     }
     state
 }
@@ -122,18 +118,18 @@ impl FakeDriver {
 
     /// Makes the `nth` call of a function from now on fail, 1 being the next.
     pub fn fail_nth(&self, symbol: &str, nth: u64, code: ZeResult) {
-        self.with(|state| state.fail(known(symbol), nth.saturating_sub(1), false, code));
+        self.with(|state| state.calls.fail_nth(known(symbol), nth, code));
     }
 
     /// Makes every call of a function fail.
     pub fn fail_always(&self, symbol: &str, code: ZeResult) {
-        self.with(|state| state.fail(known(symbol), 0, true, code));
+        self.with(|state| state.calls.fail_always(known(symbol), code));
     }
 
     /// Forgets all faults, a lost device included.
     pub fn heal(&self) {
         self.with(|state| {
-            state.faults.clear();
+            state.calls.heal();
             state.lost = false;
         });
     }
@@ -142,7 +138,7 @@ impl FakeDriver {
     #[must_use]
     pub fn calls(&self, symbol: &str) -> u64 {
         let symbol = known(symbol);
-        self.with(|state| state.calls.get(symbol).copied().unwrap_or(0))
+        self.with(|state| state.calls.of(symbol))
     }
 
     /// Returns the numbers of objects that are alive.

@@ -5,12 +5,10 @@ use std::{
     os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd},
 };
 
+use hmem_fake_common::{Calls, Pages, another};
 use hmem_iface_ze::sys::{self, ZeResult};
 
-use crate::{
-    pages::{Pages, reopen},
-    profile::Profile,
-};
+use crate::profile::Profile;
 
 /// Bytes that addresses of allocations are apart.
 const GRANULARITY: u64 = 64 << 10;
@@ -78,15 +76,6 @@ pub(crate) struct Event {
     pub(crate) signalled: bool,
 }
 
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Fault {
-    symbol: &'static str,
-    /// How many calls go by before.
-    after: u64,
-    always: bool,
-    code: ZeResult,
-}
-
 /// The numbers of objects that are alive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Live {
@@ -123,8 +112,7 @@ pub(crate) struct State {
     pub(crate) undefined: u64,
     /// The device was lost: no copy will end.
     pub(crate) lost: bool,
-    pub(crate) faults: Vec<Fault>,
-    pub(crate) calls: HashMap<&'static str, u64>,
+    pub(crate) calls: Calls<ZeResult>,
     next_handle: usize,
     next_id: u64,
     next_address: u64,
@@ -137,7 +125,7 @@ const NO_MEMORY: ZeResult = ZeResult::ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY;
 
 impl State {
     pub(crate) fn new(profile: Profile) -> Self {
-        let pages = Pages::new();
+        let pages = Pages::default();
         let next_address = pages.first().next_multiple_of(2 << 20);
         Self {
             profile,
@@ -151,8 +139,7 @@ impl State {
             events: HashMap::new(),
             undefined: 0,
             lost: false,
-            faults: Vec::new(),
-            calls: HashMap::new(),
+            calls: Calls::default(),
             next_handle: 0x10_0000,
             next_id: 0,
             next_address,
@@ -162,29 +149,13 @@ impl State {
 
     /// Counts a call and says whether it is to fail.
     pub(crate) fn call(&mut self, symbol: &'static str) -> Result<(), ZeResult> {
-        *self.calls.entry(symbol).or_default() += 1;
-        let Some(at) = self.faults.iter().position(|fault| fault.symbol == symbol) else {
-            return Ok(());
-        };
-        let fault = &mut self.faults[at];
-        if fault.after > 0 {
-            fault.after -= 1;
-            return Ok(());
-        }
-        let fault = *fault;
-        if !fault.always {
-            self.faults.remove(at);
-        }
-        if fault.code == ZeResult::ZE_RESULT_ERROR_DEVICE_LOST {
+        let Some(code) = self.calls.enter(symbol) else { return Ok(()) };
+        if code == ZeResult::ZE_RESULT_ERROR_DEVICE_LOST {
             // Nothing runs on the device any longer.
             self.events.values_mut().for_each(|event| event.waits_for = None);
             self.lost = true;
         }
-        Err(fault.code)
-    }
-
-    pub(crate) fn fail(&mut self, symbol: &'static str, after: u64, always: bool, code: ZeResult) {
-        self.faults.push(Fault { symbol, after, always, code });
+        Err(code)
     }
 
     /// Notes a call that the specification leaves undefined.
@@ -372,7 +343,7 @@ impl State {
             return Err(INVALID);
         }
         // SAFETY: the caller of an import keeps the fd open for the call.
-        reopen(unsafe { BorrowedFd::borrow_raw(fd) }).map_err(|_| INVALID)
+        another(unsafe { BorrowedFd::borrow_raw(fd) }).map_err(|_| INVALID)
     }
 
     /// Does a copy.

@@ -17,6 +17,7 @@ suite() {
     echo "--package hmem --test behaviour"
     echo "--package hmem --test cache_stale"
     echo "--package hmem --test conformance"
+    echo "--package hmem --test vendor_dma_bufs"
     # They run the command, which is built with them.
     echo "--package hmem-cli --test *_verbs"
 }

@@ -2,12 +2,12 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 
+use hmem_fake_common::PAGE;
 use hmem_iface_cuda::sys::{self, CuDevicePtr, CuIpcMemHandle, CuMemAllocationProp, CuResult};
 
 use super::{Answer, INVALID_VALUE, NOT_SUPPORTED, put};
 use crate::{
     ipc,
-    pages::PAGE,
     state::{Allocation, Kind, State},
 };
 

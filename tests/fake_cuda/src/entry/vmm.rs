@@ -73,7 +73,7 @@ driver! {
         if used > state.profile.memory {
             return Err(CuResult::CUDA_ERROR_OUT_OF_MEMORY);
         }
-        let file = crate::pages::memory_file(len).map_err(|_| CuResult::CUDA_ERROR_OUT_OF_MEMORY)?;
+        let file = hmem_fake_common::memory_file(len).map_err(|_| CuResult::CUDA_ERROR_OUT_OF_MEMORY)?;
         state.used[number as usize] = used;
         let id = state.handle() as u64;
         let made = Physical { file, len, properties, references: 1, mappings: 0 };
