@@ -12,7 +12,7 @@ const LIBRARIES: [&str; 3] =
 
 /// The variables that have the runtimes started.
 const START: [(&str, &str); 2] =
-    [("HMEM_NEURON_START_RUNTIME", "1"), ("HMEM_SYNAPSEAI_ACQUIRE", "1")];
+    [("HMEM_NEURON_START_RUNTIME", "1"), ("HMEM_SYNAPSEAI_START_RUNTIME", "1")];
 
 /// The fake library. Cargo builds it beside this test, of whose dependencies it is one.
 fn library() -> PathBuf {

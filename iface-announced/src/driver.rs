@@ -142,6 +142,14 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
             .remedy("have the NIC read a byte that it wrote before the device uses the memory"))
     }
 
+    /// Releases what the driver keeps for copies. Called when nothing is allocated or in flight.
+    ///
+    /// # Errors
+    /// The error that the driver reported. The call can be repeated.
+    fn close(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Returns true if somebody besides the descriptor `dma_buf` uses the dma-buf, or may use it:
     /// while a NIC has it registered, for example. The default asks the kernel.
     fn others_use(&self, dma_buf: BorrowedFd<'_>) -> bool {
@@ -169,6 +177,20 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
 pub trait Open: Driver + Sized {
     /// The builder.
     type Builder: Default;
+
+    /// Environment variable that names the library to load.
+    const LIBRARY_VARIABLE: &'static str;
+
+    /// Environment variable that lets the iface start the vendor's runtime if it is 1.
+    const START_VARIABLE: &'static str;
+
+    /// Returns whether the iface may start the runtime: as the builder decided, else as the
+    /// environment says.
+    fn may_start(decided: Option<bool>) -> bool {
+        let in_environment =
+            || std::env::var_os(Self::START_VARIABLE).is_some_and(|set| set == "1");
+        decided.unwrap_or_else(in_environment)
+    }
 
     /// Opens the driver.
     ///

@@ -4,7 +4,7 @@ use std::{fmt, sync::Arc};
 
 use hmem_core::{
     Address, AddressRange, AllocOffset, Allocation, AllocationKind, DeviceId, DmaBufOffset, Error,
-    ErrorKind, Iface, IfaceKind, Result,
+    ErrorKind, Iface, IfaceKind, Rejected, Result,
     cause::RefusalCause,
     iface::{
         AllocRequest, Allocator, Device, DmaBufExport, DmaBufExporter, DmaBufMapping, Facet,
@@ -89,6 +89,28 @@ impl<D: Driver> Announced<D> {
         self.table.subscriptions.while_freeing(allocation.range, remove).map(drop)
     }
 
+    /// Closes the iface: releases everything that its driver keeps for copies.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`] while memory is allocated or announced, or while somebody uses a dma-buf
+    /// of freed memory; otherwise the error that the driver reported. The iface comes back with the
+    /// error and can be closed again.
+    pub fn close(self) -> Result<(), Rejected<Self>> {
+        self.free_lingering();
+        let busy = |what, count, remedy| {
+            Err(Error::new(ErrorKind::Busy, "close")
+                .iface(D::KIND)
+                .context(what, count)
+                .remedy(remedy))
+        };
+        let closed = match (self.table.len(), self.lingering.lock().len()) {
+            (0, 0) => self.driver.close(),
+            (0, lingering) => busy("exported", lingering, "deregister the freed memory first"),
+            (live, _) => busy("allocations", live, "free or withdraw the memory first"),
+        };
+        closed.map_err(|error| Rejected::new(self, error))
+    }
+
     fn check_request(&self, operation: &'static str, device: DeviceId, len: u64) -> Result<()> {
         let refused = |kind| Error::new(kind, operation).iface(D::KIND).device(device);
         let devices = self.driver.device_count();
@@ -156,6 +178,13 @@ impl<D: Driver> Announced<D> {
 }
 
 impl<D: Open> Announced<D> {
+    /// Environment variable that names the library to load, unless the builder names one.
+    pub const LIBRARY_VARIABLE: &str = D::LIBRARY_VARIABLE;
+
+    /// Environment variable that lets the iface start the vendor's runtime if it is 1, unless the
+    /// builder decides.
+    pub const START_VARIABLE: &str = D::START_VARIABLE;
+
     /// Opens the library that the environment names, or the one that the dynamic loader finds.
     ///
     /// # Errors

@@ -72,4 +72,4 @@ pub mod sys;
 pub use causes::CAUSES;
 pub use driver::{Runtime, Tensor};
 pub use hmem_iface_announced::Announced;
-pub use iface::{Builder, LIBRARY_VARIABLE, Neuron, START_VARIABLE};
+pub use iface::{Builder, Neuron};

@@ -7,7 +7,7 @@ use hmem_core::{
     AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt, IfaceKind, iface::AllocRequest,
 };
 use hmem_fake_accelerators::{Fake, Profile};
-use hmem_iface_neuron::{Builder, LIBRARY_VARIABLE, Neuron, sys::Functions};
+use hmem_iface_neuron::{Builder, Neuron, sys::Functions};
 
 fn refused(library: impl AsRef<Path>) -> Error {
     let library = library.as_ref();
@@ -33,7 +33,10 @@ const REQUEST: AllocRequest =
 fn an_absent_library_is_unavailable_with_the_variable_that_names_another() {
     let error = refused("/nowhere/libnrt.so.1");
     assert!(error.to_string().contains("cannot open shared object file"), "{error}");
-    assert!(error.remedy_text().is_some_and(|text| text.contains(LIBRARY_VARIABLE)), "{error}");
+    assert!(
+        error.remedy_text().is_some_and(|text| text.contains(Neuron::LIBRARY_VARIABLE)),
+        "{error}"
+    );
 }
 
 /// HM-04

@@ -150,7 +150,7 @@ impl Synapse {
 fn not_acquired() -> Error {
     Error::new(ErrorKind::Unavailable, "synDeviceGetInfoV2").iface(IfaceKind::SYNAPSEAI).remedy(
         "this process has acquired no Gaudi device: acquire one in the application, or have hmem acquire one \
-         (SynapseAi::builder().acquire_device(true), HMEM_SYNAPSEAI_ACQUIRE=1)",
+         (SynapseAi::builder().start_runtime(true), HMEM_SYNAPSEAI_START_RUNTIME=1)",
     )
 }
 
@@ -246,6 +246,10 @@ unsafe impl Driver for Synapse {
         }
         // SAFETY: libhl-thunk made the fd for this call and keeps no other use of it.
         Ok(DmaBuf { fd: unsafe { OwnedFd::from_raw_fd(fd) }, offset: 0 })
+    }
+
+    fn close(&self) -> Result<()> {
+        self.staging.release()
     }
 
     fn no_dma_buf(&self) -> Option<Error> {

@@ -42,8 +42,8 @@
 //! # The device
 //!
 //! A process acquires one Gaudi device; SynapseAI numbers it 0, and so does the iface. An
-//! application or its framework acquires it. The iface does so only if [`Builder::acquire_device`]
-//! or `HMEM_SYNAPSEAI_ACQUIRE=1` asks for it, when memory is first allocated; the device then stays
+//! application or its framework acquires it. The iface does so only if [`Builder::start_runtime`]
+//! or `HMEM_SYNAPSEAI_START_RUNTIME=1` asks for it, when memory is first allocated; the device then stays
 //! acquired until the process ends.
 //!
 //! Drop the iface before `synDeviceRelease`. Its buffer and stream for copies belong to the device:
@@ -73,4 +73,4 @@ pub mod sys;
 pub use causes::CAUSES;
 pub use driver::Synapse;
 pub use hmem_iface_announced::Announced;
-pub use iface::{ACQUIRE_VARIABLE, Builder, HLTHUNK_VARIABLE, LIBRARY_VARIABLE, SynapseAi};
+pub use iface::{Builder, HLTHUNK_LIBRARY_VARIABLE, SynapseAi};

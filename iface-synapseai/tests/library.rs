@@ -9,7 +9,7 @@ use hmem_core::{
 };
 use hmem_fake_accelerators::{Fake, Profile};
 use hmem_iface_synapseai::{
-    Builder, HLTHUNK_VARIABLE, LIBRARY_VARIABLE, SynapseAi,
+    Builder, HLTHUNK_LIBRARY_VARIABLE, SynapseAi,
     sys::{hlthunk, synapse},
 };
 
@@ -42,7 +42,10 @@ const REQUEST: AllocRequest =
 fn an_absent_library_is_unavailable_with_the_variable_that_names_another() {
     let error = refused("/nowhere/libSynapse.so");
     assert!(error.to_string().contains("cannot open shared object file"), "{error}");
-    assert!(error.remedy_text().is_some_and(|text| text.contains(LIBRARY_VARIABLE)), "{error}");
+    assert!(
+        error.remedy_text().is_some_and(|text| text.contains(SynapseAi::LIBRARY_VARIABLE)),
+        "{error}"
+    );
 }
 
 /// HM-04
@@ -64,7 +67,10 @@ fn without_libhl_thunk_there_are_no_dma_bufs_and_the_error_says_why() {
     assert!(gaudi.dma_buf().is_none());
     let error = gaudi.unavailable(Facet::DmaBuf);
     assert_eq!(error.kind(), ErrorKind::Unsupported);
-    assert!(error.remedy_text().is_some_and(|text| text.contains(HLTHUNK_VARIABLE)), "{error}");
+    assert!(
+        error.remedy_text().is_some_and(|text| text.contains(HLTHUNK_LIBRARY_VARIABLE)),
+        "{error}"
+    );
     assert!(error.to_string().contains("/nowhere/libhl-thunk.so"), "{error}");
     let own = gaudi.allocate(&REQUEST).expect("allocate");
     // SAFETY: nothing uses it.
@@ -91,14 +97,14 @@ fn a_machine_without_gaudi_devices_is_unavailable() {
 #[test]
 fn a_process_without_a_device_is_told_so_and_acquires_one_only_if_asked() {
     let fake = Fake::start(Profile::default());
-    let gaudi = builder(&fake).acquire_device(false).open().expect("a device");
+    let gaudi = builder(&fake).start_runtime(false).open().expect("a device");
     assert!(!gaudi.is_device_active(DeviceId(0)).expect("a device"));
     let error = gaudi.allocate(&REQUEST).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
-    assert!(error.remedy_text().is_some_and(|text| text.contains("HMEM_SYNAPSEAI_ACQUIRE")));
+    assert!(error.remedy_text().is_some_and(|text| text.contains("HMEM_SYNAPSEAI_START_RUNTIME")));
     assert_eq!(fake.calls("synDeviceAcquire"), 0);
 
-    let gaudi = builder(&fake).acquire_device(true).open().expect("a device");
+    let gaudi = builder(&fake).start_runtime(true).open().expect("a device");
     let own = std::thread::scope(|scope| {
         let threads = [(); 4].map(|()| scope.spawn(|| gaudi.allocate(&REQUEST)));
         threads.map(|thread| thread.join().expect("no panic").expect("allocate"))

@@ -187,6 +187,24 @@ fn memory_that_is_kept_for_a_dma_buf_is_freed_with_the_iface() {
     assert!(live.lock().expect("no panic").is_empty());
 }
 
+/// HM-06 REL-01
+#[test]
+fn closing_is_refused_while_a_dma_buf_of_freed_memory_is_in_use() {
+    let driver = Flagged::default();
+    let (used, live) = (Arc::clone(&driver.used), Arc::clone(&driver.live));
+    let iface = Announced::new(driver);
+    let exported = allocate(&iface, PAGE);
+    used.store(true, Ordering::Relaxed);
+    drop(iface.export_dma_buf(exported.range, &nic(), DmaBufMapping::Default).expect("export"));
+    free(&iface, &exported).expect("free");
+    let rejected = iface.close().expect_err("a NIC still has the dma-buf");
+    assert_eq!(rejected.error.kind(), ErrorKind::Busy);
+    assert_eq!(rejected.error.context_value("exported"), Some("1"), "{}", rejected.error);
+    used.store(false, Ordering::Relaxed);
+    rejected.value.close().map_err(hmem_core::Error::from).expect("close");
+    assert!(live.lock().expect("no panic").is_empty());
+}
+
 /// HM-06
 ///
 /// Another thread frees the memory between the driver's export and its return.
