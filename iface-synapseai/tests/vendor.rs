@@ -28,7 +28,7 @@ trials::trials! {
     /// HM-06
     functions_are_declared_as_in_hlthunk_h,
     /// HM-04 HM-06
-    the_real_libhl_thunk_takes_the_call_and_refuses_a_file_that_is_no_device,
+    real_libhlthunk_refuses_a_file_that_is_no_device,
 }
 
 /// The reference implementation is older than `synDeviceGetInfoV2` and `synStreamCreateGeneric`.
@@ -78,8 +78,9 @@ fn functions_are_declared_as_in_hlthunk_h() -> Outcome {
     Ok(())
 }
 
-/// The flags are those that it takes: any others are EINVAL before the kernel is asked.
-fn the_real_libhl_thunk_takes_the_call_and_refuses_a_file_that_is_no_device() -> Outcome {
+/// libhl-thunk answers EINVAL for other flags before it calls the kernel: EBADF shows that it accepts
+/// the flags of this library.
+fn real_libhlthunk_refuses_a_file_that_is_no_device() -> Outcome {
     const EBADF: i32 = 9;
     let library = cached("hl-thunk/libhl-thunk.so")?;
     let fake = Fake::start(Profile::running());
