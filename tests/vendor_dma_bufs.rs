@@ -7,6 +7,8 @@
 
 #[path = "trials/mod.rs"]
 mod trials;
+#[path = "vendors/mod.rs"]
+mod vendors;
 #[path = "wire/mod.rs"]
 mod wire;
 
@@ -14,22 +16,14 @@ use std::sync::Arc;
 
 use hmem::{
     Address, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr, Hmem, Iface,
-    MrMode, Path,
-    cuda::{self, Cuda},
+    IfaceKind, MrMode, Path,
     iface::AllocRequest,
     loopback::{Loopback, Memory},
-    neuron::{self, Neuron},
     path::P2pPolicy,
-    rocr::{self, Rocr},
-    synapseai::{self, SynapseAi},
     verbs::Verbs,
-    ze::{self, LevelZero},
 };
-use hmem_fake_accelerators::Fake;
-use hmem_fake_cuda::FakeDriver as FakeCuda;
-use hmem_fake_rocr::FakeRuntime as FakeRocr;
-use hmem_fake_ze::FakeDriver as FakeZe;
 use trials::{Outcome, Skipped};
+use vendors::Vendor;
 use wire::{REMOTE, Wire, pattern};
 
 trials::trials! {
@@ -84,10 +78,11 @@ fn allocate(iface: &Arc<dyn Iface>, len: u64) -> DeviceBuffer {
 }
 
 /// Registers whole allocations, whole pages and unaligned parts, and compares every byte.
-fn move_bytes(iface: Arc<dyn Iface>) -> Outcome {
-    let wire = Wire::open(domain(&iface)?);
+fn move_bytes(vendor: &Vendor) -> Outcome {
+    let iface = &vendor.iface;
+    let wire = Wire::open(domain(iface)?);
     for (offset, len) in [(0, LEN), (8192, 4096), (70_001, 10_007), (LEN - 1, 1)] {
-        let buffer = allocate(&iface, LEN);
+        let buffer = allocate(iface, LEN);
         let mut whole = pattern(1, LEN as usize);
         buffer.write(0, &whole).expect("write");
         let range = buffer.allocation().range.slice(offset, len).expect("a part");
@@ -110,13 +105,14 @@ fn move_bytes(iface: Arc<dyn Iface>) -> Outcome {
 
 /// Frees and allocates memory at the same address. The NIC keeps the pages of a registration, so a
 /// stale hit moves the bytes of an earlier round.
-fn reuse_addresses(iface: Arc<dyn Iface>) -> Outcome {
+fn reuse_addresses(vendor: &Vendor) -> Outcome {
+    let iface = &vendor.iface;
     const ROUNDS: u64 = 300;
-    let wire = Wire::open(domain(&iface)?);
+    let wire = Wire::open(domain(iface)?);
     let cache = wire.domain.cache().expect("a cache");
     let (mut last, mut reused) = (Address(0), 0);
     for round in 0..ROUNDS {
-        let buffer = allocate(&iface, 8192);
+        let buffer = allocate(iface, 8192);
         let range = buffer.allocation().range;
         reused += u64::from(std::mem::replace(&mut last, range.start()) == range.start());
         let bytes = pattern(round, 64);
@@ -138,83 +134,42 @@ fn reuse_addresses(iface: Arc<dyn Iface>) -> Outcome {
     Ok(())
 }
 
-fn with_cuda(test: fn(Arc<dyn Iface>) -> Outcome) -> Outcome {
-    let fake = FakeCuda::start(Default::default());
-    // SAFETY: the fake's functions have the signatures of their names, and live forever.
-    let functions = unsafe { cuda::sys::Functions::from_lookup(|name| fake.symbol(name)) };
-    test(Arc::new(Cuda::builder().functions(functions.expect("all")).open().expect("a GPU")))
-}
-
-fn with_rocr(test: fn(Arc<dyn Iface>) -> Outcome) -> Outcome {
-    let fake = FakeRocr::start(Default::default());
-    // SAFETY: the fake's functions have the signatures of their names, and live forever.
-    let functions = unsafe { rocr::sys::Functions::from_lookup(|name| fake.symbol(name)) };
-    test(Arc::new(Rocr::builder().functions(functions.expect("all")).open().expect("a GPU")))
-}
-
-fn with_level_zero(test: fn(Arc<dyn Iface>) -> Outcome) -> Outcome {
-    let fake = FakeZe::start(Default::default());
-    // SAFETY: the fake's functions have the signatures of their names, and live forever.
-    let functions = unsafe { ze::sys::Functions::from_lookup(|name| fake.symbol(name)) };
-    test(Arc::new(LevelZero::builder().functions(functions.expect("all")).open().expect("a GPU")))
-}
-
-fn with_neuron(test: fn(Arc<dyn Iface>) -> Outcome) -> Outcome {
-    let fake = Fake::start(hmem_fake_accelerators::Profile::running());
-    // SAFETY: the fake's functions have the signatures of their names, and live forever.
-    let functions = unsafe { neuron::sys::Functions::from_lookup(|name| fake.symbol(name)) };
-    test(Arc::new(Neuron::builder().functions(functions.expect("all")).open().expect("cores")))
-}
-
-fn with_synapseai(test: fn(Arc<dyn Iface>) -> Outcome) -> Outcome {
-    use synapseai::sys::{hlthunk, synapse};
-    let fake = Fake::start(hmem_fake_accelerators::Profile::running());
-    let lookup = |name: &str| fake.symbol(name);
-    // SAFETY: the fake's functions have the signatures of their names, and live forever.
-    let (synapse, hlthunk) = unsafe {
-        (synapse::Functions::from_lookup(lookup), hlthunk::Functions::from_lookup(lookup))
-    };
-    let builder =
-        SynapseAi::builder().functions(synapse.expect("all"), Some(hlthunk.expect("all")));
-    test(Arc::new(builder.open().expect("a device")))
-}
-
 fn cuda_memory_moves_its_bytes_by_dma_buf() -> Outcome {
-    with_cuda(move_bytes)
+    move_bytes(&Vendor::open(IfaceKind::CUDA))
 }
 
 fn rocr_memory_moves_its_bytes_by_dma_buf() -> Outcome {
-    with_rocr(move_bytes)
+    move_bytes(&Vendor::open(IfaceKind::ROCR))
 }
 
 fn level_zero_memory_moves_its_bytes_by_dma_buf() -> Outcome {
-    with_level_zero(move_bytes)
+    move_bytes(&Vendor::open(IfaceKind::ZE))
 }
 
 fn neuron_memory_moves_its_bytes_by_dma_buf() -> Outcome {
-    with_neuron(move_bytes)
+    move_bytes(&Vendor::open(IfaceKind::NEURON))
 }
 
 fn synapseai_memory_moves_its_bytes_by_dma_buf() -> Outcome {
-    with_synapseai(move_bytes)
+    move_bytes(&Vendor::open(IfaceKind::SYNAPSEAI))
 }
 
 fn reused_cuda_addresses_are_never_a_hit() -> Outcome {
-    with_cuda(reuse_addresses)
+    reuse_addresses(&Vendor::open(IfaceKind::CUDA))
 }
 
 fn reused_rocr_addresses_are_never_a_hit() -> Outcome {
-    with_rocr(reuse_addresses)
+    reuse_addresses(&Vendor::open(IfaceKind::ROCR))
 }
 
 fn reused_level_zero_addresses_are_never_a_hit() -> Outcome {
-    with_level_zero(reuse_addresses)
+    reuse_addresses(&Vendor::open(IfaceKind::ZE))
 }
 
 fn reused_neuron_addresses_are_never_a_hit() -> Outcome {
-    with_neuron(reuse_addresses)
+    reuse_addresses(&Vendor::open(IfaceKind::NEURON))
 }
 
 fn reused_synapseai_addresses_are_never_a_hit() -> Outcome {
-    with_synapseai(reuse_addresses)
+    reuse_addresses(&Vendor::open(IfaceKind::SYNAPSEAI))
 }

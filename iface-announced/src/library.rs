@@ -110,7 +110,7 @@ macro_rules! function_table {
             pub const SYMBOLS: &[&str] = &[$(stringify!($symbol)),+];
 
             /// Symbols that an older library may lack.
-            pub const OPTIONAL: &[&str] = &[$(stringify!($osymbol)),*];
+            pub const OPTIONAL_SYMBOLS: &[&str] = &[$(stringify!($osymbol)),*];
 
             /// Loads the library at `path`, which stays loaded for the rest of the process.
             ///
