@@ -103,7 +103,7 @@ passed() { # passed <label> <pattern of reasons> <command>...
         printf 'FAILED: %s\n' "$label"
         failed=$((failed + 1))
     else
-        grep -E '^test (result:|.* \.\.\. ignored)' <<<"$output" | sed "s/^/$label: /"
+        grep -E '^test (result:|.* \.\.\. ignored)' <<<"$output" | sed "s/^/$label: /" | cut -c1-200
     fi
 }
 

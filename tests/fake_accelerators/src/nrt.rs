@@ -16,7 +16,7 @@ const INVALID_HANDLE: c_int = 3;
 const RESOURCE: c_int = 4;
 const UNINITIALIZED: c_int = 13;
 
-/// Runs a call, unless it is to fail.
+/// Runs a call, unless a fault meets it.
 fn call(name: &'static str, act: impl FnOnce(&mut State) -> c_int) -> c_int {
     state::with(|state| match state.calls.enter(name) {
         Some(code) => code,

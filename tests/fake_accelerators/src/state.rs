@@ -68,7 +68,7 @@ pub(crate) struct Copy {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Block {
     pub(crate) base: u64,
-    /// As asked for.
+    /// Requested bytes.
     pub(crate) len: u64,
 }
 

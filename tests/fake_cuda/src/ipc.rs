@@ -1,5 +1,5 @@
-//! Memory for other processes: the handle names this process, the file behind the memory, and where
-//! in it the allocation lies.
+//! Memory for other processes. A handle names this process, the file behind the memory, and the
+//! place of the allocation in that file.
 
 use std::{ffi::c_char, os::fd::AsRawFd};
 
@@ -8,13 +8,13 @@ use hmem_iface_cuda::sys::{CU_IPC_HANDLE_SIZE, CuIpcMemHandle, CuResult};
 
 use crate::state::{Allocation, Kind, State};
 
-/// The numbers in a handle: process, fd, inode of the file, bytes of the file, offset and length of
-/// the allocation, and the allocation's identity.
+/// Numbers in a handle: process, fd, inode and length of the file, offset and length of the
+/// allocation, and its identity.
 type Body = [u64; 7];
 
 pub(crate) fn export(state: &mut State, pointer: u64) -> Result<CuIpcMemHandle, CuResult> {
     let known = state.allocations.get(&pointer).ok_or(CuResult::CUDA_ERROR_INVALID_VALUE)?;
-    // VMM and stream-ordered memory is shared in another way (`cuMemExportToShareableHandle`).
+    // VMM and stream-ordered memory is shared by `cuMemExportToShareableHandle` instead.
     if known.kind != Kind::Memory {
         return Err(CuResult::CUDA_ERROR_INVALID_VALUE);
     }
@@ -56,7 +56,7 @@ pub(crate) fn open(state: &mut State, handle: &CuIpcMemHandle) -> Result<u64, Cu
     let context = state.current()?;
     let [process, fd, inode, whole, offset, len, _] = body(handle);
     if process == u64::from(std::process::id()) {
-        // Decided here, from the codes that the header lists: a handle is for other processes.
+        // Decided here, from the codes in `cuda.h`: a handle is for other processes.
         return Err(CuResult::CUDA_ERROR_INVALID_CONTEXT);
     }
     let file = reopen(process as u32, fd as i32);

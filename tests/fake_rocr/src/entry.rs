@@ -1,4 +1,4 @@
-//! The runtime's functions, by the names and with the answers of `hsa.h` and `hsa_ext_amd.h`.
+//! The runtime's functions, with the names and answers of `hsa.h` and `hsa_ext_amd.h`.
 
 use std::{
     ffi::c_void,
@@ -22,7 +22,7 @@ const INVALID_ALLOCATION: HsaStatus = HsaStatus::HSA_STATUS_ERROR_INVALID_ALLOCA
 const INVALID_AGENT: HsaStatus = HsaStatus::HSA_STATUS_ERROR_INVALID_AGENT;
 const OUT_OF_RESOURCES: HsaStatus = HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES;
 
-/// Functions as the table has them: each counts its call, fails where it is told to, and answers.
+/// Defines functions of the table. Each counts its call, meets injected faults, and answers.
 macro_rules! runtime {
     ($(fn $name:ident($state:ident $(, $argument:ident: $type:ty)*) $body:block)+) => {
         $(
@@ -35,12 +35,14 @@ macro_rules! runtime {
             }
         )+
 
-        /// The address of a function.
+        /// Returns the address of a function.
         pub(crate) fn symbol(name: &str) -> Option<*const ()> {
             Some(match name {
                 $(stringify!($name) => $name as *const (),)+
                 "hsa_iterate_agents" => hsa_iterate_agents as *const (),
-                "hsa_amd_agent_iterate_memory_pools" => hsa_amd_agent_iterate_memory_pools as *const (),
+                "hsa_amd_agent_iterate_memory_pools" => {
+                    hsa_amd_agent_iterate_memory_pools as *const ()
+                }
                 "hsa_amd_memory_pool_free" => hsa_amd_memory_pool_free as *const (),
                 "hsa_signal_load_scacquire" => hsa_signal_load_scacquire as *const (),
                 "hsa_signal_wait_scacquire" => hsa_signal_wait_scacquire as *const (),
@@ -59,7 +61,7 @@ macro_rules! runtime {
     };
 }
 
-/// The runtime's own spelling of a function's name.
+/// Returns the static name of a function.
 pub(crate) fn known(name: &str) -> Option<&'static str> {
     NAMES.iter().copied().find(|known| *known == name)
 }
@@ -69,7 +71,7 @@ fn put<T>(place: *mut T, value: T) -> Result<(), HsaStatus> {
     if place.is_null() {
         return Err(INVALID_ARGUMENT);
     }
-    // SAFETY: the caller of the runtime passes writable places, as the header demands.
+    // SAFETY: the caller of the runtime passes a writable place, as the header demands.
     unsafe { place.write_unaligned(value) };
     Ok(())
 }
@@ -95,7 +97,7 @@ pub unsafe extern "C" fn hsa_iterate_agents(
     SUCCESS
 }
 
-/// A pool's handle is its agent's and one of 2 (fine-grained), 4 (coarse-grained) and 9 (group).
+/// Splits a pool's handle into its agent and 2 (fine-grained), 4 (coarse-grained) or 9 (group).
 fn pool_of(pool: MemoryPool) -> (Agent, u32) {
     (Agent { handle: pool.handle / 16 }, (pool.handle % 16) as u32)
 }
@@ -134,7 +136,7 @@ pub unsafe extern "C" fn hsa_amd_memory_pool_free(pointer: *mut c_void) -> HsaSt
         Ok(allocation) => allocation,
         Err(code) => return code,
     };
-    // Seen on 7.2: the memory is not found any longer, and its address not free yet.
+    // Seen on 7.2: queries no longer find the memory, and its address is not free yet.
     for (pointer, callback, data) in std::mem::take(&mut allocation.callbacks) {
         // SAFETY: the callback takes the data that came with it.
         unsafe { callback(pointer as *mut c_void, data as *mut c_void) };
@@ -146,7 +148,7 @@ pub unsafe extern "C" fn hsa_amd_memory_pool_free(pointer: *mut c_void) -> HsaSt
 }
 
 fn look(symbol: &'static str, signal: Signal, patient: bool) -> i64 {
-    // A signal has no status: where the call is to fail, it is the copy that does.
+    // The call returns no status: an injected fault fails the copy.
     enter(symbol, |state| Ok(state.look(signal.handle, patient))).unwrap_or_else(|_| {
         let mut state = STATE.lock();
         let known = state.as_mut().and_then(|state| state.signals.get_mut(&signal.handle));
@@ -192,7 +194,7 @@ runtime! {
         const DMA_BUF: u32 = sys::HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED.number;
         const VMM: u32 = sys::HSA_AMD_SYSTEM_INFO_VIRTUAL_MEM_API_SUPPORTED.number;
         match attribute {
-            // 5.2 knows neither.
+            // 5.2 has neither.
             DMA_BUF | VMM if state.profile.name == "5.2" => Err(INVALID_ARGUMENT),
             DMA_BUF => put(value.cast(), u8::from(state.profile.dma_buf)),
             VMM => put(value.cast(), 1u8),

@@ -1,4 +1,4 @@
-//! What the runtime knows: allocations, locked memory, signals, and the faults to inject.
+//! State of the runtime: allocations, locked memory, signals, and injected faults.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -9,40 +9,38 @@ use std::{
 use hmem_fake_common::{Calls, PAGE, Pages};
 use hmem_iface_rocr::sys::{self, Agent, DeallocationCallback, HsaStatus};
 
-/// The CPU; GPUs are 11, 12 and so on.
+/// Agent of the CPU. GPUs are 11, 12 and so on.
 pub(crate) const CPU: Agent = Agent { handle: 10 };
 
 pub(crate) fn gpu(ordinal: u32) -> Agent {
     Agent { handle: 11 + u64::from(ordinal) }
 }
 
-/// A runtime to pretend to be. The fields can be changed one by one.
+/// Properties of a release. The fields can be changed one by one.
 #[derive(Clone, Debug)]
 pub struct Profile {
-    /// The release.
+    /// Release.
     pub name: &'static str,
-    /// How many GPUs there are.
+    /// Number of GPUs.
     pub devices: u32,
     /// Bytes of memory on each.
     pub memory: usize,
     /// HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED.
     pub dma_buf: bool,
-    /// Whether the BAR holds all memory: the PCIe mapping is refused otherwise, and the CPU cannot
-    /// see it here in either case.
+    /// True if the BAR covers all memory. The PCIe mapping is refused otherwise.
     pub large_bar: bool,
-    /// Whether queries answer with whole pages. Decided here for 5.2: no header says that they name
-    /// the length that was asked for.
+    /// True if queries round lengths up to whole pages. Decided here for 5.2: no header says that
+    /// they return the requested length.
     pub rounds_lengths: bool,
     /// Symbols that the library lacks.
     pub absent: Vec<&'static str>,
-    /// Whether copies end only when somebody looks a second time, so that a test sees them under
-    /// way.
+    /// True if a copy ends only at the second query for it, so that a test sees it in flight.
     pub slow_copies: bool,
-    /// Whether copies end with an error.
+    /// True if copies end with an error.
     pub copies_fail: bool,
 }
 
-/// Functions that came after 5.2: exports and reserved addresses.
+/// Functions that were added after 5.2: exports and reserved addresses.
 const LATER: [&str; 10] = [
     "hsa_amd_portable_export_dmabuf",
     "hsa_amd_portable_close_dmabuf",
@@ -57,8 +55,8 @@ const LATER: [&str; 10] = [
 ];
 
 impl Profile {
-    /// Returns the profiles of the supported releases, oldest first. What each library lacks was
-    /// read from its symbols (`tests/rocr/fetch` downloads them).
+    /// Returns the profiles of the supported releases, oldest first. The lists of absent functions
+    /// come from the symbols of the real libraries (`tests/rocr/fetch`).
     #[must_use]
     pub fn all() -> Vec<Self> {
         const V2: &str = "hsa_amd_portable_export_dmabuf_v2";
@@ -80,6 +78,15 @@ impl Profile {
         ]
     }
 
+    /// Sets a field by its name in the environment. Returns false if it has no such name.
+    pub(crate) fn set(&mut self, name: &str, value: u32) -> bool {
+        let known = name == "devices";
+        if known {
+            self.devices = value;
+        }
+        known
+    }
+
     /// Returns the profile of a name.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
@@ -97,7 +104,7 @@ impl Default for Profile {
 /// Number of live objects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Live {
-    /// Counts of the runtime.
+    /// Reference count of the runtime.
     pub counts: u32,
     /// Allocations of pools.
     pub allocations: usize,
@@ -113,12 +120,12 @@ pub struct Live {
 
 #[derive(Debug)]
 pub(crate) struct Allocation {
-    /// Bytes that were asked for.
+    /// Requested bytes.
     pub(crate) len: u64,
     pub(crate) owner: Agent,
     pub(crate) imported: bool,
     pub(crate) callbacks: Vec<(usize, DeallocationCallback, usize)>,
-    /// Every device may access it.
+    /// True if every device may access it.
     pub(crate) shared: bool,
 }
 
@@ -156,7 +163,7 @@ pub(crate) struct State {
     /// Locked host ranges by first address: length, and address for devices.
     pub(crate) locked: BTreeMap<u64, (u64, u64)>,
     pub(crate) signals: HashMap<u64, SignalState>,
-    /// The registers that flush, one for each device.
+    /// Flush registers, one for each device.
     pub(crate) registers: Box<[u32]>,
     pub(crate) violations: Vec<String>,
     pub(crate) calls: Calls<HsaStatus>,
@@ -189,6 +196,10 @@ impl State {
         }
     }
 
+    pub(crate) fn heal(&mut self) {
+        self.calls.heal();
+    }
+
     /// Records a call that the headers leave undefined.
     pub(crate) fn violation(&mut self, what: &str) -> HsaStatus {
         self.violations.push(what.to_owned());
@@ -211,7 +222,7 @@ impl State {
         self.next_handle
     }
 
-    /// Takes addresses, those that were freed last first.
+    /// Takes addresses, the last freed ones first.
     pub(crate) fn take_addresses(&mut self, len: u64) -> u64 {
         if let Some(address) = self.free.get_mut(&len).and_then(Vec::pop) {
             return address;
@@ -221,7 +232,7 @@ impl State {
         address
     }
 
-    /// Gives addresses back.
+    /// Returns addresses for reuse.
     pub(crate) fn leave_addresses(&mut self, address: u64, len: u64) {
         self.pages.clear(address, len);
         self.free.entry(len).or_default().push(address);
@@ -270,7 +281,7 @@ impl State {
         self.pages.at(address).expose_provenance() as u64
     }
 
-    /// Gives the addresses of an allocation back that was taken out.
+    /// Frees the addresses of an allocation that was removed.
     pub(crate) fn release(&mut self, base: u64, allocation: &Allocation) {
         self.leave_addresses(base, allocation.len.next_multiple_of(PAGE));
         if !allocation.imported {
@@ -302,7 +313,7 @@ impl State {
         locked.map(|(host, (_, device))| host + (address - device))
     }
 
-    /// Ends the copy of a signal.
+    /// Queries a signal, and ends its copy. `patient` ends it at the first query.
     pub(crate) fn look(&mut self, signal: u64, patient: bool) -> i64 {
         let (slow, fails) = (self.profile.slow_copies, self.profile.copies_fail);
         let Some(state) = self.signals.get_mut(&signal) else {
@@ -316,8 +327,8 @@ impl State {
                 state.value = -1;
             } else {
                 let (to, from) = (copy.to as usize, copy.from as usize);
-                // SAFETY: both are addresses that `reach` found to hold the length, and the caller
-                // keeps host memory valid until the copy has ended.
+                // SAFETY: `reach` found both sides to hold the length. The caller of the copy keeps
+                // host memory valid until it has ended.
                 unsafe {
                     std::ptr::copy(
                         std::ptr::with_exposed_provenance::<u8>(from),
@@ -365,7 +376,7 @@ impl State {
                 Some(_) => sys::HSA_EXT_POINTER_TYPE_HSA_VMEM,
                 None => sys::HSA_EXT_POINTER_TYPE_RESERVED_ADDR,
             };
-            // Seen on 6.4: the queried address is the base.
+            // Seen on 6.4: the base is the queried address.
             return describe(kind, address, one.len - (address - base), CPU);
         }
         // The real runtime leaves stale values there for an unknown address.
