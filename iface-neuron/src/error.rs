@@ -1,10 +1,10 @@
-//! The runtime's codes as errors: the one place that gives them a kind.
+//! Errors for the runtime's codes. Only this file maps a code to a kind.
 
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 
 use crate::sys::NrtStatus;
 
-/// Returns the error for an operation that is lacking.
+/// Returns the error for a missing operation.
 pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
     Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::NEURON).context("reason", reason)
 }
@@ -29,13 +29,15 @@ pub(crate) fn refusal(code: NrtStatus, operation: &'static str) -> Error {
     let error = coded(Error::new(kind, operation).iface(IfaceKind::NEURON), code);
     match code {
         NrtStatus::NRT_UNINITIALIZED => error.remedy(
-            "the Neuron runtime is not initialised: call nrt_init in the application, or have hmem call it \
-             (Neuron::builder().start_runtime(true), HMEM_NEURON_START_RUNTIME=1)",
+            "the Neuron runtime is not initialised: call nrt_init in the application, or let hmem \
+             call it (Neuron::builder().start_runtime(true), HMEM_NEURON_START_RUNTIME=1)",
         ),
         NrtStatus::NRT_CLOSED => {
             error.remedy("nrt_close was called: the process uses Neuron devices no longer")
         }
-        NrtStatus::NRT_HW_ERROR => error.remedy("see `neuron-ls` and `dmesg` for the device's state"),
+        NrtStatus::NRT_HW_ERROR => {
+            error.remedy("see `neuron-ls` and `dmesg` for the device's state")
+        }
         _ => error,
     }
 }

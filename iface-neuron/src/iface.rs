@@ -59,10 +59,10 @@ impl Builder {
         self
     }
 
-    /// Lets the iface call `nrt_init` when memory is first allocated and nothing has called it
-    /// before. It overrides `HMEM_NEURON_START_RUNTIME`; the default is false.
+    /// Lets the iface call `nrt_init` at the first allocation, if nothing has called it before.
+    /// Overrides `HMEM_NEURON_START_RUNTIME`. The default is false.
     ///
-    /// The runtime takes the visible NeuronCores for this process until it ends.
+    /// The runtime reserves the visible NeuronCores for this process until it ends.
     pub fn start_runtime(mut self, start: bool) -> Self {
         self.start_runtime = Some(start);
         self

@@ -10,8 +10,7 @@ use crate::{
     sys::{hlthunk, synapse},
 };
 
-/// Intel Gaudi memory, over `libSynapse.so` and `libhl-thunk.so`. The device that the process
-/// acquired is device 0.
+/// Intel Gaudi memory, over `libSynapse.so` and `libhl-thunk.so`. The process's device is device 0.
 ///
 /// # Examples
 /// ```
@@ -64,8 +63,7 @@ impl Builder {
         self
     }
 
-    /// Calls these functions instead of loading libSynapse, and those of libhl-thunk if they are
-    /// given.
+    /// Calls these functions instead of loading libSynapse. `None` still loads libhl-thunk.
     pub fn functions(
         mut self,
         synapse: synapse::Functions,
@@ -75,8 +73,8 @@ impl Builder {
         self
     }
 
-    /// Lets the iface acquire a device when memory is first allocated and the process has none. It
-    /// overrides `HMEM_SYNAPSEAI_START_RUNTIME`; the default is false.
+    /// Lets the iface acquire a device at the first allocation, if the process has none. Overrides
+    /// `HMEM_SYNAPSEAI_START_RUNTIME`. The default is false.
     ///
     /// The device stays acquired until the process ends.
     pub fn start_runtime(mut self, start: bool) -> Self {

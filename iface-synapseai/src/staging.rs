@@ -1,7 +1,7 @@
 //! Copies between host and device memory.
 //!
-//! The device reads and writes only host memory that is mapped for it, so that copies go through a
-//! buffer of `synHostMalloc`. There is one buffer and one stream: copies take turns.
+//! The device reaches only host memory that is mapped for it, so copies go through a buffer of
+//! `synHostMalloc`. There is one buffer and one stream, which copies use one after the other.
 
 use std::{ffi::c_void, ptr, sync::Arc};
 
@@ -50,7 +50,7 @@ impl Staging {
     /// Copies `len` bytes between host memory and device memory at `device`.
     ///
     /// # Safety
-    /// The host side is valid for `len` bytes. The device memory is not freed meanwhile.
+    /// The host side is valid for `len` bytes. The device memory is not freed during the call.
     pub(crate) unsafe fn copy(&self, device: Address, host: Host, len: u64) -> Result<()> {
         let mut lane = self.lane.lock();
         let (buffer, stream) = self.prepare(&mut lane)?;
@@ -86,15 +86,16 @@ impl Staging {
         match host {
             Host::Source(from) => {
                 let from = ptr::with_exposed_provenance::<u8>((from.0 + done) as usize);
-                // SAFETY: `len` bytes fit the buffer, which no other copy uses; the caller's memory
-                // is readable.
+                // SAFETY: `len` bytes fit the buffer, and the lane's lock excludes other copies. The
+                // caller promised readable memory.
                 unsafe { ptr::copy_nonoverlapping(from, buffer, len as usize) };
                 self.transfer(stream, staged, len, device.0, HOST_TO_DRAM)
             }
             Host::Destination(to) => {
                 self.transfer(stream, device.0, len, staged, DRAM_TO_HOST)?;
                 let to = ptr::with_exposed_provenance_mut::<u8>((to.0 + done) as usize);
-                // SAFETY: likewise; the caller's memory is writable.
+                // SAFETY: `len` bytes fit the buffer, and the lane's lock excludes other copies. The
+                // caller promised writable memory.
                 unsafe { ptr::copy_nonoverlapping(buffer, to, len as usize) };
                 Ok(())
             }
