@@ -79,7 +79,8 @@ fn run(mode: MrMode, name: &str) {
     }
     let each = (LIVE.load(Ordering::Relaxed) - before) / REGIONS + size_of_val(&regions[0]);
     println!(
-        "{name}: {each} B of library memory per region, {REGIONS} live (at most {BUDGET}), the 8 B handle included"
+        "{name}: {each} B of library memory per region, {REGIONS} live (at most {BUDGET}), the 8 \
+         B handle included"
     );
     assert!(each <= BUDGET, "{each} B per region is over the budget of {BUDGET} B");
     assert_eq!(domain.live().regions, REGIONS as u64);

@@ -1,7 +1,7 @@
-//! What monitors of host memory cost whoever maps and unmaps, and whoever subscribes.
+//! Costs of monitors of host memory: for code that maps and unmaps, and for subscriptions.
 //!
-//! Each figure is held against the same system calls made past the C library, by turns in one
-//! process.
+//! Each figure is compared with the same system calls made past the C library. The two
+//! alternate in one process.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 

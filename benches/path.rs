@@ -99,12 +99,14 @@ fn main() {
     node.faults.count();
     let pairs = u64::from(DEVICES * NICS);
     println!(
-        "driver calls for a page of each of {DEVICES} devices on each of {NICS} NICs, half of them out of reach:"
+        "driver calls for a page of each of {DEVICES} devices on each of {NICS} NICs, half of \
+         them out of reach:"
     );
     for round in ["first", "second"] {
         let [memory, exports, registrations] = node.register_all();
         println!(
-            "  {round} round: {} pages tried ({} pairs out of reach), {exports} exports, {registrations} registrations",
+            "  {round} round: {} pages tried ({} pairs out of reach), {exports} exports, \
+             {registrations} registrations",
             memory - pairs,
             pairs / 2
         );

@@ -68,7 +68,7 @@ fn populate(domain: &Domain, count: usize) -> Live {
     Live { _regions: regions, _backing: backing }
 }
 
-/// The same keys in the same order as on the peer's side.
+/// The peer's keys, in the peer's order.
 fn vacant_key(pick: u64, live: usize) -> u64 {
     2 * (pick % (live as u64 + 1)) + 1
 }

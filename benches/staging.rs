@@ -48,9 +48,9 @@ struct Net {
     staged: OwnedRegion<DeviceBuffer>,
     host: OwnedRegion<Vec<u8>>,
     device: Arc<Simulated>,
-    /// A device whose engine is held to nothing, and memory of it.
+    /// A device with an unlimited engine, and memory of it.
     unlimited: (Arc<Simulated>, DeviceBuffer),
-    /// Where copies by hand go to and come from.
+    /// Host side of manual copies.
     buffer: Vec<u8>,
 }
 
@@ -123,13 +123,13 @@ impl Net {
         self.transfer(self.host.slice(0, len).expect("inside"), len, read);
     }
 
-    /// Where a copy in the direction of a transfer goes to and comes from.
+    /// Destination and source of a copy in the direction of a transfer.
     fn sides(&mut self, device: Address, read: bool) -> (Address, Address) {
         let host = Address::of_ptr(self.buffer.as_mut_ptr());
         if read { (device, host) } else { (host, device) }
     }
 
-    /// What the machine copies at most.
+    /// A copy at the full speed of the machine.
     fn unlimited(&mut self, len: u64, read: bool) {
         let (to, from) = self.sides(self.unlimited.1.allocation().base(), read);
         // SAFETY: the host side is this value's own buffer of `LONGEST` bytes, and the copy is
@@ -197,7 +197,8 @@ fn long(net: &mut Net, len: u64, read: bool, (bandwidth, latency): (u64, Duratio
     let ratio = engine.max(wire).as_secs_f64() / ours.as_secs_f64();
     let met = ratio >= 0.9;
     println!(
-        "{:<18} {:>5} MiB  ours {:>9.0}  engine {:>9.0}  wire {:>9.0}  ratio {ratio:>5.2}  goal 0.90{}",
+        "{:<18} {:>5} MiB  ours {:>9.0}  engine {:>9.0}  wire {:>9.0}  ratio {ratio:>5.2}  goal \
+         0.90{}",
         direction(read),
         len >> 20,
         micros(ours),

@@ -24,7 +24,7 @@ use report::{Row, Target};
 const GROUP: &str = "topology";
 const ARCHIVE: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/p2p/tests/fixtures/topology/dgx-a100.tar.gz");
-/// What the reading of such a machine may take.
+/// Goal for reading such a machine, in nanoseconds.
 const GOAL: f64 = 20e6;
 
 fn archive() -> tar::Archive<Cursor<Vec<u8>>> {

@@ -1,8 +1,7 @@
-//! Rights lent by memory windows against registering and closing the same range, on the software
-//! NIC, by turns.
+//! Memory windows compared with registering and closing the same range, on the software NIC.
 //!
-//! The NIC pins pages, as hardware does. Where it follows the application's mappings instead,
-//! registering does nothing about pages, and the figures are for orientation.
+//! The NIC pins pages, as hardware does. If it follows the application's mappings instead,
+//! registering does nothing about pages, and the figures are for orientation only.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 

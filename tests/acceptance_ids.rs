@@ -1,14 +1,16 @@
-//! `docs/testing.md` says which acceptance ids are held, and it is true: the doc comments of tests
-//! carry exactly those.
+//! Compares `docs/requirements.md` and `docs/testing.md` with the requirement ids in the doc
+//! comments of tests.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs,
     path::{Path, PathBuf},
     process::Command,
 };
 
 use serde_json::Value;
+
+const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
 const FAMILIES: [&str; 15] = [
     "MR", "MODE", "KEY", "EVT", "SUB", "VRB", "MW", "HM", "CACHE", "MON", "P2P", "BNC", "DIAG",
@@ -100,7 +102,7 @@ fn rust_files(folder: &Path, found: &mut BTreeSet<PathBuf>) {
 fn sources() -> BTreeSet<PathBuf> {
     let output = Command::new(env!("CARGO"))
         .args(["metadata", "--format-version=1", "--no-deps", "--offline"])
-        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .current_dir(ROOT)
         .output()
         .expect("cargo runs");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -119,27 +121,112 @@ fn sources() -> BTreeSet<PathBuf> {
     files
 }
 
+/// Test files of each id, relative to the root of the workspace.
+fn test_files() -> BTreeMap<String, BTreeSet<String>> {
+    let mut files = BTreeMap::<_, BTreeSet<_>>::new();
+    for path in sources() {
+        let source = fs::read_to_string(&path).expect("a source file");
+        let path = path.strip_prefix(ROOT).expect("a file of the workspace").display();
+        for id in carried(&source) {
+            files.entry(id).or_default().insert(path.to_string());
+        }
+    }
+    files
+}
+
+/// A list of Rust files, as `a/{b,c}.rs` where several are in one folder.
+fn by_folder(files: &BTreeSet<String>) -> String {
+    let mut folders = BTreeMap::<_, Vec<_>>::new();
+    for file in files {
+        let (folder, name) = file.rsplit_once('/').expect("a file in a folder");
+        folders.entry(folder).or_default().push(name.trim_end_matches(".rs"));
+    }
+    let entries = folders.iter().map(|(folder, names)| match names[..] {
+        [name] => format!("`{folder}/{name}.rs`"),
+        _ => format!("`{folder}/{{{}}}.rs`", names.join(",")),
+    });
+    entries.collect::<Vec<_>>().join(", ")
+}
+
+/// Breaks a text at spaces into indented lines of at most 100 columns.
+fn wrapped(text: &str) -> String {
+    let mut lines = vec![String::from(" ")];
+    for word in text.split(' ') {
+        let last = lines.last_mut().expect("a line");
+        if last.len() + 1 + word.len() > 100 && last != " " {
+            lines.push(format!("  {word}"));
+        } else {
+            *last = format!("{last} {word}");
+        }
+    }
+    lines.join("\n") + "\n"
+}
+
+/// The id of an entry of `docs/requirements.md` that begins in this line.
+fn defined(line: &str) -> Option<&str> {
+    line.strip_prefix("- **")?.split_once("**").map(|(id, _)| id).filter(|id| is_id(id))
+}
+
+/// `docs/requirements.md` with the tests of each requirement written anew.
+fn with_tests(document: &str, files: &BTreeMap<String, BTreeSet<String>>) -> String {
+    let mut text = String::new();
+    let mut id = None;
+    let mut in_tests = false;
+    for line in document.split_inclusive('\n') {
+        id = defined(line).or(id);
+        in_tests = line.starts_with("  Tests: ") || in_tests && line.starts_with("  ");
+        if in_tests {
+            continue;
+        }
+        text.push_str(line);
+        if line.starts_with("  Source: ") {
+            let tests = id.and_then(|id| files.get(id)).map_or("none yet.".into(), by_folder);
+            text.push_str(&wrapped(&format!("Tests: {tests}")));
+        }
+    }
+    text
+}
+
+fn document(name: &str) -> (PathBuf, String) {
+    let path = Path::new(ROOT).join("docs").join(name);
+    let text = fs::read_to_string(&path).expect("the document is there");
+    (path, text)
+}
+
 #[test]
-fn the_documented_ids_are_those_that_tests_carry() {
-    let document = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/testing.md");
-    let document = fs::read_to_string(document).expect("docs/testing.md is there");
-    let (held, not_held) = document.split_once("## Not held yet").expect("two sections");
-    let (_, held) = held.split_once("## Acceptance ids held").expect("two sections");
-    let (not_held, _) = not_held.split_once("Limits of what").expect("the limits");
+fn requirements_name_the_tests_that_hold_them() {
+    let (path, found) = document("requirements.md");
+    let expected = with_tests(&found, &test_files());
+    if std::env::var_os("HMEM_BLESS").is_some() {
+        fs::write(path, expected).expect("write the document");
+        return;
+    }
+    let differs = found.lines().zip(expected.lines()).find(|(found, expected)| found != expected);
+    assert!(
+        found == expected,
+        "docs/requirements.md has {differs:?}; \
+         HMEM_BLESS=1 cargo test --test acceptance_ids rewrites it"
+    );
+}
 
-    let carried: BTreeSet<_> = sources()
-        .iter()
-        .flat_map(|file| carried(&fs::read_to_string(file).expect("a source file")))
-        .collect();
+#[test]
+fn each_requirement_has_a_test_or_is_documented_as_not_held() {
+    let (_, requirements) = document("requirements.md");
+    let defined: BTreeSet<_> =
+        requirements.lines().filter_map(defined).map(str::to_owned).collect();
+    let carried: BTreeSet<_> = test_files().into_keys().collect();
+    let unknown: Vec<_> = carried.difference(&defined).collect();
+    assert!(unknown.is_empty(), "named by tests, not in docs/requirements.md: {unknown:?}");
 
-    let (held, not_held) = (ids(held), ids(not_held));
-    let missing: Vec<_> = held.difference(&carried).collect();
-    assert!(missing.is_empty(), "documented as held, carried by no test: {missing:?}");
-    let documented = &held | &not_held;
-    let unexplained: Vec<_> = carried.difference(&documented).collect();
-    assert!(unexplained.is_empty(), "carried by tests, not in docs/testing.md: {unexplained:?}");
-    let both: Vec<_> = held.intersection(&not_held).collect();
-    assert!(both.is_empty(), "both held and not held: {both:?}");
+    let (_, testing) = document("testing.md");
+    let (_, rest) = testing.split_once("## Not held yet").expect("a section");
+    let (table, _) = rest.split_once("Limits of what").expect("the limits");
+    let without_test: BTreeSet<_> = defined.difference(&carried).cloned().collect();
+    let not_held = ids(table);
+    let missing: Vec<_> = without_test.difference(&not_held).collect();
+    assert!(missing.is_empty(), "no test, and not in docs/testing.md as not held: {missing:?}");
+    let undefined: Vec<_> = not_held.difference(&defined).collect();
+    assert!(undefined.is_empty(), "not held, and not in docs/requirements.md: {undefined:?}");
 }
 
 fn list(ids: &[&str]) -> BTreeSet<String> {
@@ -188,4 +275,20 @@ fn ids_of_entries_in_lists_of_tests_count() {
     assert_eq!(of("over_ways! {\n    /// REL-01\n    a: 0,\n}"), list(&["REL-01"]));
     let behaviours = "behaviours! {\n    dyn Iface:\n    /// HM-15\n    a,\n    b,\n}";
     assert_eq!(of(behaviours), list(&["HM-15"]));
+}
+
+#[test]
+fn files_of_one_folder_are_listed_together() {
+    let files = list(&["a/b.rs", "a/c.rs", "a/d/e.rs"]);
+    assert_eq!(by_folder(&files), "`a/{b,c}.rs`, `a/d/e.rs`");
+}
+
+#[test]
+fn tests_of_a_requirement_replace_those_listed_before() {
+    let files = BTreeMap::from([("MR-01".to_owned(), list(&["a/b.rs"]))]);
+    let text = "- **MR-01** A.\n  Source: b.\n  Tests: `c`,\n  `d`\n- **MR-02** E.\n  Source: f.\n";
+    let expected = "- **MR-01** A.\n  Source: b.\n  Tests: `a/b.rs`\n\
+                    - **MR-02** E.\n  Source: f.\n  Tests: none yet.\n";
+    assert_eq!(with_tests(text, &files), expected);
+    assert_eq!(with_tests(expected, &files), expected);
 }

@@ -1,7 +1,7 @@
 //! Dependencies between crates: `hook -> core`, `iface-* -> core, hook`,
 //! `iface-neuron, iface-synapseai -> core, iface-announced`, `p2p -> core`,
-//! `provider-* -> core, p2p`, `conformance -> core, p2p, iface-system, provider-loopback`, `hmem ->`
-//! ifaces and providers, `hmem-cli -> hmem`.
+//! `provider-* -> core, p2p`, `conformance -> core, p2p, iface-system, provider-loopback`,
+//! `hmem ->` ifaces and providers, `hmem-cli -> hmem`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -1,4 +1,4 @@
-//! The example of an asynchronous program.
+//! Runs the example of an asynchronous program.
 
 #[path = "../examples/async_completions.rs"]
 mod example;

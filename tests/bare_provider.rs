@@ -45,7 +45,7 @@ unsafe impl ProviderDomain for BareDomain {
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller keeps the contract, which is the same.
         unsafe { self.0.register(&Registration { enabled: true, ..*request }, pieces) }
     }
 

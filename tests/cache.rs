@@ -1,5 +1,5 @@
-//! The registration cache of a domain: over host memory and a simulated device, in the loopback's
-//! pinned mode.
+//! The registration cache of a domain, over host memory and a simulated device, on the software NIC
+//! that keeps pinned pages.
 
 use std::{
     env,
@@ -56,7 +56,7 @@ impl Net {
         Self { target, initiator, endpoint, cq, name, _target_endpoint: target_endpoint }
     }
 
-    /// What a peer reads of the region's first bytes.
+    /// Reads the region's first bytes from the peer.
     fn pulled(&self, region: &MemoryRegion, len: u64) -> Vec<u8> {
         let buffer =
             self.initiator.register(vec![0_u8; len as usize], Access::READ).expect("a buffer");
@@ -92,7 +92,7 @@ fn simulated(style: FreeDetection) -> Arc<Simulated> {
 /// Maps fresh pages, through the C library, as applications do.
 fn map(at: Option<usize>, len: usize) -> usize {
     let fixed = if at.is_some() { libc::MAP_FIXED } else { 0 };
-    // SAFETY: a new mapping, or in place of one that the caller unmapped.
+    // SAFETY: a new mapping, or one in place of a mapping that the caller removed.
     let place = unsafe {
         libc::mmap(
             ptr::with_exposed_provenance_mut(at.unwrap_or(0)),
@@ -108,16 +108,16 @@ fn map(at: Option<usize>, len: usize) -> usize {
 }
 
 fn unmap(at: usize, len: usize) {
-    // SAFETY: a mapping of the test's own, which nobody refers into.
+    // SAFETY: the test's own mapping, and nothing refers into it.
     assert_eq!(unsafe { libc::munmap(ptr::with_exposed_provenance_mut(at), len) }, 0);
 }
 
 fn fill(at: usize, byte: u8) {
-    // SAFETY: mapped by the test, and nobody refers into it.
+    // SAFETY: mapped by the test, and nothing refers into it.
     unsafe { ptr::with_exposed_provenance_mut::<u8>(at).write_bytes(byte, PAGE) };
 }
 
-/// Runs this test again, alone in a process, with variables set.
+/// Runs this test again in a process of its own, with variables set.
 fn alone(name: &str, variables: &[(&str, &str)]) -> bool {
     const ALONE: &str = "HMEM_TEST_ALONE";
     if env::var(ALONE).is_ok_and(|alone| alone == name) {
@@ -135,8 +135,8 @@ fn alone(name: &str, variables: &[(&str, &str)]) -> bool {
     false
 }
 
-/// Frees, maps again at the same address, and registers again; how often the peer read what was
-/// there before.
+/// Frees, maps again at the same address and registers again. Returns how often the peer read the
+/// old bytes.
 fn stale_reads(hmem: &Hmem, rounds: u32) -> u32 {
     let net = Net::open(hmem, CacheAttr::default());
     let cache = net.target.cache().expect("a cache");
@@ -145,7 +145,7 @@ fn stale_reads(hmem: &Hmem, rounds: u32) -> u32 {
     for round in 0..rounds {
         let byte = (round % 251) as u8 + 1;
         fill(at, byte);
-        // SAFETY: the memory is the test's own, and nobody refers into it.
+        // SAFETY: the memory is the test's own, and nothing refers into it.
         let region = unsafe { cache.get_or_register(range(at, PAGE), REMOTE) }.expect("registered");
         assert!(region.lease().uncached_reason().is_none(), "{:?}", region.lease());
         stale += u32::from(net.pulled(&region, 16) != [byte; 16]);
@@ -157,7 +157,7 @@ fn stale_reads(hmem: &Hmem, rounds: u32) -> u32 {
     stale
 }
 
-/// An application that says nothing of its changes.
+/// An application that reports no changes.
 #[derive(Debug, Default)]
 struct Silent(Mutex<Vec<AddressRange>>);
 
@@ -176,8 +176,8 @@ impl ImportCallbacks for Silent {
 
 /// MR-07
 #[test]
-fn memory_that_comes_back_at_its_address_is_never_a_stale_hit_under_memhooks() {
-    let name = "memory_that_comes_back_at_its_address_is_never_a_stale_hit_under_memhooks";
+fn memory_at_a_reused_address_is_no_stale_hit_under_memhooks() {
+    let name = "memory_at_a_reused_address_is_no_stale_hit_under_memhooks";
     if !alone(name, &[]) {
         return;
     }
@@ -188,7 +188,7 @@ fn memory_that_comes_back_at_its_address_is_never_a_stale_hit_under_memhooks() {
 
 /// MR-07
 #[test]
-fn with_a_monitor_that_says_nothing_the_same_rounds_are_stale() {
+fn rounds_are_stale_under_a_silent_monitor() {
     let monitor = ImportMonitor::new(Arc::new(Silent::default())).expect("a monitor");
     let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(monitor);
     let hmem = builder.provider(loopback()).build().expect("nothing in the way");
@@ -259,7 +259,7 @@ fn another_allocation_at_the_address_and_another_device_are_other_entries() {
             AllocRequest { len: 8192, device: DeviceId(device), kind: AllocationKind::Device };
         DeviceBuffer::allocate(&iface, &request).expect("device memory")
     };
-    // SAFETY: the memory is the test's own, and nobody refers into it.
+    // SAFETY: the memory is the test's own, and nothing refers into it.
     let get = |at| unsafe { cache.get_or_register(at, REMOTE) }.expect("registered");
     let mut identities = Vec::new();
     // The address goes from device to device and from allocation to allocation.
@@ -273,14 +273,14 @@ fn another_allocation_at_the_address_and_another_device_are_other_entries() {
         assert_eq!(net.pulled(&region, 16), [round as u8 + 1; 16]);
         let first = region.lease().key().expect("cached");
         drop(region);
-        // The same allocation is a hit, in part too.
+        // Part of the same allocation is a hit too.
         let part = AddressRange::new(at.start(), 100).expect("no wrap");
         assert_eq!(get(part).lease().key(), Some(first));
         assert_eq!(cache.statistics().hits, u64::from(round) + 1);
         assert_eq!(cache.statistics().registrations, u64::from(round) + 1);
-        // What was registered of memory that is not this is refused by name.
+        // Memory of another owner than the claimed one is refused by name.
         let other = Some(DeviceId(1 - round % 2));
-        // SAFETY: as above.
+        // SAFETY: the registration must be refused.
         let refused =
             unsafe { cache.get_or_register_on(at, REMOTE, SIMULATED, other) }.unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
@@ -303,7 +303,7 @@ fn another_allocation_at_the_address_and_another_device_are_other_entries() {
 
 /// CACHE-01
 #[test]
-fn a_burst_of_a_domain_hits_what_is_cached_and_registers_what_is_not() {
+fn lookup_handle_hits_cached_ranges_and_registers_others() {
     let device = simulated(FreeDetection::Callback);
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let builder = Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(&device) as _);
@@ -324,7 +324,7 @@ fn a_burst_of_a_domain_hits_what_is_cached_and_registers_what_is_not() {
     ] {
         let before = cache.statistics();
         for part in [memory, memory, AddressRange::new(memory.start(), 100).expect("no wrap")] {
-            // SAFETY: the memory is the test's own, and nobody refers into it.
+            // SAFETY: the memory is the test's own, and nothing refers into it.
             let region = unsafe { handle.get_or_register(part, REMOTE) }.expect("registered");
             assert_eq!(region.iface().expect("registered"), owner);
             assert!(
@@ -336,7 +336,7 @@ fn a_burst_of_a_domain_hits_what_is_cached_and_registers_what_is_not() {
         let now = cache.statistics();
         assert_eq!((now.registrations - before.registrations, now.hits - before.hits), (1, 2));
     }
-    // SAFETY: it is refused.
+    // SAFETY: the registration is refused.
     unsafe { handle.get_or_register(range(at, 0), REMOTE) }.expect_err("there is nothing in it");
     drop(handle);
     unmap(at, PAGE);
@@ -352,7 +352,7 @@ fn monitors_of_different_ifaces_start_and_fail_apart() {
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let buffer = DeviceBuffer::allocate(&iface, &request).expect("device memory");
     let host = map(None, PAGE);
-    // Which of the two is watched.
+    // Watched ifaces of each case.
     let cases = [
         (HostMonitorKind::Disabled, None, false, true),
         (HostMonitorKind::Import, Some(vec![SIMULATED]), true, false),
@@ -416,7 +416,7 @@ fn subscriptions_of_cached_regions_come_in_pairs() {
 
 /// CACHE-10
 #[test]
-fn entries_of_a_domain_name_their_path_and_a_domain_closes_with_idle_ones() {
+fn cache_entries_name_their_path_and_idle_ones_close_with_the_domain() {
     let monitor = ImportMonitor::new(Arc::new(Silent::default())).expect("a monitor");
     let device = simulated(FreeDetection::Callback);
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
@@ -450,7 +450,7 @@ fn entries_of_a_domain_name_their_path_and_a_domain_closes_with_idle_ones() {
     unmap(at, PAGE);
 }
 
-/// The device and a software NIC added.
+/// Adds the device and a software NIC.
 trait WithBoth {
     fn iface_and_provider(self, device: &Arc<Simulated>) -> Hmem;
 }
@@ -462,7 +462,7 @@ impl WithBoth for hmem::Builder {
 }
 
 #[test]
-fn a_domain_without_a_cache_says_how_to_get_one_and_endpoint_mode_has_none() {
+fn domain_without_cache_names_the_setting_and_endpoint_mode_refuses_it() {
     let loopback = Loopback::builder().needs(MrMode::ENDPOINT).build().expect("a software NIC");
     let hmem = Hmem::builder().without_vendor_ifaces().provider(loopback).build().expect("started");
     let attr = DomainAttr { mr_mode: MrMode::ENDPOINT, ..DomainAttr::default() };
@@ -493,7 +493,7 @@ fn the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name()
             let error = builder().build().unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
             assert!(error.to_string().contains(&bad), "{error}");
-            // What the builder says itself is not read.
+            // Variables of settings that the builder makes are not read.
             let without_monitors = [IfaceKind::ROCR];
             let said = CacheAttr::default()
                 .max_count(2)
@@ -532,7 +532,7 @@ fn the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name()
     let hmem = builder.provider(loopback()).build().expect("good values");
     let read = hmem.cache_attr();
     assert_eq!((read.max_bytes, read.max_count, read.merge), (Some(20480), Some(2), Some(false)));
-    // And it is what domains use.
+    // Domains use the settings.
     let net = Net::open(&hmem, CacheAttr::default());
     let at = map(None, 16 * PAGE);
     let cache = net.target.cache().expect("a cache");
@@ -542,7 +542,7 @@ fn the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name()
             .expect("registered");
     }
     assert_eq!(cache.statistics().entries, 2);
-    // SAFETY: as above.
+    // SAFETY: the memory is the test's own.
     let long = unsafe { cache.get_or_register(range(at, 6 * PAGE), REMOTE) }.expect("registered");
     assert!(matches!(long.lease().uncached_reason(), Some(UncachedReason::TooLong)));
 }

@@ -1,5 +1,4 @@
-//! How often a device's driver is asked whose host memory is: over the fake CUDA driver, which
-//! counts its calls.
+//! Number of driver calls that find the owner of host memory, counted by the fake CUDA driver.
 #![cfg(feature = "cuda")]
 #![allow(unsafe_code)]
 
@@ -25,7 +24,7 @@ fn range(start: usize, len: usize) -> AddressRange {
 }
 
 #[test]
-fn a_page_of_host_memory_takes_one_call_of_the_driver_and_a_cached_one_none() {
+fn registering_a_host_page_takes_one_driver_call_and_a_hit_none() {
     let driver = FakeDriver::start(Profile::default());
     // SAFETY: each function has the signature of its name in `cuda.h`, and functions live forever.
     let functions =
@@ -78,13 +77,13 @@ fn a_page_of_host_memory_takes_one_call_of_the_driver_and_a_cached_one_none() {
     assert_eq!(cache.statistics().hits, 10);
     cache.evict_idle();
 
-    // Device memory is found at whichever end of a range it is.
+    // Device memory is found at either end of a range.
     let request = AllocRequest { len: 2 << 20, device: DeviceId(0), kind: AllocationKind::Device };
     let buffer = DeviceBuffer::allocate(&cuda, &request).expect("device memory");
     let there = buffer.allocation().range;
     assert_eq!(registry.owner_of_range(there).unwrap().iface, IfaceKind::CUDA);
     let into = range(there.start().0 as usize - PAGE, 2 * PAGE);
     assert_eq!(registry.owner_of_range(into).unwrap_err().kind(), ErrorKind::OutOfBounds);
-    // SAFETY: the test's own mapping, which is registered no more.
+    // SAFETY: the test's own mapping, which is no longer registered.
     assert_eq!(unsafe { libc::munmap(pages, 4 * PAGE) }, 0);
 }

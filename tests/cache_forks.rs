@@ -101,11 +101,11 @@ impl Child {
         Self(pid)
     }
 
-    /// The status that the child left with; a hang is a failure.
+    /// Exit status of the child. A hang is a failure.
     fn status(self) -> i32 {
         let end = Instant::now() + LONG;
         let mut status = 0;
-        // SAFETY: looks for the child that this is, without blocking.
+        // SAFETY: asks for the status of this child without blocking.
         while unsafe { libc::waitpid(self.0, &mut status, libc::WNOHANG) } != self.0 {
             assert!(Instant::now() < end, "the child hangs");
             thread::yield_now();
@@ -118,7 +118,7 @@ impl Child {
 
 impl Drop for Child {
     fn drop(&mut self) {
-        // SAFETY: the child was not waited for, so that the number is still its own.
+        // SAFETY: the child was not waited for, so its number is still its own.
         unsafe {
             libc::kill(self.0, libc::SIGKILL);
             libc::waitpid(self.0, ptr::null_mut(), 0);
@@ -145,7 +145,7 @@ fn a_childs_cached_get_changes_no_buffer_that_its_parent_pinned() {
     let held = get(old);
     let (ready, begin) = std::io::pipe().expect("a pipe");
     let child = Child::fork(|| {
-        // The parent has pinned another buffer since the fork, which the child's tables lack.
+        // Since the fork the parent has pinned another buffer, which the child's tables lack.
         await_signal(&ready);
         let kinds = [net.cached_get(childs), net.cached_get(old), net.cached_get(new)]
             .map(|got| got.expect_err("a copy of the parent's domain").kind());
@@ -168,16 +168,16 @@ fn a_child_that_drops_its_copies_leaves_the_parents_registrations_as_they_are() 
     let cache = net.target.cache().expect("a cache");
     // SAFETY: the pages stay mapped, and nothing else writes them.
     let cached = unsafe { cache.get_or_register(pages(4), REMOTE) }.expect("registered");
-    // SAFETY: as for the one before; these are pages of their own.
+    // SAFETY: the pages stay mapped, and nothing else writes them.
     let plain =
         unsafe { net.target.reg(pages(5), REMOTE, 77, MrFlags::empty()) }.expect("registered");
-    // SAFETY: as for the ones before; these are pages of their own.
+    // SAFETY: the pages stay mapped, and nothing else writes them.
     let closed =
         unsafe { net.target.reg(pages(6), REMOTE, 78, MrFlags::empty()) }.expect("registered");
     let child = Child::fork(|| {
         // Bytes that the child moves would go through the parent's ring and file.
         let moved = net.pulled(&cached).is_ok() || net.pulled(&plain).is_ok();
-        // SAFETY: the originals are in the parent; this process leaves without using them again.
+        // SAFETY: the originals are in the parent, and this process exits without using them again.
         unsafe {
             drop(ptr::read(&raw const cached));
             drop(ptr::read(&raw const plain));
@@ -197,7 +197,7 @@ fn a_child_that_drops_its_copies_leaves_the_parents_registrations_as_they_are() 
 
 /// CACHE-13
 #[test]
-fn a_child_of_a_parent_whose_threads_register_does_not_hang() {
+fn forked_child_of_a_registering_parent_does_not_hang() {
     let net = Net::open();
     net.target.cache().expect("a cache");
     let stop = AtomicBool::new(false);
@@ -216,7 +216,7 @@ fn a_child_of_a_parent_whose_threads_register_does_not_hang() {
                 }
             });
         }
-        // Ends the threads also where a child hangs.
+        // Ends the threads even if a child hangs.
         let _ends = Ends(&stop);
         for _ in 0..100 {
             let child = Child::fork(|| {

@@ -1,6 +1,6 @@
-//! Caching with default settings leaves the application its mappings.
+//! A cache with default settings leaves the application its mappings.
 //!
-//! Each test runs alone in a process: mappings are the process's, and so is their limit.
+//! Each test runs in a process of its own, because mappings and their limit belong to the process.
 
 use std::{env, fs, process::Command, ptr};
 
@@ -14,14 +14,14 @@ use hmem::{
 const PAGE: usize = 4096;
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
-/// Pages of a run that everybody makes: without a budget they are cut apart into more mappings than
-/// a process may have.
+/// Pages of each run. Without a budget they would be cut into more mappings than a process may
+/// have.
 const PAGES: usize = 40_000;
 
 /// Pages that lie in one mapping before it is cut.
 const BLOCK: usize = 1 << 16;
 
-/// Runs this test again, alone in a process.
+/// Runs this test again in a process of its own.
 fn alone(name: &str) -> bool {
     const ALONE: &str = "HMEM_TEST_ALONE";
     if env::var(ALONE).is_ok_and(|alone| alone == name) {
@@ -49,11 +49,11 @@ fn map(pages: usize, sharing: i32) -> *mut libc::c_void {
 }
 
 fn unmap(at: *mut libc::c_void, pages: usize) {
-    // SAFETY: a mapping of the test's own, which nobody refers into.
+    // SAFETY: the test's own mapping, and nothing refers into it.
     assert_eq!(unsafe { libc::munmap(at, pages * PAGE) }, 0);
 }
 
-/// The most mappings that a process may have.
+/// Maximum number of mappings of a process.
 fn limit() -> usize {
     let limit = fs::read_to_string("/proc/sys/vm/max_map_count").expect("/proc");
     limit.trim().parse().expect("a number")
@@ -75,8 +75,8 @@ fn take_mappings() {
     assert!(mappings() >= own, "{} mappings", mappings());
 }
 
-/// Passes pages that do not touch through the cache of a domain with default settings, while the
-/// application maps and unmaps.
+/// Passes separate pages through the cache of a domain with default settings, while the application
+/// maps and unmaps.
 fn pass(hmem: &Hmem, pages: usize) -> (Domain, CacheStatistics) {
     let domain = {
         let attr = DomainAttr { mr_mode: MrMode::empty(), ..DomainAttr::default() };
@@ -92,11 +92,11 @@ fn pass(hmem: &Hmem, pages: usize) -> (Domain, CacheStatistics) {
         for index in 0..now {
             let at = block.wrapping_byte_add(2 * index * PAGE);
             let range = AddressRange::new(Address::of_ptr(at), PAGE as u64).expect("no wrap");
-            // SAFETY: the page is unmapped when no lease is left, and the cache is told of that.
+            // SAFETY: the page is unmapped without a lease left, and the cache is notified.
             let region = unsafe { cache.get_or_register(range, REMOTE) };
             drop(region.unwrap_or_else(|error| panic!("page {index}: {error}")));
             if index % 500 == 0 {
-                // Memory that is joined with no other mapping.
+                // Memory that the kernel joins with no other mapping.
                 unmap(map(1, libc::MAP_SHARED), 1);
             }
         }

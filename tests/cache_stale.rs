@@ -1,10 +1,11 @@
-//! Is a stale hit possible, over a NIC that keeps the pages that it registered? With no monitor it
-//! is, which proves the test; with a monitor on, by no cause that it watches.
+//! Tests for stale hits over a NIC that keeps the pages that it registered. Without a monitor every
+//! cause gives stale hits, which shows that the test works. With a monitor on, no cause that it
+//! watches does.
 //!
 //! In each round a page is replaced, its owner writes the round's number, and a NIC moves it: a
-//! peer reads it through a cached region, or it is sent from memory that names no region. The
-//! loopback's pinned mode stands for the NIC, and where `HMEM_VERBS_DEVICE` names an RDMA device,
-//! that device too.
+//! peer reads it through a cached region, or it is sent from memory without a region. The software
+//! NIC's pinned mode stands for the NIC, and so does the RDMA device that `HMEM_VERBS_DEVICE`
+//! names.
 
 mod silent;
 
@@ -31,7 +32,7 @@ use hmem::{
 use silent::Silent;
 
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
-/// What RDMA devices need.
+/// Mode bits that RDMA devices need.
 const MODE: MrMode =
     MrMode::LOCAL.union(MrMode::VIRT_ADDR).union(MrMode::ALLOCATED).union(MrMode::PROV_KEY);
 const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
@@ -44,7 +45,7 @@ fn page() -> usize {
 }
 
 fn map(at: *mut libc::c_void, flags: i32) -> *mut libc::c_void {
-    // SAFETY: new pages, or in place of the test's own.
+    // SAFETY: new pages, or pages in place of the test's own.
     let mapped = unsafe { libc::mmap(at, page(), RW, flags, -1, 0) };
     assert_ne!(mapped, libc::MAP_FAILED);
     mapped
@@ -55,14 +56,14 @@ fn unmap(at: *mut libc::c_void) {
     assert_eq!(unsafe { libc::munmap(at, page()) }, 0);
 }
 
-/// Maps where nothing is, past the C library, so that only the cause itself is noticed.
+/// Maps free addresses past the C library, so that monitors see only the cause itself.
 fn raw_map(at: *mut libc::c_void) {
-    // SAFETY: the addresses are the test's, which has just given up what was there.
+    // SAFETY: the addresses are the test's, which has just removed their mapping.
     let mapped = unsafe { libc::syscall(libc::SYS_mmap, at, page(), RW, FIXED, -1, 0) };
     assert_eq!(mapped as usize, at.addr());
 }
 
-/// The second of two pages.
+/// Returns the second of two pages.
 fn own() -> *mut libc::c_void {
     let first = map(ptr::null_mut(), OWN);
     // SAFETY: grows the test's own page.
@@ -71,12 +72,12 @@ fn own() -> *mut libc::c_void {
     both.wrapping_byte_add(page())
 }
 
-/// A page that other processes could share.
+/// Returns a page that other processes could share.
 fn shared() -> *mut libc::c_void {
     map(ptr::null_mut(), libc::MAP_SHARED | libc::MAP_ANONYMOUS)
 }
 
-/// A System V segment of a page, which goes when it is attached nowhere any more.
+/// Attaches a System V segment of one page, which is removed when it is attached nowhere.
 fn segment(attach: impl FnOnce(i32) -> *mut libc::c_void) -> *mut libc::c_void {
     // SAFETY: a segment of the test's own.
     unsafe {
@@ -94,9 +95,9 @@ fn attached() -> *mut libc::c_void {
     segment(|id| unsafe { libc::shmat(id, ptr::null(), 0) })
 }
 
-/// Makes the page at an address another one.
+/// Replaces the page at an address.
 type Replace = fn(*mut libc::c_void);
-/// What happens, to which memory, and how.
+/// Name of a cause, its memory, and the replacement.
 type InvalidationCause = (&'static str, fn() -> *mut libc::c_void, Replace);
 
 const HOOKED: [InvalidationCause; 7] = [
@@ -135,11 +136,10 @@ const HOOKED: [InvalidationCause; 7] = [
     }),
 ];
 
-/// What the kernel's events do not tell: userfaultfd does not watch such memory, or gets none of
-/// it.
+/// Causes without kernel events: userfaultfd does not watch such memory, or gets no event for it.
 const SEGMENTS: [InvalidationCause; 2] = [
     ("shmdt", attached, |at| {
-        // SAFETY: attached by the test, and attached anew past the C library.
+        // SAFETY: attached by the test, and attached again past the C library.
         unsafe {
             assert_eq!(libc::shmdt(at), 0);
             let again = |id: i32| {
@@ -175,14 +175,14 @@ const RAW: [InvalidationCause; 3] = [
     }),
 ];
 
-/// What moves the bytes.
+/// NIC that moves the bytes.
 #[derive(Clone, Debug)]
 enum Nic {
     Pinned,
     Device(String),
 }
 
-/// The NICs to show it over: `HMEM_WORLD=verbs` leaves out the software one.
+/// NICs of the run: `HMEM_WORLD=verbs` leaves out the software NIC.
 fn nics() -> Vec<Nic> {
     let device =
         env::var("HMEM_VERBS_DEVICE").ok().filter(|name| !name.is_empty()).map(Nic::Device);
@@ -194,8 +194,7 @@ fn nics() -> Vec<Nic> {
 }
 
 impl Nic {
-    /// Rounds of each cause in the tier that everybody runs. A device of an emulated machine is
-    /// slow.
+    /// Rounds of each cause in the default tier. A device of an emulated machine is slow.
     fn rounds(&self) -> u64 {
         match self {
             Self::Pinned => 500,
@@ -203,7 +202,8 @@ impl Nic {
         }
     }
 
-    /// Whether a cause is shown over it: over a device of an emulated machine, one of each sort.
+    /// Returns true if a cause runs over this NIC. A device of an emulated machine runs one cause
+    /// of each sort.
     fn shows(&self, (name, ..): &&InvalidationCause) -> bool {
         let sorts = ["munmap", "MAP_FIXED", "madvise", "mremap", "raw munmap", "raw madvise"];
         matches!(self, Self::Pinned) || sorts.contains(name)
@@ -231,7 +231,7 @@ fn verbs() -> Arc<dyn Provider> {
     panic!("HMEM_VERBS_DEVICE names a device, and this build is without the cargo feature `verbs`")
 }
 
-/// Two endpoints of a domain with a cache, and a buffer to see what was moved.
+/// Two endpoints of a domain with a cache, and a buffer for the moved bytes.
 struct Net {
     seen: hmem::OwnedRegion<Vec<u8>>,
     key: RemoteKey,
@@ -280,10 +280,10 @@ impl Net {
         u64::from_ne_bytes(bytes)
     }
 
-    /// What a peer reads at the beginning of the range, through the cache.
+    /// Reads the beginning of the range from a peer, through the cache.
     fn pulled(&self, range: AddressRange) -> u64 {
-        // SAFETY: the memory is the test's own; that it is cached when it goes is what the test is
-        // about.
+        // SAFETY: the memory is the test's own. It is replaced while it is cached, which the test
+        // is about; the pinned pages stay valid.
         let region =
             unsafe { self.domain.cache().expect("a cache").get_or_register(range, REMOTE) }
                 .expect("registered");
@@ -294,20 +294,19 @@ impl Net {
         self.seen()
     }
 
-    /// What is sent from the beginning of the range, which names no region.
+    /// Sends the beginning of the range, which names no region.
     fn pushed(&self, range: AddressRange) -> u64 {
         let remote = [RemoteSegment { address: Iova(self.key.base().0), len: 8, key: &self.key }];
         let local = [LocalSegment { address: range.start(), len: 8, desc: None }];
         let operation = Operation::Write { remote: &remote };
         let request = WorkRequest { operation, local: &local, peer: self.peer, context: 2 };
-        // SAFETY: as above; nothing refers into it.
+        // SAFETY: the memory is the test's own, and nothing refers into it.
         self.finish(unsafe { self.endpoint.post(&request) });
         self.seen()
     }
 }
 
-/// Rounds in which the NIC moved a number of an earlier round, and how often something cached was
-/// told to be gone.
+/// Counts the rounds in which the NIC moved a number of an earlier round, and the invalidations.
 fn stale(
     nic: &Nic,
     monitor: &Arc<dyn Monitor>,
@@ -326,23 +325,23 @@ fn stale(
             scope.spawn(|| {
                 let cache = net.domain.cache().expect("a cache");
                 while running.load(SeqCst) {
-                    // Registers in the middle of changes; where nothing is mapped that is refused.
-                    // SAFETY: as in `pulled`.
+                    // Registers during changes. Unmapped addresses are refused. SAFETY: the memory
+                    // is the test's own, and the NIC moves nothing of it.
                     drop(unsafe { cache.get_or_register(range, REMOTE) });
                     looked.fetch_add(1, SeqCst);
                 }
             });
         }
-        // Also by a panic, or the adversary would go on for ever.
+        // Ends the adversary after a panic too.
         let _stop = Stop(&running);
         for round in 1..=rounds {
-            // The second thread has its turns, also where there is one processor for both.
+            // The second thread gets its turns even on one processor.
             let before = looked.load(SeqCst);
             while adversary && round % 16 == 1 && looked.load(SeqCst) == before {
                 thread::yield_now();
             }
             replace(at);
-            // SAFETY: the test's own page, which others only read as a NIC does.
+            // SAFETY: the test's own page, which others read only as a NIC does.
             unsafe { at.cast::<u64>().write_volatile(round) };
             let moved = if round % 2 == 0 { net.pulled(range) } else { net.pushed(range) };
             stale += u64::from(moved != round);
@@ -404,8 +403,8 @@ fn some(monitor: &Arc<dyn Monitor>, causes: &[InvalidationCause]) {
     }
 }
 
-/// Runs `body` as the only test of a process: patched functions are the process's, and so are
-/// addresses that come back.
+/// Runs `body` as the only test of a process, because patched functions and reused addresses belong
+/// to the process.
 fn alone(name: &str, body: impl FnOnce()) {
     const ALONE: &str = "HMEM_TEST_ALONE";
     if env::var(ALONE).is_ok_and(|alone| alone == name) {
@@ -429,7 +428,7 @@ fn memhooks(rounds: Option<u64>) {
     }
 }
 
-/// Of the thread that unmaps: `docs/monitors.md` has the window of others.
+/// Covers the thread that unmaps. `docs/monitors.md` describes the window of other threads.
 fn userfaultfd(rounds: Option<u64>) {
     let events: Arc<dyn Monitor> = UserFaultFd::start().expect("userfaultfd works here");
     none(&events, &HOOKED, rounds, false);
@@ -453,7 +452,7 @@ fn without_a_monitor_every_cause_leaves_stale_hits() {
         some(&silent, &HOOKED);
         some(&silent, &SEGMENTS);
         some(&silent, &RAW);
-        // And what memhooks do not see.
+        // memhooks miss raw system calls.
         let hooks: Arc<dyn Monitor> = MemHooks::start().expect("memhooks work here");
         some(&hooks, &RAW);
     });

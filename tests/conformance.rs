@@ -1,4 +1,4 @@
-//! The conformance suite over the ifaces and providers of this workspace, and over the example of a
+//! The conformance suite over the ifaces and providers of this workspace, and over the example
 //! plug-in.
 #![allow(unsafe_code)]
 
@@ -65,8 +65,7 @@ fn main() -> ExitCode {
     suite.run()
 }
 
-/// The CUDA iface over the fake driver in each profile, or over a GPU where `HMEM_CUDA=real` asks
-/// for one.
+/// The CUDA iface over the fake driver in each profile, or over a GPU if `HMEM_CUDA=real`.
 #[cfg(feature = "cuda")]
 fn cuda(suite: &mut Suite) {
     use hmem::cuda::{Cuda, sys::Functions};
@@ -86,8 +85,8 @@ fn cuda(suite: &mut Suite) {
     }
 }
 
-/// The ROCr iface over the fake runtime in each profile, or over AMD's own runtime with a model GPU
-/// where `HMEM_ROCR=model` asks for it (`tests/rocr/run`).
+/// The ROCr iface over the fake runtime in each profile, or over AMD's runtime with a model GPU if
+/// `HMEM_ROCR=model` (`tests/rocr/run`).
 #[cfg(feature = "rocr")]
 fn rocr(suite: &mut Suite) {
     use hmem::rocr::{Rocr, sys::Functions};
@@ -109,8 +108,8 @@ fn rocr(suite: &mut Suite) {
     }
 }
 
-/// The Level Zero iface over the fake driver in each profile, or over the driver that
-/// `HMEM_ZE=real` asks for.
+/// The Level Zero iface over the fake driver in each profile, or over the real driver if
+/// `HMEM_ZE=real`.
 #[cfg(feature = "ze")]
 fn level_zero(suite: &mut Suite) {
     use hmem::ze::{LevelZero, sys::Functions};
@@ -132,7 +131,7 @@ fn level_zero(suite: &mut Suite) {
 }
 
 /// The Neuron iface over the fake runtime, with both versions of the export call and without it, or
-/// over a device where `HMEM_NEURON=real` asks for one.
+/// over a device if `HMEM_NEURON=real`.
 #[cfg(feature = "neuron")]
 fn neuron(suite: &mut Suite) {
     use hmem::neuron::{Neuron, sys::Functions};
@@ -157,8 +156,7 @@ fn neuron(suite: &mut Suite) {
     }
 }
 
-/// The SynapseAI iface over the fake runtime, or over a device where `HMEM_SYNAPSEAI=real` asks for
-/// one.
+/// The SynapseAI iface over the fake runtime, or over a device if `HMEM_SYNAPSEAI=real`.
 #[cfg(feature = "synapseai")]
 fn synapseai(suite: &mut Suite) {
     use hmem::synapseai::{
@@ -182,7 +180,7 @@ fn synapseai(suite: &mut Suite) {
     });
 }
 
-/// RDMA devices, where `HMEM_VERBS_DEVICE` asks for them.
+/// RDMA devices, if `HMEM_VERBS_DEVICE` names one.
 #[cfg(feature = "verbs")]
 fn verbs(suite: &mut Suite) {
     use hmem::{ErrorKind, provider::Provider, verbs::Verbs};
@@ -194,8 +192,7 @@ fn verbs(suite: &mut Suite) {
             return Err(Error::new(ErrorKind::Unavailable, "verbs")
                 .remedy("name an RDMA device in HMEM_VERBS_DEVICE"));
         }
-        // Endpoints are connected, and after an error connected anew, as if there were no
-        // connections.
+        // Endpoints connect, and reconnect after an error, by themselves.
         Ok(Arc::new(Verbs::builder().connect_in_process(true).build()?))
     };
     suite.provider("verbs", open);
@@ -207,11 +204,11 @@ fn verbs(suite: &mut Suite) {
     }
 }
 
-/// Host memory whose allocations are memory files, which can be exported.
+/// Host memory in memory files, which can be exported.
 #[derive(Debug)]
 struct Files(System);
 
-// SAFETY: each answer is the system iface's, for an allocation of its own.
+// SAFETY: the system iface answers, for its own allocations.
 unsafe impl Iface for Files {
     fn kind(&self) -> IfaceKind {
         self.0.kind()
@@ -230,7 +227,7 @@ unsafe impl Iface for Files {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller keeps the contract, which is the same.
         unsafe { self.0.copy(to, from, len) }
     }
 
@@ -268,7 +265,7 @@ impl Allocator for Files {
     }
 
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller keeps the contract, which is the same.
         unsafe { IfaceExt::free(&self.0, allocation) }
     }
 }

@@ -1,6 +1,6 @@
-//! A CUDA driver that is loaded, as the real one is: its frees are hooked unasked, and an
-//! application that calls them straight leaves nothing registered. The library is the fake's; one
-//! test, since a process has one driver.
+//! A CUDA driver loaded as a library: its frees are hooked by default, and direct frees by an
+//! application leave nothing registered. The library is the fake driver's. The binary has one test,
+//! because a process has one driver.
 #![cfg(all(feature = "cuda", target_arch = "x86_64"))]
 #![allow(unsafe_code)]
 
@@ -17,7 +17,7 @@ use hmem::{
 };
 use libloading::os::unix::Library;
 
-/// Cargo builds it beside this test, of whose dependencies it is one.
+/// Cargo builds the library beside this test, which depends on it.
 fn path() -> PathBuf {
     let _: fn() -> Vec<hmem_fake_cuda::Profile> = hmem_fake_cuda::Profile::all;
     let test = std::env::current_exe().expect("this test");
@@ -28,11 +28,11 @@ fn path() -> PathBuf {
 
 /// MON-07, CACHE-02, MR-07
 #[test]
-fn frees_straight_through_a_loaded_library_kill_what_is_cached_before_the_memory_goes() {
+fn direct_frees_in_a_loaded_library_invalidate_before_the_memory_goes() {
     let path = path();
     let cuda = Arc::new(Cuda::builder().library(&path).open().expect("the fake driver"));
-    // The application's own way to the library.
-    // SAFETY: loaded already, so that no initialiser runs.
+    // The application's own handle of the library. SAFETY: the library is loaded already, so no
+    // initialiser runs.
     let library = unsafe { Library::new(&path) }.expect("loaded just now");
     let driver = Functions::load(&path).expect("loaded just now");
     // SAFETY: the fake's own function.
@@ -67,11 +67,11 @@ fn frees_straight_through_a_loaded_library_kill_what_is_cached_before_the_memory
         check(unsafe { (driver.mem_alloc)(&mut at, 1 << 20) });
         reused += u32::from(std::mem::replace(&mut last, at) == at);
         let range = AddressRange::new(Address(at), 1 << 20).expect("a range");
-        // SAFETY: allocated above, freed below, and referred to by nothing.
+        // SAFETY: allocated above, freed below, and nothing refers to it.
         unsafe { cuda.write(range.start(), &round.to_le_bytes()) }.expect("write");
         for asked in [None, Some(1)] {
             let before = calls(c"");
-            // SAFETY: not used once the memory is freed.
+            // SAFETY: the region is not used after the memory is freed.
             let region =
                 unsafe { cache.get_or_register(range, Access::REMOTE_READ) }.expect("registered");
             assert!(region.lease().uncached_reason().is_none(), "{:?}", region.lease());
@@ -80,7 +80,7 @@ fn frees_straight_through_a_loaded_library_kill_what_is_cached_before_the_memory
             }
         }
         assert_eq!(domain.live().regions, 1, "round {round}");
-        // SAFETY: allocated above, and used by nobody.
+        // SAFETY: allocated above, and nothing uses it.
         check(unsafe { (driver.mem_free)(at) });
         cache.reclaim();
         assert_eq!(domain.live().regions, 0, "round {round}: registered memory that is freed");
@@ -92,7 +92,7 @@ fn frees_straight_through_a_loaded_library_kill_what_is_cached_before_the_memory
         (500, 500, 500),
         "{now:?}"
     );
-    // SAFETY: as above.
+    // SAFETY: the context was made above, and nothing uses it any longer.
     unsafe {
         check((driver.ctx_pop_current)(&mut context));
         check((driver.primary_ctx_release)(0));

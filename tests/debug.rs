@@ -1,4 +1,5 @@
-//! The `Debug` of handles is short, however much they hold: it stands in logs and panic messages.
+//! `Debug` of handles is one short line however much they hold, because it appears in logs and
+//! panic messages.
 #![allow(unsafe_code)]
 
 use std::{fmt::Debug, sync::Arc};
@@ -15,7 +16,7 @@ use hmem::{
     },
 };
 
-/// An application that says nothing of its changes.
+/// An application that reports no changes.
 #[derive(Debug)]
 struct Silent;
 
@@ -30,7 +31,7 @@ impl ImportCallbacks for Silent {
 const PAGE: u64 = 4096;
 const COUNT: usize = 2_000;
 
-/// Characters that one of these handles may take, pretty-printed.
+/// Limit of characters of a pretty-printed handle.
 const MOST: usize = 4_000;
 
 fn check(name: &str, value: &dyn Debug) {
@@ -47,14 +48,14 @@ fn buffers(device: &Arc<dyn Iface>) -> Vec<DeviceBuffer> {
     (0..COUNT).map(|_| DeviceBuffer::allocate(device, &request).expect("memory")).collect()
 }
 
-/// Registers all of them, and looks at everything that holds them.
+/// Registers all ranges, and checks every handle that holds them.
 fn check_domain(domain: &Domain, ranges: &[AddressRange], kind: IfaceKind) {
     let access = Access::REMOTE_READ;
     let views: Vec<_> = ranges.iter().map(|range| View::new(*range, access)).collect();
-    // SAFETY: nobody refers into the memory, which outlives the regions.
+    // SAFETY: nothing refers into the memory, which outlives the regions.
     let registered = unsafe { domain.reg_many(&views, Growth::None) }.expect("registered");
     let cache = domain.cache().expect("a cache");
-    // SAFETY: as above.
+    // SAFETY: nothing refers into the memory, which outlives the regions.
     let leases: Vec<_> = ranges
         .iter()
         .map(|range| unsafe { cache.get_or_register(*range, access) }.expect("registered"))
@@ -113,7 +114,7 @@ fn handles_of_host_memory_print_one_short_line() {
         (0..COUNT as u64).map(|at| whole.slice(2 * at * PAGE, 64).expect("inside")).collect();
     let import = ImportMonitor::new(Arc::new(Silent)).expect("a monitor");
     let builders = [
-        // The hooks, or with userfaultfd beneath them where the system has it.
+        // The hooks, with userfaultfd beneath them if the system has it.
         builder(&device).cache_monitor(HostMonitorKind::Auto),
         builder(&device).cache_monitor(HostMonitorKind::MemHooks),
         builder(&device).imported_cache_monitor(import),

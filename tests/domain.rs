@@ -1,4 +1,4 @@
-//! What the domain promises whatever the world: closing, bounds, owners, and the switch that keeps
+//! Promises of the domain in every world: closing, bounds, owners, and the switch that keeps
 //! devices from NICs.
 
 mod counted;
@@ -48,7 +48,7 @@ fn device_buffer(hmem: &Hmem) -> DeviceBuffer {
 
 /// SUB-02, MR-06, EVT-03
 #[test]
-fn what_is_closed_before_it_was_registered_keeps_nothing_busy() {
+fn region_closed_before_its_registration_keeps_nothing_busy() {
     let faults = Faults::new();
     let hmem = hmem(&faults);
     for _ in 0..200 {
@@ -74,7 +74,7 @@ fn what_is_closed_before_it_was_registered_keeps_nothing_busy() {
 
 /// EVT-03
 #[test]
-fn a_registration_given_up_in_the_queue_is_canceled_and_never_made() {
+fn dropped_pending_registration_is_canceled() {
     let faults = Faults::new();
     let hmem = hmem(&faults);
     let domain = domain(&hmem);
@@ -103,7 +103,7 @@ fn a_range_that_runs_from_host_memory_into_a_device_is_refused() {
     let start = buffer.allocation().base().0;
     for (start, len) in [(start - 4096, 8192), (start + 4096, 8192)] {
         let range = AddressRange::new(Address(start), len).expect("in the address space");
-        // SAFETY: registration is refused.
+        // SAFETY: the registration must be refused.
         let error =
             unsafe { domain.reg(range, Access::REMOTE_READ, 1, MrFlags::empty()) }.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{error}");
@@ -153,7 +153,7 @@ fn window_requests_go_to_endpoints_of_the_windows_own_domain() {
 }
 
 #[test]
-fn a_scope_is_refused_where_a_region_needs_an_endpoint_first() {
+fn scope_is_refused_in_endpoint_mode() {
     let loopback = Loopback::builder().needs(MrMode::ENDPOINT).build().expect("a software NIC");
     let hmem = Hmem::builder().without_vendor_ifaces().provider(loopback).build().expect("builds");
     let attr = DomainAttr { mr_mode: MrMode::ENDPOINT, ..DomainAttr::default() };
@@ -166,7 +166,7 @@ fn a_scope_is_refused_where_a_region_needs_an_endpoint_first() {
 
 /// P2P-02
 #[test]
-fn direct_access_switched_off_stages_device_memory_whatever_the_policy() {
+fn disabled_direct_access_stages_device_memory_under_every_policy() {
     for (disable, policy, path) in [
         (false, P2pPolicy::Enabled, Some(Path::DmaBuf)),
         (false, P2pPolicy::Required, Some(Path::DmaBuf)),
@@ -201,7 +201,7 @@ fn direct_access_switched_off_stages_device_memory_whatever_the_policy() {
 
 /// MR-05
 #[test]
-fn memory_whose_deregistration_failed_is_not_given_back() {
+fn memory_is_kept_if_its_deregistration_fails() {
     for (fails, freed) in [(false, 1), (true, 0)] {
         let faults = Faults::new();
         let hmem = hmem(&faults);
@@ -241,7 +241,7 @@ fn cache_miss_refuses_a_range_that_leaves_its_allocation() {
         AddressRange::new(Address(whole.start().0 - 4096), 8192),
     ];
     for range in outside.map(|range| range.expect("no wrap")) {
-        // SAFETY: no transfer uses the region, which is refused.
+        // SAFETY: no transfer uses the region, which must be refused.
         let error = unsafe { cache.get_or_register(range, Access::REMOTE_READ) }.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{range}: {error}");
         assert_eq!((domain.live().regions, cache.statistics().registrations), (0, 0), "{range}");

@@ -1,4 +1,4 @@
-//! HM-14: what a NIC wrote into a device's memory is flushed before whoever was told of it goes on.
+//! HM-14: bytes that a NIC wrote into device memory are flushed before their completion is read.
 
 use std::{sync::Arc, time::Duration};
 
@@ -30,7 +30,7 @@ impl Side {
         Self { domain, cq, endpoint }
     }
 
-    /// Reads one completion, while `other` moves too.
+    /// Reads one completion while `other` makes progress too.
     fn completed(&self, other: &Self) -> Completion {
         let mut done = Vec::new();
         while self.cq.read(&mut done, 1).expect("the queue") == 0 {
@@ -39,7 +39,7 @@ impl Side {
         done.remove(0)
     }
 
-    /// Waits for one completion that only this side has to move for.
+    /// Waits for a completion that needs progress on this side only.
     fn waited(&self) -> Completion {
         let mut done = Vec::new();
         assert_eq!(self.cq.wait(&mut done, 1, Duration::MAX).expect("the queue"), 1);
@@ -112,8 +112,8 @@ fn a_receive_is_read_after_a_flush_of_every_device_that_nics_may_write_to() {
     let second = world.on_device(&target.domain, 1, Access::REMOTE_WRITE);
     assert_eq!(send(slice(&first)), 2);
 
-    // The sender writes into the second device, of which the target has no completion, and says so
-    // in a message.
+    // The sender writes into the second device, which gives the target no completion, and then
+    // sends a message.
     let key = second.key().expect("a key");
     let remote = [RemoteSegment { address: second.base_addr(), len: LEN, key: &key }];
     sender.endpoint.write(&[slice(&source)], &remote, peer, 3).expect("posted");
@@ -121,7 +121,7 @@ fn a_receive_is_read_after_a_flush_of_every_device_that_nics_may_write_to() {
     assert_eq!((written.kind, written.result.expect("written")), (CompletionKind::Write, LEN));
     assert_eq!(send(slice(&host)), 2, "a message stands for the writes before it");
 
-    // A receive that is waited for is handed out after a flush too.
+    // A receive that is waited for is returned after a flush too.
     target.endpoint.receive(&[slice(&host)], None, 1).expect("posted");
     sender.endpoint.send(&[slice(&source)], None, peer, 2).expect("posted");
     sender.waited().result.expect("sent");
@@ -129,7 +129,7 @@ fn a_receive_is_read_after_a_flush_of_every_device_that_nics_may_write_to() {
     assert_eq!(target.waited().kind, CompletionKind::Receive);
     assert_eq!(world.flushes() - before, 2);
 
-    // What is read is read, though the device cannot be flushed.
+    // A completion is returned even if the device cannot be flushed.
     world.device.faults().fail_always(Call::FlushInbound, Errno(libc::EIO));
     assert_eq!(send(slice(&first)), 2);
     drop(only_read);
@@ -137,7 +137,7 @@ fn a_receive_is_read_after_a_flush_of_every_device_that_nics_may_write_to() {
 
 /// HM-14
 #[test]
-fn each_of_several_nics_flushes_for_what_it_receives() {
+fn each_nic_flushes_for_its_own_receives() {
     let world = World::new();
     let [first, second, sender] = [(); 3].map(|()| Side::open(&world.hmem));
     let iface = world.hmem.iface(SIMULATED).expect("it was added");
@@ -161,7 +161,7 @@ fn each_of_several_nics_flushes_for_what_it_receives() {
 
 /// HM-14
 #[test]
-fn a_read_into_a_device_is_read_after_a_flush_and_whoever_has_no_completion_flushes() {
+fn read_into_a_device_completes_after_a_flush() {
     let world = World::new();
     let (reader, target) = (Side::open(&world.hmem), Side::open(&world.hmem));
     let source = target.host(Access::REMOTE_READ);

@@ -1,5 +1,5 @@
-//! Misuse of memory that safe code cannot commit: free it while it is registered, register it as
-//! another's, or lose it in a panic.
+//! Misuse of memory that safe code cannot commit: freeing it while it is registered, registering it
+//! as another owner's, or losing it in a panic.
 
 mod counted;
 
@@ -55,7 +55,7 @@ fn buffer(iface: &Arc<dyn Iface>, kind: AllocationKind) -> DeviceBuffer {
     DeviceBuffer::allocate(iface, &request).expect("memory")
 }
 
-/// Calls `close` on the value until it succeeds, which nothing but Busy may delay.
+/// Calls `close` until it succeeds. Only Busy may delay it.
 fn close_at_last<T, B>(mut value: T, close: impl Fn(T) -> Result<B, Rejected<T>>) -> B {
     loop {
         match close(value) {
@@ -68,7 +68,7 @@ fn close_at_last<T, B>(mut value: T, close: impl Fn(T) -> Result<B, Rejected<T>>
     }
 }
 
-/// Runs both at once, many times: `close` until it succeeds, and `drop` of what keeps it busy.
+/// Runs `close` until it succeeds, concurrently with the `drop` of a dependent, many times.
 fn beside<D: Send>(rounds: usize, mut start: impl FnMut() -> (D, Box<dyn FnOnce() + Send>)) {
     for _ in 0..rounds {
         let (dependent, close) = start();
@@ -126,7 +126,7 @@ fn a_buffer_of_an_iface_that_the_domain_does_not_have_is_refused() {
     let device = simulated();
     let hmem = hmem(&device);
     let domains = [domain(&hmem), domain(&hmem)];
-    // Of the kind that the domain has, but not the object: it knows none of this memory.
+    // Another object of the same kind as the domain's iface: it does not know the memory.
     let foreign: Arc<dyn Iface> = simulated();
     for kind in [AllocationKind::Device, AllocationKind::Managed] {
         let refused = domains[0].register(buffer(&foreign, kind), REMOTE).unwrap_err();
@@ -142,7 +142,7 @@ fn a_buffer_of_an_iface_that_the_domain_does_not_have_is_refused() {
     }
     assert_eq!((domains[0].live().regions, domains[1].live().regions), (0, 0));
 
-    // Its own, and memory of a system iface that no domain has, are registered.
+    // Memory of the domain's own iface, and of a system iface outside the domain, registers.
     let own: Arc<dyn Iface> = device;
     let system: Arc<dyn Iface> = Arc::new(System::new());
     for taken in [buffer(&own, AllocationKind::Device), buffer(&system, AllocationKind::System)] {
@@ -151,7 +151,7 @@ fn a_buffer_of_an_iface_that_the_domain_does_not_have_is_refused() {
     }
 }
 
-/// Panics when a registration is told of, which is after the NIC has the memory.
+/// Panics at the event of a registration, which follows after the NIC has the memory.
 struct PanicsAtRegistered;
 
 impl Subscriber for PanicsAtRegistered {
@@ -182,13 +182,13 @@ impl Subscriber for PanicsAtRegistered {
 
 /// MR-18
 #[test]
-fn memory_whose_registration_panics_once_the_nic_has_it_is_not_freed() {
+fn memory_is_not_freed_if_registration_panics_after_the_nic_has_it() {
     let hmem = hmem(&simulated());
     let domain = domain(&hmem);
     let ends = Arc::new(AtomicUsize::new(0));
     let register = || domain.register(Counted::new(64, &ends), REMOTE).is_ok();
-    // With one subscriber alone, tracing asks the thread that first comes to an event whether
-    // anybody listens, which may be another test's.
+    // With a single subscriber, tracing asks only the thread that first reaches an event whether
+    // anybody listens. That thread may belong to another test.
     let _second = tracing::Dispatch::new(PanicsAtRegistered);
     let panicked = tracing::subscriber::with_default(PanicsAtRegistered, || {
         catch_unwind(AssertUnwindSafe(register))
@@ -220,8 +220,8 @@ struct EndsBadly {
     panics: bool,
 }
 
-// SAFETY: each region is the selector's own. The trait lets an error follow regions that were handed
-// over; that a panic does breaks its promise, which is what the test is about.
+// SAFETY: each region is the selector's own. The trait allows an error after regions were handed
+// over. A panic breaks its contract, and the test is about that.
 unsafe impl PathSelector for EndsBadly {
     fn plain_host(&self, nic: &Nic) -> Decision {
         self.selector.plain_host(nic)
@@ -232,7 +232,7 @@ unsafe impl PathSelector for EndsBadly {
         targets: &[Target<'_>],
         done: &mut dyn FnMut(PathRegistration),
     ) -> Result<()> {
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller keeps the contract, which is the same.
         unsafe { self.selector.register(targets, done) }?;
         assert!(!self.panics, "as asked for");
         Err(Error::new(ErrorKind::Driver, "path"))
@@ -241,7 +241,7 @@ unsafe impl PathSelector for EndsBadly {
 
 /// MR-18
 #[test]
-fn region_whose_path_search_fails_after_it_was_registered_is_closed() {
+fn region_is_closed_if_its_path_search_fails_late() {
     for panics in [false, true] {
         let device = simulated();
         let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
@@ -265,7 +265,7 @@ fn region_whose_path_search_fails_after_it_was_registered_is_closed() {
 
 /// MR-18
 #[test]
-fn memory_whose_registration_panics_is_leaked_whether_it_is_waited_for_or_not() {
+fn memory_of_a_panicking_registration_is_leaked() {
     let device = simulated();
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let mut registry = Registry::new();
@@ -329,10 +329,10 @@ fn memory_that_the_cpu_can_access_is_not_registered_as_the_devices_only() {
 
 /// MR-15
 #[test]
-fn a_page_size_is_one_that_both_the_system_and_the_nic_have() {
+fn page_size_must_exist_on_both_system_and_nic() {
     let base = hmem::os_page_sizes()[0];
     let lacks = |size: usize| !hmem::os_page_sizes().contains(&size);
-    // A size between two that hardware has is no machine's.
+    // No machine has a size between two sizes of hardware.
     let odd = 3 * base;
     assert!(lacks(odd));
     let register = |nic: &[usize], page_size| {
@@ -347,7 +347,7 @@ fn a_page_size_is_one_that_both_the_system_and_the_nic_have() {
     assert_eq!(register(&[base, odd], base).expect("both have it"), base);
     assert_eq!(register(&[odd], 0).expect("the NIC's choice"), 0);
     for (nic, asked) in [
-        // The NIC alone has it; the system alone; neither.
+        // Only the NIC has the size, only the system, neither.
         (&[base, odd][..], odd),
         (&[odd][..], base),
         (&[base][..], odd),

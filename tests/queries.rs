@@ -1,4 +1,4 @@
-//! The number of times that one registration queries each iface for the owner of its memory.
+//! Number of times that one registration queries each iface for the owner of its memory.
 #![allow(unsafe_code)]
 
 mod silent;
@@ -31,8 +31,8 @@ use tracing::{Event, Metadata, Subscriber, span};
 const PAGE: u64 = 4096;
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
-/// A simulated device that counts its queries. It names no range of addresses, so that it is asked
-/// about every address.
+/// A simulated device that counts its queries. It claims no address range, so it is asked about
+/// every address.
 #[derive(Debug)]
 struct Counting {
     device: Simulated,
@@ -59,7 +59,7 @@ unsafe impl Iface for Counting {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller keeps the contract, which is the same.
         unsafe { self.device.copy(to, from, len) }
     }
 
@@ -111,11 +111,11 @@ impl Subscriber for Listening {
     fn exit(&self, _: &span::Id) {}
 }
 
-/// The way into the library.
+/// Public function that starts the registration.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Door {
     Regattr,
-    /// With the owner named by the caller.
+    /// `regattr` with the owner named by the caller.
     Named,
     Traced,
     Asynchronous,
@@ -130,7 +130,7 @@ enum Door {
 enum Memory {
     /// Host memory inside a page.
     HostPage,
-    /// Host memory over the border of two pages.
+    /// Host memory across the border of two pages.
     HostPages,
     Device,
 }
@@ -179,14 +179,14 @@ impl World {
     }
 }
 
-/// Registers new memory through a door, and returns the queries of each iface. The second iface
-/// owns the memory if a device does.
+/// Registers new memory through a public function, and returns the queries of each iface. Device
+/// memory belongs to the second iface.
 fn queries(world: &World, door: Door, memory: Memory) -> [u64; 2] {
     let owner: Arc<dyn Iface> = Arc::clone(&world.ifaces[1]) as _;
     let request = AllocRequest { len: 4 * PAGE, device: DeviceId(0), kind: AllocationKind::Device };
     let buffer = DeviceBuffer::allocate(&owner, &request).expect("device memory");
     let host = vec![1u8; 4 * PAGE as usize];
-    // Dropped before the memory, with what their caches hold.
+    // Dropped before the memory, with the contents of their caches.
     let domains = [world.domain("loop0"), world.domain("loop1")];
     let domain = &domains[0];
     let page = Address::of_ptr(host.as_ptr()).0.next_multiple_of(PAGE);
@@ -258,8 +258,9 @@ fn queries(world: &World, door: Door, memory: Memory) -> [u64; 2] {
     }
 }
 
-/// Queries of each iface: one for each end of a host range that lies in a page of its own, one for a
-/// device range, and one more for a cached miss of device memory, which closes a race with a free.
+/// Queries of each iface: one for each end of a host range that lies in a page of its own, one for
+/// a device range, and one more for a cached miss of device memory, which closes a race with a
+/// free.
 #[rustfmt::skip]
 const TABLE: [(Door, Memory, u64); 27] = [
     (Door::Regattr, Memory::HostPage, 1),
@@ -293,7 +294,7 @@ const TABLE: [(Door, Memory, u64); 27] = [
 
 /// HM-01
 ///
-/// A first registration and one that finds its path decided query alike.
+/// A first registration and one with a remembered path query alike.
 #[test]
 fn each_iface_is_queried_as_often_as_the_table_says() {
     let world = World::new();

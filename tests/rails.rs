@@ -16,7 +16,7 @@ use hmem::{
 
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 const LOCAL: Access = Access::READ.union(Access::WRITE);
-/// A NIC of the initiator, which is no rail.
+/// A NIC of the initiator only.
 const PEER: &str = "peer";
 
 fn open(machine: &str) -> Topology {
@@ -159,15 +159,15 @@ fn a_choice_serves_memory_by_raw_addresses_too() {
 
 /// P2P-05
 #[test]
-fn host_memory_takes_the_nics_of_its_numa_node() {
-    // One node: nothing of this machine is asked.
+fn host_memory_uses_the_nics_of_its_numa_node() {
+    // One node: this machine is not asked.
     let vm = Machine::new("cloud-vm");
     let (shared, choice) =
         vm.hmem.register_nearest(&vm.rails(), 1, vec![1_u8; 8192], REMOTE).expect("register");
     assert_eq!(choice.memory(), Locality::Node(0));
     assert_eq!(choice.chosen()[0].distance, Some(Distance::Node));
     assert_eq!(shared.close().map_err(hmem::Error::from).expect("close"), [1; 8192]);
-    // Several nodes: where the pages are is this machine's answer.
+    // Several nodes: this machine says where the pages are.
     let hgx = Machine::new("hgx-h100");
     let buffer = vec![1_u8; 1 << 20];
     let range = hmem::AddressRange::of(&buffer);
@@ -191,9 +191,9 @@ fn host_memory_takes_the_nics_of_its_numa_node() {
 
 /// P2P-05
 ///
-/// The buffer comes back, and nothing stays registered.
+/// The buffer is returned, and nothing stays registered.
 #[test]
-fn what_cannot_be_chosen_or_registered_gives_the_buffer_back() {
+fn failed_choice_or_registration_returns_the_buffer() {
     let machine = Machine::new("dgx-a100");
     let domains = machine.rails();
     let refused = |hmem: &Hmem, domains: &[&Domain], count, buffer, access| {

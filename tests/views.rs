@@ -1,5 +1,5 @@
-//! Many views registered by one call, and a cache whose misses grow: how many registrations there
-//! are, what each key grants, and that a failure leaves nothing.
+//! Many views registered by one call, and a cache whose misses grow: the number of registrations,
+//! the rights of each key, and failures that leave nothing.
 #![allow(unsafe_code)]
 
 use std::{
@@ -87,7 +87,7 @@ impl Net {
         DeviceBuffer::allocate(&self.device, &request).expect("memory")
     }
 
-    /// A buffer of the device whose bytes tell their places.
+    /// A device buffer with a pattern in it.
     fn filled(&self, pages: u64) -> DeviceBuffer {
         let buffer = self.buffer(pages * PAGE, AllocationKind::Device);
         for page in 0..pages {
@@ -104,7 +104,7 @@ impl Net {
         done.remove(0).result
     }
 
-    /// Reads through the first bytes of a key.
+    /// Reads the first bytes of a key.
     fn pull(&self, key: &RemoteKey, len: u64) -> Result<Vec<u8>> {
         let local = self.initiator.register(vec![0_u8; len as usize], Access::READ)?;
         let peer = self.endpoint.resolve(&self.name)?;
@@ -114,7 +114,7 @@ impl Net {
         Ok(local.close()?)
     }
 
-    /// Writes through the first bytes of a key.
+    /// Writes the first bytes of a key.
     fn push(&self, key: &RemoteKey, bytes: &[u8]) -> Result<u64> {
         let local = self.initiator.register(bytes.to_vec(), Access::WRITE)?;
         let len = bytes.len() as u64;
@@ -132,7 +132,7 @@ impl Net {
     }
 }
 
-/// Views of a page each, of buffers of so many pages.
+/// Views of one page each, over several buffers of this many pages.
 fn pages(buffers: usize, pages: u64, access: Access) -> Vec<BufferView> {
     let of =
         |buffer| (0..pages).map(move |page| BufferView::new(buffer, page * PAGE, PAGE, access));
@@ -141,7 +141,7 @@ fn pages(buffers: usize, pages: u64, access: Access) -> Vec<BufferView> {
 
 /// MR-17
 #[test]
-fn views_of_an_allocation_share_one_registration_and_have_keys_of_their_own() {
+fn views_of_an_allocation_share_a_registration_with_separate_keys() {
     let net = Net::open();
     let buffers: Vec<_> = (0..3).map(|_| net.filled(8)).collect();
     let mut views = pages(3, 8, REMOTE);
@@ -222,7 +222,7 @@ fn views_with_different_rights_never_share_a_registration() {
 
 /// MR-17
 #[test]
-fn registrations_stay_below_the_limit_and_below_what_the_nic_registers_at_once() {
+fn registrations_stay_within_both_limits() {
     for (max, growth) in [(u64::MAX, Growth::UpTo(3 * PAGE)), (3 * PAGE, Growth::Allocation)] {
         let net = Net::with(max, MrMode::empty(), CacheAttr::default(), P2pPolicy::Required);
         let registered = net
@@ -313,7 +313,7 @@ fn host_buffers_grow_to_themselves() {
 
 /// MR-17
 #[test]
-fn views_whose_joint_registration_is_refused_are_registered_one_by_one() {
+fn views_register_separately_if_the_joint_registration_is_refused() {
     for policy in [P2pPolicy::Required, P2pPolicy::Enabled] {
         let net = Net::with(u64::MAX, MrMode::empty(), CacheAttr::default(), policy);
         // The NIC refuses the dma-buf of the grown range, which may be staged then.
@@ -334,7 +334,7 @@ fn views_whose_joint_registration_is_refused_are_registered_one_by_one() {
 
 /// MR-17
 #[test]
-fn a_failure_closes_what_the_call_registered_and_gives_the_buffers_back() {
+fn failed_register_many_closes_its_regions_and_returns_the_buffers() {
     let net = Net::open();
     for failing in 1..=6 {
         let buffers = vec![net.filled(2), net.filled(2), net.filled(2)];
@@ -350,7 +350,7 @@ fn a_failure_closes_what_the_call_registered_and_gives_the_buffers_back() {
         buffers[2].read(PAGE, &mut byte).expect("the buffer is whole");
         assert_eq!((buffers.len(), byte), (3, [2]));
     }
-    // Grown, then each alone, and one of these fails too.
+    // The grown registration fails, then each view registers alone, and one of those fails too.
     net.faults.clear();
     for failing in [1, 3] {
         net.faults.fail(Call::Register, failing, Errno(12));
@@ -364,7 +364,7 @@ fn a_failure_closes_what_the_call_registered_and_gives_the_buffers_back() {
 
 /// MR-17
 #[test]
-fn what_cannot_be_closed_again_comes_back_with_the_error() {
+fn failed_close_returns_the_region_with_the_error() {
     let net = Net::open();
     net.faults.fail(Call::Register, 3, Errno(12));
     net.faults.fail(Call::Deregister, 1, Errno(5));
@@ -408,7 +408,7 @@ fn wrong_views_are_refused_by_name_before_anything_is_registered() {
     let range = buffer.allocation().range;
     let beyond = AddressRange::new(range.start(), 3 * PAGE).expect("no wrap");
     let views = [View::new(range, READ), View::new(beyond, READ)];
-    // SAFETY: nothing is registered.
+    // SAFETY: the registration is refused.
     let refused = unsafe { net.target.reg_many(&views, Growth::Allocation) }.unwrap_err();
     assert_eq!((refused.error.kind(), net.regions()), (ErrorKind::OutOfBounds, 0), "{refused}");
     assert_eq!(refused.error.operation(), "reg_many");
@@ -422,7 +422,7 @@ fn no_views_are_no_registrations() {
         net.target.register_many(vec![net.filled(1)], &[], Growth::Allocation).expect("nothing");
     assert!(registered.is_empty() && registered.regions().is_empty() && net.regions() == 0);
     assert_eq!(registered.close().expect("nothing to close").len(), 1);
-    // SAFETY: there is no memory.
+    // SAFETY: the list is empty.
     assert!(unsafe { net.target.reg_many(&[], Growth::None) }.expect("nothing").is_empty());
 }
 
@@ -435,7 +435,7 @@ fn views_of_memory_that_was_freed_are_refused() {
     let views = [live.allocation().range, freed.allocation().range].map(|at| View::new(at, READ));
     drop(freed);
     for growth in [Growth::None, Growth::Allocation] {
-        // SAFETY: only the live buffer could be registered, and nobody refers into it.
+        // SAFETY: only the live buffer could be registered, and nothing refers into it.
         let refused = unsafe { net.target.reg_many(&views, growth) }.unwrap_err();
         assert_eq!(refused.error.kind(), ErrorKind::BadAddress, "{refused}");
         assert_eq!((refused.error.context_value("view"), net.regions()), (Some("1"), 0));
@@ -457,7 +457,7 @@ fn views_of_memory_that_is_freed_meanwhile_are_refused() {
     let (live, freed) = if live.allocation().range == kept { (live, freed) } else { (freed, live) };
     let gate = net.faults.hold(Call::Register);
     std::thread::scope(|scope| {
-        // SAFETY: nobody refers into the memory, and what is freed is not registered then.
+        // SAFETY: nothing refers into the memory, and freed memory is not registered then.
         let call =
             scope.spawn(|| unsafe { net.target.reg_many(&views, Growth::Allocation) }.unwrap_err());
         gate.wait_held();
@@ -511,7 +511,7 @@ fn misses_of_a_cache_that_grows_register_the_allocation_once() {
     let range = buffer.allocation().range;
     for page in 0..8 {
         let part = range.slice(page * PAGE, PAGE).expect("inside");
-        // SAFETY: nobody refers into the memory, and it outlives its registration.
+        // SAFETY: nothing refers into the memory, and it outlives its registration.
         let region = unsafe { cache.get_or_register(part, READ) }.expect("registered");
         assert_eq!((region.range(), region.view().range()), (range, part));
         let key = region.view().key().expect("a key");
@@ -520,8 +520,8 @@ fn misses_of_a_cache_that_grows_register_the_allocation_once() {
         assert_eq!(region.slice(0, PAGE + 1).unwrap_err().kind(), ErrorKind::OutOfBounds);
     }
     assert_eq!((cache.statistics().registrations, cache.statistics().hits), (1, 7));
-    // Other rights are a registration of their own, with no more than those.
-    // SAFETY: as above.
+    // Other rights are a registration of their own, with only those rights. SAFETY: nothing refers
+    // into the memory, and it outlives its registration.
     let writable = unsafe { cache.get_or_register(range.slice(0, 1).expect("in"), WRITE) };
     let writable = writable.expect("registered");
     assert_eq!((writable.access(), cache.statistics().registrations), (WRITE, 2));
@@ -538,7 +538,7 @@ fn a_cache_grows_only_where_it_may() {
         let cache = net.target.cache().expect("a cache");
         let buffer = net.buffer(8 * PAGE, kind);
         let part = buffer.allocation().range.slice(offset, 100).expect("inside");
-        // SAFETY: nobody refers into the memory, and it outlives its registration.
+        // SAFETY: nothing refers into the memory, and it outlives its registration.
         let region = unsafe { cache.get_or_register(part, READ) }.expect("registered");
         let len = region.range().len();
         drop(region);
@@ -561,7 +561,7 @@ fn a_cache_grows_only_where_it_may() {
 
 /// MR-17
 #[test]
-fn a_miss_whose_growth_is_refused_registers_its_own_range() {
+fn miss_with_refused_growth_registers_its_own_range() {
     for policy in [P2pPolicy::Required, P2pPolicy::Enabled] {
         let attr = CacheAttr::default().growth(Growth::Allocation);
         let net = Net::with(u64::MAX, MrMode::empty(), attr, policy);
@@ -571,7 +571,7 @@ fn a_miss_whose_growth_is_refused_registers_its_own_range() {
         net.faults.fail(Call::Register, 1, Errno(22));
         for page in 0..3 {
             let part = buffer.allocation().range.slice(page * PAGE, 10).expect("inside");
-            // SAFETY: nobody refers into the memory, and it outlives its registration.
+            // SAFETY: nothing refers into the memory, and it outlives its registration.
             let region = unsafe { cache.get_or_register(part, READ) }.expect("its own range");
             assert_eq!(
                 (region.range(), region.decision().expect("one").path),
@@ -613,7 +613,7 @@ fn a_refused_growth_is_tried_again_only_after_many_misses() {
     assert_eq!(device, None, "the device refuses the allocation for good");
 }
 
-/// Part of memory that others own too. Counts when it is gone.
+/// Part of memory that other parts own too. Counts its end.
 struct Part<B: OwnedBuffer> {
     memory: Arc<B::Parts>,
     range: AddressRange,
@@ -626,8 +626,8 @@ impl<B: OwnedBuffer> Drop for Part<B> {
     }
 }
 
-// SAFETY: the memory is that of a buffer whose own implementation keeps the promises, and the test
-// gives each byte to one part only.
+// SAFETY: the memory is a buffer's whose own implementation keeps the contract, and the test gives
+// each byte to one part only.
 unsafe impl<B: OwnedBuffer + 'static> OwnedBuffer for Part<B> {
     type Parts = Self;
 
@@ -658,7 +658,7 @@ unsafe impl<B: OwnedBuffer + 'static> OwnedBuffer for Part<B> {
     }
 }
 
-/// Two halves of a buffer, and the number of those that are gone.
+/// Two halves of a buffer, and the number of freed ones.
 fn halves<B: OwnedBuffer>(buffer: B) -> ([Part<B>; 2], Arc<AtomicUsize>) {
     let (memory, ends) = (Arc::new(buffer.into_parts()), Arc::default());
     let whole = B::range(&memory);
@@ -718,7 +718,7 @@ fn a_cached_buffer_with_a_lease_or_a_sub_region_is_not_given_back() {
     let busy = buffer.close().unwrap_err();
     assert_eq!((busy.error.kind(), busy.error.operation()), (ErrorKind::Busy, "close"));
     assert_eq!(net.pull(&key, 2).expect("the sub-region works"), [1; 2]);
-    // The buffer works on after a close that failed.
+    // The buffer still works after a failed close.
     let buffer = busy.value;
     drop(buffer.get_or_register(PAGE, PAGE, READ).expect("registered"));
     drop(sub);
@@ -785,7 +785,7 @@ fn regions_from_before_a_buffer_was_owned_are_not_hit() {
     let net = Net::cached(CacheAttr::default());
     let cache = net.target.cache().expect("a cache");
     let bytes = vec![1_u8; PAGE as usize];
-    // SAFETY: nobody refers into the memory while it is registered.
+    // SAFETY: nothing refers into the memory while it is registered.
     drop(unsafe { cache.get_or_register(AddressRange::of(&bytes), READ) }.expect("registered"));
     let buffer = cache.own(bytes).expect("a buffer");
     drop(buffer.get_or_register(0, PAGE, READ).expect("registered"));
@@ -809,7 +809,7 @@ fn uncached_regions_keep_their_buffer() {
 
 /// CACHE-06, MR-17
 #[test]
-fn threads_that_miss_in_one_allocation_make_one_registration() {
+fn concurrent_misses_in_one_allocation_register_it_once() {
     let net = Net::cached(CacheAttr::default().growth(Growth::Allocation));
     let cache = net.target.cache().expect("a cache");
     let buffer = cache.own(net.filled(8)).expect("a buffer");

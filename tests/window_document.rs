@@ -1,4 +1,4 @@
-//! The state tables of `docs/memory-windows.md` are those of the code.
+//! Compares the state tables of `docs/memory-windows.md` with the code.
 
 use hmem::provider::{WindowEvent, WindowRule, WindowState, WindowType};
 

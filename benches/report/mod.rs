@@ -9,13 +9,13 @@ use serde_json::Value;
 /// One line of the report: a figure of ours, what it is held against, and the ratio that it should
 /// not exceed.
 pub(crate) struct Row {
-    /// What is measured.
+    /// The measured quantity.
     pub(crate) what: &'static str,
     /// Criterion's id of our figure, `group/function`.
     pub(crate) ours: &'static str,
     /// Criterion's id of the peer or limit.
     pub(crate) other: &'static str,
-    /// What it should be at most.
+    /// Goal for the ratio.
     pub(crate) target: Target,
 }
 

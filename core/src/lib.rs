@@ -35,6 +35,8 @@ mod allocation;
 pub mod cache;
 pub mod cause;
 pub mod counter;
+#[doc = include_str!("design.md")]
+pub mod design {}
 mod dma_buf;
 #[allow(unsafe_code)]
 mod domain;

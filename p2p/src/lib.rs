@@ -20,6 +20,8 @@
 
 #![deny(unsafe_code)]
 
+#[doc = include_str!("design.md")]
+pub mod design {}
 #[allow(unsafe_code)]
 pub mod path;
 #[allow(unsafe_code)]

@@ -23,8 +23,9 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// Threads allocate and free blocks of all sizes, some freed by other threads, while the patches come and go, and
-/// while memory of the allocator's own is subscribed. `collect` makes the allocator give back what it has kept.
+/// Allocates and frees blocks of all sizes on several threads, some freed by other threads, while
+/// patches come and go and memory of the allocator is subscribed. `collect` makes the allocator
+/// return free memory.
 fn churn(monitor: &dyn Monitor, collect: fn()) {
     let recorder = Recorder::new();
     let running = AtomicBool::new(true);
@@ -40,8 +41,9 @@ fn churn(monitor: &dyn Monitor, collect: fn()) {
                 let block: Box<Vec<u8>> = Box::new(kept.swap_remove(round % 12));
                 let before = handed_over.swap(Box::into_raw(block).expose_provenance(), SeqCst);
                 if before != 0 {
+                    let block = ptr::with_exposed_provenance_mut::<Vec<u8>>(before);
                     // SAFETY: from `Box::into_raw` above, and taken out by this thread alone.
-                    drop(unsafe { Box::from_raw(ptr::with_exposed_provenance_mut::<Vec<u8>>(before)) });
+                    drop(unsafe { Box::from_raw(block) });
                 }
             }
         }
@@ -99,7 +101,11 @@ pub(crate) fn large_blocks_are_told(collect: fn()) {
         told = recorder.events().iter().any(|(range, cause, how)| {
             range.overlaps(here)
                 && *how == How::Begun
-                && matches!(cause, InvalidationCause::Unmap | InvalidationCause::Discard | InvalidationCause::Replace | InvalidationCause::Remap)
+                && matches!(cause,
+                    InvalidationCause::Unmap
+                        | InvalidationCause::Discard
+                        | InvalidationCause::Replace
+                        | InvalidationCause::Remap)
         });
         monitor.unsubscribe(subscription);
         if told {

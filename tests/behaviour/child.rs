@@ -1,5 +1,5 @@
-//! Runs a test again, alone in a process of its own: for what a process has once (fds, standard
-//! output, environment).
+//! Runs a test again in a process of its own, for properties of the whole process: file
+//! descriptors, standard output, the environment.
 
 use std::{
     env,
@@ -10,7 +10,7 @@ use crate::world::World;
 
 const ALONE: &str = "HMEM_TEST_ALONE";
 
-/// Whether this process was started by [`output`] for the test `name`.
+/// Returns whether [`output`] started this process for the test `name`.
 pub(crate) fn is_alone(name: &str) -> bool {
     env::var(ALONE).is_ok_and(|alone| alone == name)
 }
@@ -23,7 +23,7 @@ pub(crate) fn output(name: &str, variables: &[(&str, &str)]) -> Output {
     command.output().expect("start a child")
 }
 
-/// Runs `body` in a child of which this test is the only one, and fails as it does.
+/// Runs `body` in a child process that runs this test only. Fails if the child fails.
 pub(crate) fn alone(name: &str, body: impl FnOnce()) {
     alone_with(name, &[], body);
 }
@@ -40,13 +40,13 @@ fn alone_with(name: &str, variables: &[(&str, &str)], body: impl FnOnce()) {
     assert!(output.status.success(), "{name} failed in its own process:\n{text}\n{errors}");
 }
 
-/// The same for a behaviour, in `world` only.
+/// Like [`alone`], for a behaviour, in `world` only.
 pub(crate) fn alone_in(world: &World, name: &str, body: impl FnOnce()) {
     let world = world.to_string();
     alone_with(name, &[("HMEM_WORLD", &*world)], body);
 }
 
-/// The number of open file descriptors of this process.
+/// Number of open file descriptors of this process.
 pub(crate) fn open_fds() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("procfs").count()
 }

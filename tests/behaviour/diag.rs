@@ -1,4 +1,4 @@
-//! DIAG-04: what the library says goes through `tracing`, and nowhere else.
+//! DIAG-04: the library logs through `tracing` and prints nothing.
 
 use std::{
     fmt::Write,
@@ -23,7 +23,7 @@ over_worlds! {
     each_registration_is_a_span_with_its_range_and_outcome: Pairs;
 }
 
-/// Writes down what it is told.
+/// Records every event.
 #[derive(Clone, Default)]
 struct Notes(Arc<Mutex<Vec<String>>>);
 
@@ -79,8 +79,8 @@ fn each_registration_is_a_span_with_its_range_and_outcome(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(4096);
     let notes = Notes::default();
-    // With one subscriber alone, tracing asks the thread that first comes to an event whether
-    // anybody listens, which may be another test's.
+    // With a single subscriber, tracing asks only the thread that first reaches an event whether
+    // anybody listens. That thread may belong to another test.
     let _second = tracing::Dispatch::new(Notes::default());
     tracing::subscriber::with_default(notes.clone(), || {
         for offset in [0, 100] {
@@ -109,7 +109,7 @@ fn each_registration_is_a_span_with_its_range_and_outcome(world: &World) {
 
 /// P2P-03
 #[test]
-fn each_refused_way_is_told_inside_the_registration_with_call_error_cause_and_remedy() {
+fn refused_path_is_logged_in_the_registration_span() {
     use hmem::system::FreeDetection;
 
     use crate::world::Memory;
@@ -141,7 +141,7 @@ fn each_refused_way_is_told_inside_the_registration_with_call_error_cause_and_re
     }
 }
 
-/// Makes the library want to talk: refusals, fallbacks, leaks.
+/// Makes the library log: refusals, fallbacks, leaks.
 fn provoke() {
     use hmem::{Errno, loopback::Call, path::P2pPolicy, system::FreeDetection};
 

@@ -1,4 +1,4 @@
-//! MR-13: memory that the application brings as a dma-buf.
+//! MR-13: memory that the application passes as a dma-buf.
 
 use std::os::fd::AsFd;
 

@@ -1,5 +1,5 @@
-//! EVT-01 to EVT-05 and MR-10: asynchronous registration, counting what peers do, and waiting for
-//! completions.
+//! EVT-01 to EVT-05 and MR-10: asynchronous registration, counting of peers' accesses, and waiting
+//! for completions.
 
 use std::{
     sync::{Arc, OnceLock},
@@ -48,7 +48,7 @@ over_worlds! {
     /// EVT-03
     a_domain_dropped_right_after_submitting_ends_cleanly: Places;
     /// EVT-05
-    a_wait_ends_with_a_completion_or_its_timeout: Pairs;
+    wait_ends_with_a_completion_or_its_timeout: Pairs;
     /// EVT-05
     a_sleeping_thread_wakes_for_each_message: Places;
     /// EVT-05
@@ -135,7 +135,7 @@ fn the_region_is_written_before_its_event_can_be_read(world: &World) {
                 .expect("submit");
             reader.join().expect("the reader");
         });
-        // SAFETY: as above.
+        // SAFETY: the memory outlives the region and is referenced by nobody.
         let taken =
             unsafe { net.target.domain.regattr_into(&attr, MrFlags::empty(), &out) }.unwrap_err();
         assert_eq!(taken.kind(), ErrorKind::BadState, "the place was taken");
@@ -152,7 +152,7 @@ fn a_refused_call_gives_no_event_and_a_later_failure_gives_one(world: &World) {
     // SAFETY: nothing is registered.
     let refused = unsafe { net.target.domain.regattr(&wrong, MrFlags::empty()) }.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::ReservedOffset);
-    // A device refuses addresses without pages; in the software NIC any call can be made to fail.
+    // A device refuses addresses without pages. In the software NIC any call can be made to fail.
     let hole = HostPages::reserved(4096);
     let refused_later = if world.is_loopback() {
         (memory.range(), ErrorKind::OutOfResources)
@@ -160,7 +160,7 @@ fn a_refused_call_gives_no_event_and_a_later_failure_gives_one(world: &World) {
         (hole.range(), ErrorKind::BadAddress)
     };
     net.faults.fail(Call::Register, 1, Errno(12));
-    // On a path with several ways the first refusal is not the last word.
+    // With several paths to try, the first refusal is not final.
     if !world.is_system() && !world.staged() && world.policy != hmem::path::P2pPolicy::Required {
         net.faults.fail(Call::Register, 2, Errno(12));
     }
@@ -311,7 +311,7 @@ fn an_endpoint_without_rma_event_is_refused(world: &World) {
 
 /// EVT-02
 #[test]
-fn binding_is_nosys_where_the_provider_cannot_count() {
+fn binding_a_counter_is_nosys_if_the_provider_cannot_count() {
     let mut setup = Setup::of(&World::PLAIN);
     setup.provider = setup.provider.region_counters(false);
     let net = setup.open();
@@ -338,7 +338,7 @@ fn close_during_a_registration_neither_leaks_nor_loses_its_event(world: &World) 
     drop(dropped);
     thread::scope(|scope| {
         let closing = scope.spawn(|| running.close());
-        // A close that does not wait for the driver gets the time to return.
+        // Gives a close that does not wait for the driver the time to return.
         for _ in 0..200 {
             thread::yield_now();
         }
@@ -351,7 +351,7 @@ fn close_during_a_registration_neither_leaks_nor_loses_its_event(world: &World) 
         let event = event(&queue);
         results.push((event.context, event.result.map_err(|error| error.kind())));
     }
-    // What was given up ends at once, what the driver was busy with when it was done.
+    // Canceled registrations end at once, the one in the driver when it is done.
     assert_eq!(results[..2], [(2, Err(ErrorKind::Canceled)), (1, Ok(()))]);
     assert_eq!(results[2].0, 3);
     assert!(queue.read().is_none());
@@ -445,7 +445,7 @@ fn post_receive(net: &Net, region: &MemoryRegion, context: u64) {
     unsafe { net.target.endpoint.post(&request) }.expect("post a receive");
 }
 
-fn a_wait_ends_with_a_completion_or_its_timeout(world: &World) {
+fn wait_ends_with_a_completion_or_its_timeout(world: &World) {
     let net = Net::open(world);
     let target = net.bytes(64);
     let region = net.expose(target.range(), REMOTE);

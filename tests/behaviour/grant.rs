@@ -29,15 +29,15 @@ over_worlds! {
     /// MW-09
     nothing_is_reached_outside_a_grant: Pairs, ENFORCED_BOUNDS;
     /// MW-09
-    a_grant_holds_its_region_and_dies_when_it_is_dropped: Pairs, needs::WINDOWS;
+    grant_keeps_its_region_and_is_revoked_on_drop: Pairs, needs::WINDOWS;
     /// MW-09
     a_peer_revokes_its_grant_by_a_message: Pairs, needs::KEYS_AT_HAND, needs::WINDOWS;
     /// MW-09
-    a_grant_takes_the_best_means_of_the_nic_and_says_which: Pairs, LOOPBACK;
+    grant_uses_the_best_means_of_the_nic_and_names_it: Pairs, LOOPBACK;
     /// MW-09
     revoking_waits_for_an_access_in_flight: Pairs, needs::HELD_TRANSFERS;
     /// MW-09, KEY-02
-    keys_of_grants_do_not_come_back_soon: Pairs, LOOPBACK;
+    keys_of_grants_are_not_reused_soon: Pairs, LOOPBACK;
     /// MW-09
     grants_that_break_a_rule_are_refused: Pairs, needs::WINDOWS;
     /// MW-09
@@ -138,7 +138,7 @@ fn nothing_is_reached_outside_a_grant(world: &World) {
     assert_eq!(f.memory.all(), pattern(1, 4096));
 }
 
-fn a_grant_holds_its_region_and_dies_when_it_is_dropped(world: &World) {
+fn grant_keeps_its_region_and_is_revoked_on_drop(world: &World) {
     let f = Fixture::new(Net::open(world));
     let first = f.grant(0..64, REMOTE);
     let second = f.grant(32..96, Access::REMOTE_READ);
@@ -190,7 +190,7 @@ fn a_peer_revokes_its_grant_by_a_message(world: &World) {
     f.region.close().expect("nothing is lent");
 }
 
-fn a_grant_takes_the_best_means_of_the_nic_and_says_which(world: &World) {
+fn grant_uses_the_best_means_of_the_nic_and_names_it(world: &World) {
     use WindowType::{One, TwoA, TwoB};
     for (windows, expected) in [
         (vec![One, TwoA, TwoB], GrantKind::Window(TwoB)),
@@ -249,7 +249,7 @@ fn revoking_waits_for_an_access_in_flight(world: &World) {
     }
 }
 
-fn keys_of_grants_do_not_come_back_soon(world: &World) {
+fn keys_of_grants_are_not_reused_soon(world: &World) {
     let f = Fixture::new(Net::open(world));
     let mut seen = HashSet::new();
     for round in 0..600 {

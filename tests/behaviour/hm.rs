@@ -1,4 +1,4 @@
-//! HM-01 to HM-04, HM-06, HM-11 to HM-13: what ifaces answer, and how they plug in.
+//! HM-01 to HM-04, HM-06, HM-11 to HM-13: answers of ifaces, and plug-ins.
 
 use std::{os::unix::process::ExitStatusExt, process::Output, sync::Arc};
 
@@ -36,11 +36,11 @@ fn allocate(iface: &dyn Iface, len: u64, kind: AllocationKind) -> Allocation {
 }
 
 fn free(iface: &dyn Iface, allocation: &Allocation) {
-    // SAFETY: the test is done with the memory.
+    // SAFETY: the test no longer uses the memory.
     unsafe { iface.free(allocation) }.expect("free");
 }
 
-/// Each iface that this machine has for certain, with a kind that it allocates.
+/// Ifaces that every machine has, each with a kind that it allocates.
 fn ifaces() -> Vec<(Arc<dyn Iface>, AllocationKind)> {
     vec![
         (Arc::new(System::new()), AllocationKind::System),
@@ -52,7 +52,7 @@ fn ifaces() -> Vec<(Arc<dyn Iface>, AllocationKind)> {
 
 /// HM-01
 #[test]
-fn ifaces_answer_whose_an_address_is() {
+fn query_returns_range_kind_device_and_identity() {
     for (iface, kind) in ifaces() {
         let name = iface.name().to_owned();
         let memory = allocate(&*iface, 10_000, kind);
@@ -84,7 +84,7 @@ fn ifaces_answer_whose_an_address_is() {
         assert_ne!(memory.id, second.id, "{name}: two allocations with one identity");
         free(&*iface, &memory);
         assert_eq!(iface.query(memory.base()).unwrap(), None, "{name}: freed");
-        // SAFETY: the allocation is dead, which is what is asked.
+        // SAFETY: freeing freed memory must be refused.
         let twice = unsafe { iface.free(&memory) }.expect_err("freed twice");
         assert_eq!(twice.kind(), ErrorKind::InvalidArgument, "{name}");
         free(&*iface, &second);
@@ -217,14 +217,14 @@ fn asynchronous_copies_end_with_their_event() {
     down.wait().expect("waiting steps");
     assert!(!simulated.step());
     assert_eq!(crate::memory::Bytes::Host(sink).get(0, 5000), source);
-    // SAFETY: as above; the copy is refused.
+    // SAFETY: the host sides outlive the copy, which is refused.
     let past = unsafe { simulated.start_copy(to, Address::of_ptr(source.as_ptr()), 8192) };
     assert_eq!(past.unwrap_err().kind(), ErrorKind::OutOfBounds);
 }
 
 /// HM-04
 #[test]
-fn vendors_that_are_not_there_say_why_and_the_others_go_on() {
+fn absent_vendors_say_why_and_other_ifaces_work() {
     let hmem =
         Hmem::builder().shared_iface(device(FreeDetection::Identity)).build().expect("start");
     let vendors = [
@@ -279,11 +279,11 @@ fn an_iface_that_is_named_and_was_compiled_out_is_refused() {
     }
 }
 
-/// The bytes of an exported fd, through a mapping as a NIC has one.
+/// Reads the bytes of an exported fd through a mapping, as a NIC has one.
 fn mapped(fd: &impl std::os::fd::AsFd, offset: u64, len: usize) -> Vec<u8> {
     let (page, inside) = (offset & !4095, (offset & 4095) as usize);
     let whole = inside + len;
-    // SAFETY: a new mapping at an address that the kernel picks, read while it is mapped.
+    // SAFETY: a new mapping at an address that the kernel chooses, read while it is mapped.
     unsafe {
         let start = mmap(std::ptr::null_mut(), whole, ProtFlags::READ, MapFlags::SHARED, fd, page)
             .expect("mmap");
@@ -298,7 +298,7 @@ fn mapped(fd: &impl std::os::fd::AsFd, offset: u64, len: usize) -> Vec<u8> {
 fn exports_reach_exactly_their_bytes() {
     let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
     for (iface, kind) in &ifaces()[1..] {
-        // Neighbours in front, so that offsets in the allocation and in the export differ.
+        // Neighbours in front make the offsets in the allocation and in the export differ.
         let _in_front = allocate(&**iface, 50_000, *kind);
         let memory = allocate(&**iface, 100_000, *kind);
         let bytes = pattern(6, 100_000);
@@ -482,7 +482,7 @@ fn a_stray_dereference_of_device_memory_faults() {
         let memory = allocate(&*simulated, 4096, AllocationKind::Device);
         simulated.write_bytes(memory.base(), &[1; 4096]).unwrap();
         let pointer = std::ptr::with_exposed_provenance::<u8>(memory.base().0 as usize);
-        // SAFETY: none: this is the bug that the fault is for.
+        // SAFETY: none. The test shows that this bug faults.
         let byte = unsafe { pointer.read_volatile() };
         println!("read {byte} from device memory");
         return;

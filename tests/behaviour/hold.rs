@@ -1,4 +1,4 @@
-//! A registration held on its way: in the software NIC by its faults; over an RDMA device between
+//! A registration stopped in flight: in the software NIC by its faults; over an RDMA device between
 //! the provider's call of `ibv_reg_mr` and libibverbs.
 
 use hmem::loopback::Gate;
@@ -13,7 +13,7 @@ pub(crate) enum Hold {
 }
 
 impl Hold {
-    /// Whether a registration is held now.
+    /// Returns whether a registration is held now.
     pub(crate) fn is_holding(&self) -> bool {
         match self {
             Self::SoftwareNic(gate) => gate.is_holding(),
@@ -22,12 +22,12 @@ impl Hold {
         }
     }
 
-    /// Waits until one is.
+    /// Waits until a registration is held.
     pub(crate) fn wait(&self) {
         eventually("the held registration", || self.is_holding());
     }
 
-    /// Lets it go on.
+    /// Lets the held registration continue.
     pub(crate) fn release(&self) {
         match self {
             Self::SoftwareNic(gate) => gate.release(),
@@ -59,11 +59,11 @@ pub(crate) mod verbs {
     type RegMrIova2 = unsafe extern "C" fn(*mut Pd, *mut c_void, usize, u64, c_uint) -> *mut Mr;
     type RegDmaBufMr = unsafe extern "C" fn(*mut Pd, u64, usize, u64, c_int, c_int) -> *mut Mr;
 
-    /// The functions behind the gate, which C functions can only find in a static.
+    /// Functions behind the gate. C functions can find them only in a static.
     static REG_MR: OnceLock<RegMr> = OnceLock::new();
     static REG_MR_IOVA2: OnceLock<RegMrIova2> = OnceLock::new();
     static REG_DMA_BUF_MR: OnceLock<RegDmaBufMr> = OnceLock::new();
-    /// What holds the next registration in a protection domain, by its address.
+    /// State that holds the next registration in a protection domain, by the domain's address.
     static HELD: Mutex<BTreeMap<usize, Arc<State>>> = Mutex::new(BTreeMap::new());
 
     #[derive(Clone, Copy, Default, PartialEq, Eq)]
@@ -80,7 +80,7 @@ pub(crate) mod verbs {
         changed: Condvar,
     }
 
-    /// A test that failed says so itself.
+    /// A failed test reports its own failure, so poison is ignored.
     fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
         mutex.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -112,7 +112,7 @@ pub(crate) mod verbs {
     impl Drop for Gate {
         fn drop(&mut self) {
             let mut held = lock(&HELD);
-            // Another domain may have been given the address meanwhile.
+            // Another domain may have got the address meanwhile.
             if held.get(&self.pd).is_some_and(|state| Arc::ptr_eq(state, &self.state)) {
                 held.remove(&self.pd);
             }
@@ -121,7 +121,7 @@ pub(crate) mod verbs {
         }
     }
 
-    /// Waits where the next registration in this protection domain is held.
+    /// Waits if the next registration in this protection domain is held.
     fn pass(pd: *mut Pd) {
         let Some(state) = lock(&HELD).remove(&pd.addr()) else { return };
         let mut stage = lock(&state.stage);
@@ -141,7 +141,8 @@ pub(crate) mod verbs {
     ) -> *mut Mr {
         pass(pd);
         let register = REG_MR.get().expect("set before this function was handed out");
-        // SAFETY: passed on to the caller, who called what stands before libibverbs' own function.
+        // SAFETY: the caller keeps the contract of libibverbs' own function, which this one stands
+        // for.
         unsafe { register(pd, addr, len, access) }
     }
 
@@ -154,7 +155,8 @@ pub(crate) mod verbs {
     ) -> *mut Mr {
         pass(pd);
         let register = REG_MR_IOVA2.get().expect("set before this function was handed out");
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the contract of `ibv_reg_mr_iova2`, which this function stands
+        // for.
         unsafe { register(pd, addr, len, iova, access) }
     }
 
@@ -168,11 +170,12 @@ pub(crate) mod verbs {
     ) -> *mut Mr {
         pass(pd);
         let register = REG_DMA_BUF_MR.get().expect("set before this function was handed out");
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the contract of `ibv_reg_dmabuf_mr`, which this function stands
+        // for.
         unsafe { register(pd, offset, len, iova, fd, access) }
     }
 
-    /// libibverbs' functions, with the gate before those that register.
+    /// libibverbs' functions, with the gate in front of those that register.
     pub(crate) fn functions() -> Functions {
         // SAFETY: libibverbs' initialisers have no precondition. It is never closed.
         let library =
@@ -181,26 +184,26 @@ pub(crate) mod verbs {
         let own = |symbol: &'static str, version: &'static str| -> Option<*const ()> {
             let name = CString::new(symbol).expect("a symbol's name");
             let version = CString::new(version).expect("a version's name");
-            // SAFETY: the library is open; both names end with a NUL.
+            // SAFETY: the library is open, and both names end with a NUL.
             let found = unsafe { libc::dlvsym(library, name.as_ptr(), version.as_ptr()) };
             if found.is_null() {
                 return None;
             }
             Some(match symbol {
                 "ibv_reg_mr" => {
-                    // SAFETY: the header declares the function of this name so.
+                    // SAFETY: the header declares the function of this name with this signature.
                     REG_MR.get_or_init(|| unsafe { mem::transmute::<*mut c_void, RegMr>(found) });
                     reg_mr as *const ()
                 }
                 "ibv_reg_mr_iova2" => {
-                    // SAFETY: as above.
+                    // SAFETY: the header declares the function of this name with this signature.
                     REG_MR_IOVA2.get_or_init(|| unsafe {
                         mem::transmute::<*mut c_void, RegMrIova2>(found)
                     });
                     reg_mr_iova2 as *const ()
                 }
                 "ibv_reg_dmabuf_mr" => {
-                    // SAFETY: as above.
+                    // SAFETY: the header declares the function of this name with this signature.
                     REG_DMA_BUF_MR.get_or_init(|| unsafe {
                         mem::transmute::<*mut c_void, RegDmaBufMr>(found)
                     });
@@ -209,8 +212,8 @@ pub(crate) mod verbs {
                 _ => found.cast_const().cast(),
             })
         };
-        // SAFETY: the functions are the library's own under the names and versions of its header,
-        // and the three above, which have the signatures of those that they call.
+        // SAFETY: each function has the signature that the header declares for its name. Three of
+        // them are the gates above, which have the signatures of the functions that they call.
         unsafe { Functions::from_lookup(own) }.expect("libibverbs is complete")
     }
 }

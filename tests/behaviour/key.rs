@@ -1,4 +1,4 @@
-//! KEY-01 to KEY-06: asking for keys, losing them, sending them, mapping them.
+//! KEY-01 to KEY-06: requesting, closing, sending and mapping keys.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,15 +14,16 @@ over_worlds! {
     /// KEY-01
     a_requested_key_in_use_is_refused_and_free_again_after_close: Pairs, needs::OWN_KEYS;
     /// KEY-01
-    a_request_without_a_key_gets_one_that_is_free: Pairs;
+    request_without_a_key_gets_a_free_key: Pairs;
     /// KEY-01
     a_key_that_the_provider_cannot_give_is_rejected: Pairs, needs::OWN_KEYS;
     /// KEY-02
-    keys_of_closed_regions_do_not_come_back_soon: Pairs, needs::KEYS_AT_HAND,
-        need("modes without PROV_KEY", "the application picks the keys", |world| world.has(MrMode::PROV_KEY)),
+    keys_of_closed_regions_are_not_reused_soon: Pairs, needs::KEYS_AT_HAND,
+        need("modes without PROV_KEY", "the application picks the keys",
+            |world| world.has(MrMode::PROV_KEY)),
         need("verbs", "the device numbers its keys as it likes", World::is_loopback);
     /// KEY-03
-    raw_attr_says_the_size_needed_and_works_on_every_region: Pairs;
+    raw_attr_returns_the_needed_size_and_works_on_every_region: Pairs;
     /// KEY-04
     raw_keys_are_mapped_and_unmapped: Pairs;
     /// KEY-04
@@ -47,7 +48,7 @@ fn a_requested_key_in_use_is_refused_and_free_again_after_close(world: &World) {
     net.assert_works(&net.key(&first));
     let sub = first.sub(memory.part(0, 8), REMOTE, 0xABCD).unwrap_err();
     assert_eq!(sub.kind(), ErrorKind::NoKey, "a sub-region took its base's key");
-    // Keys are of a domain: the other one has its own.
+    // Keys belong to a domain: the other domain has its own.
     let elsewhere =
         net.initiator.register(&attr, MrFlags::empty()).expect("the same key in another domain");
     elsewhere.close().expect("close");
@@ -56,7 +57,7 @@ fn a_requested_key_in_use_is_refused_and_free_again_after_close(world: &World) {
     net.assert_works(&net.key(&again));
 }
 
-fn a_request_without_a_key_gets_one_that_is_free(world: &World) {
+fn request_without_a_key_gets_a_free_key(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
@@ -99,7 +100,7 @@ fn a_key_that_the_provider_cannot_give_is_rejected(world: &World) {
     }
 }
 
-fn keys_of_closed_regions_do_not_come_back_soon(world: &World) {
+fn keys_of_closed_regions_are_not_reused_soon(world: &World) {
     const ROUNDS: usize = 1000;
     let net = Net::open(world);
     let memory = net.bytes(64);
@@ -131,7 +132,7 @@ fn keys_of_closed_regions_do_not_come_back_soon(world: &World) {
     );
 }
 
-fn raw_attr_says_the_size_needed_and_works_on_every_region(world: &World) {
+fn raw_attr_returns_the_needed_size_and_works_on_every_region(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(4096);
     let whole = net.expose(memory.part(100, 1000), REMOTE);
@@ -179,7 +180,7 @@ fn raw_keys_are_mapped_and_unmapped(world: &World) {
     }
     let refused = RemoteKey::from_bytes(&keys[0].to_bytes()).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Malformed, "a mapped key means nothing elsewhere");
-    // Another domain's, which has mapped as many.
+    // Keys of another domain that has mapped as many.
     let theirs = [(); 2]
         .map(|()| net.target.domain.map_raw(region.base_addr(), region.len(), &raw).expect("map"));
     for key in &keys {
@@ -234,8 +235,8 @@ fn a_domain_with_mapped_keys_is_busy_at_close(world: &World) {
 
 fn only_peers_with_the_same_key_reach_the_region(world: &World) {
     let (ours, theirs) = (AuthKey(b"ours".to_vec()), AuthKey(b"theirs".to_vec()));
-    // The domains' key is `ours`; the initiator's endpoint carries `ours`, the domain's by default,
-    // or `theirs`.
+    // The domains' key is `ours`. The initiator's endpoint has `ours`, the domain's by default, or
+    // `theirs`.
     for (endpoint, reaches_ours) in
         [(Some(ours.clone()), true), (None, true), (Some(theirs.clone()), false)]
     {

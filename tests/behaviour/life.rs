@@ -1,4 +1,4 @@
-//! MR-05 to MR-07, MR-14: from the registration to the close, and what is reached after it.
+//! MR-05 to MR-07, MR-14: registration, close, and accesses after the close.
 
 use std::{
     sync::{
@@ -32,11 +32,11 @@ over_worlds! {
     /// MR-05
     posted_transfers_that_have_not_begun_fail_after_close: Pairs, needs::BY_HAND;
     /// MR-05
-    after_close_the_peer_fails_and_the_local_endpoint_works_on: Every;
+    peer_fails_after_close_and_the_local_endpoint_still_works: Every;
     /// MR-06
-    a_region_with_a_counter_is_busy_and_works_on: Pairs, needs::COUNTERS;
+    region_with_a_counter_is_busy_and_still_works: Pairs, needs::COUNTERS;
     /// MR-06
-    a_region_with_a_window_is_busy_and_works_on: Pairs, needs::KEYS_AT_HAND, needs::WINDOWS;
+    region_with_a_window_is_busy_and_still_works: Pairs, needs::KEYS_AT_HAND, needs::WINDOWS;
     /// MR-06
     a_region_closes_after_the_last_of_its_counters: Pairs, needs::COUNTERS;
     /// MR-06
@@ -44,22 +44,23 @@ over_worlds! {
     /// MR-06
     a_region_closes_after_its_endpoint_and_is_unreachable_until_then: Pairs, ENDPOINT;
     /// MR-07
-    memory_that_comes_back_at_its_address_is_reached_anew_five_times: Pairs;
+    memory_at_a_reused_address_is_reached_five_times: Pairs;
     /// MR-07
-    memory_that_comes_back_at_its_address_is_reached_anew_ten_thousand_times: Places,
+    memory_at_a_reused_address_is_reached_ten_thousand_times: Places,
         need("progress by thread", "the test steps transfers itself", |world| {
             world.progress == Progress::ByHand || !world.is_loopback()
         }),
         need("callback-style device", "the identity-style device shows the same path", |world| {
             world.memory != Memory::Device(FreeDetection::Callback)
         }),
-        need("device memory on verbs", "five times there, where each export takes its time", |world| {
+        need("device memory on verbs", "five times there, where each export takes its time",
+            |world| {
             world.is_loopback() || world.is_system()
         });
     /// MR-07
-    without_registering_again_pinned_pages_are_the_old_ones: Pairs, needs::SYSTEM, needs::PINNED;
+    pinned_pages_stay_the_old_ones_without_registering_again: Pairs, needs::SYSTEM, needs::PINNED;
     /// MR-07
-    without_registering_again_followed_pages_are_the_new_ones: Pairs, needs::SYSTEM, needs::FOLLOW;
+    followed_pages_are_new_without_registering_again: Pairs, needs::SYSTEM, needs::FOLLOW;
     /// MR-14
     a_single_use_key_works_once: Pairs,
         need("verbs", "keys of verbs regions work until they are closed", World::is_loopback);
@@ -87,7 +88,7 @@ fn close_ends_transfers_in_flight_before_it_returns(world: &World) {
             memory.all()
         });
         net.faults.wait_for_calls(Call::Deregister, closes + 1);
-        // A close that does not wait gets the time to return before the transfer goes on.
+        // Gives a close that does not wait the time to return before the transfer continues.
         for _ in 0..200 {
             thread::yield_now();
         }
@@ -194,7 +195,7 @@ fn posted_transfers_that_have_not_begun_fail_after_close(world: &World) {
     );
 }
 
-fn after_close_the_peer_fails_and_the_local_endpoint_works_on(world: &World) {
+fn peer_fails_after_close_and_the_local_endpoint_still_works(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&[0x11; 64]);
     let before = net.live();
@@ -239,7 +240,7 @@ fn counted(net: &Net, memory: &Bytes, counters: &[&Arc<Counter>]) -> MemoryRegio
     region
 }
 
-fn a_region_with_a_counter_is_busy_and_works_on(world: &World) {
+fn region_with_a_counter_is_busy_and_still_works(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(64);
     let counter = Arc::new(Counter::new());
@@ -262,7 +263,7 @@ fn a_region_closes_after_the_last_of_its_counters(world: &World) {
     let counters = [(); 3].map(|()| Arc::new(Counter::new()));
     let mut region = counted(&net, &memory, &counters.each_ref());
     let key = net.key(&region);
-    // In another order than they were bound in.
+    // Counters close in another order than they were bound.
     for (closed, at) in [1, 0, 2].into_iter().enumerate() {
         let rejected = region.close().expect_err("closed under an open counter");
         assert_eq!(rejected.error.kind(), ErrorKind::Busy);
@@ -279,7 +280,7 @@ fn a_region_closes_after_the_last_of_its_counters(world: &World) {
     }
 }
 
-fn a_region_with_a_window_is_busy_and_works_on(world: &World) {
+fn region_with_a_window_is_busy_and_still_works(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(64);
     let region = net.expose(memory.range(), REMOTE | LOCAL | Access::MW_BIND);
@@ -297,7 +298,7 @@ fn a_region_with_a_window_is_busy_and_works_on(world: &World) {
 /// A region that is bound to the first of two endpoints of the target, and the second.
 fn bound_to_an_endpoint(net: &mut Net, memory: &Bytes) -> (MemoryRegion, Endpoint) {
     let (second, cq) = open_endpoint(&net.target.domain, true, None);
-    // The region must not depend on what keeps the queue of its endpoint alive.
+    // The region must not depend on the endpoint's queue staying alive.
     drop(cq);
     let first = std::mem::replace(&mut net.target.endpoint, second);
     net.peer = net.initiator.endpoint.resolve(&first.name()).expect("resolve");
@@ -319,7 +320,7 @@ fn a_region_closes_before_its_endpoint(world: &World) {
     let key = net.key(&region);
     region.close().expect("the region closes first");
     assert_eq!(net.push(&key, 0, &[1]).unwrap_err().kind(), net.seen(ErrorKind::InvalidKey));
-    // The endpoint serves other regions on.
+    // The endpoint still serves other regions.
     let ranges = [memory.range()];
     let attr = MrAttr::new(&ranges, REMOTE).key(net.fresh_key());
     // SAFETY: the test's memory outlives the region and is referenced by nobody.
@@ -343,7 +344,7 @@ fn a_region_closes_after_its_endpoint_and_is_unreachable_until_then(world: &Worl
     assert_eq!(net.live().endpoints, 1);
     let gone = net.push(&key, 0, &[1]).expect_err("reached through a closed endpoint");
     assert_eq!(gone.kind(), ErrorKind::Unreachable, "{gone}");
-    // No other endpoint stands in for it, nor one that is opened later.
+    // No other endpoint reaches the region, not even one that is opened later.
     let (later, _cq) = open_endpoint(&net.target.domain, true, None);
     for endpoint in [&net.target.endpoint, &later] {
         net.peer = net.initiator.endpoint.resolve(&endpoint.name()).expect("resolve");
@@ -359,7 +360,7 @@ fn a_region_closes_after_its_endpoint_and_is_unreachable_until_then(world: &Worl
     assert_eq!(net.live().regions, 0);
 }
 
-/// Frees the memory and gets other memory at the same address.
+/// Frees the memory and allocates other memory at the same address.
 fn come_back(net: &Net, memory: Bytes, was: u64) -> Bytes {
     let memory = match memory {
         Bytes::Host(pages) => {
@@ -381,7 +382,7 @@ fn rounds(world: &World, rounds: u64) {
     if let Some(device) = &net.device {
         device.set_address_reuse(AddressReuse::JustFreed);
     }
-    // The initiator's buffer takes its address before the one that is to come back does.
+    // The initiator's buffer takes its address before the reused one is allocated.
     let warm = net.bytes(64);
     let region = net.expose(warm.range(), REMOTE);
     net.push(&net.key(&region), 0, &[1]).expect("write");
@@ -404,15 +405,15 @@ fn rounds(world: &World, rounds: u64) {
     assert_eq!(net.live().regions, 1);
 }
 
-fn memory_that_comes_back_at_its_address_is_reached_anew_five_times(world: &World) {
+fn memory_at_a_reused_address_is_reached_five_times(world: &World) {
     rounds(world, 5);
 }
 
-fn memory_that_comes_back_at_its_address_is_reached_anew_ten_thousand_times(world: &World) {
+fn memory_at_a_reused_address_is_reached_ten_thousand_times(world: &World) {
     rounds(world, 10_000);
 }
 
-/// What a peer reads through a registration made before the pages were replaced.
+/// Bytes that a peer reads through a registration made before the pages were replaced.
 fn read_stale(world: &World) -> (Vec<u8>, Vec<u8>) {
     let net = Net::open(world);
     let memory = Bytes::Host(HostPages::new(4096));
@@ -422,7 +423,7 @@ fn read_stale(world: &World) -> (Vec<u8>, Vec<u8>) {
     memory.pages().replace_pages();
     memory.put(0, b"new pages");
     if world.has(MrMode::MMU_NOTIFY) {
-        // Without it nothing is promised at all.
+        // Without the refresh the mode promises nothing.
         region.refresh(&[]).expect("refresh");
     }
     let read = net.pull(&key, 0, 9).expect("read");
@@ -430,7 +431,7 @@ fn read_stale(world: &World) -> (Vec<u8>, Vec<u8>) {
     (read, memory.get(0, 9))
 }
 
-fn without_registering_again_pinned_pages_are_the_old_ones(world: &World) {
+fn pinned_pages_stay_the_old_ones_without_registering_again(world: &World) {
     let expected = if world.has(MrMode::MMU_NOTIFY) {
         (b"new pages", b"written!!")
     } else {
@@ -444,7 +445,7 @@ fn without_registering_again_pinned_pages_are_the_old_ones(world: &World) {
     );
 }
 
-fn without_registering_again_followed_pages_are_the_new_ones(world: &World) {
+fn followed_pages_are_new_without_registering_again(world: &World) {
     let (read, memory) = read_stale(world);
     assert_eq!((&read[..], &memory[..]), (&b"new pages"[..], &b"written!!"[..]));
 }
@@ -473,7 +474,7 @@ fn a_single_use_key_works_once(world: &World) {
     assert_eq!(memory.get(3, 1), [9]);
     region.close().expect("close");
 
-    // Of many that are posted at once, one works.
+    // Of many transfers posted together, one works.
     let (_region, key) = single();
     let local = net.local(8, LOCAL);
     let remote = [remote(&key, 0, 8)];

@@ -1,9 +1,9 @@
-//! The behaviour suite: `fi_mr(3)` semantics as a user sees them, over every world that the
-//! software NIC, host memory and the simulated device can make.
+//! The behaviour suite: `fi_mr(3)` semantics as a user sees them, over every world of the software
+//! NIC, host memory and the simulated device.
 //!
-//! A test's name begins with the id of the acceptance line that it holds. Each behaviour is written
-//! once, as a function over a [`world::World`], and fails naming the worlds where it does not hold;
-//! what a world cannot show is listed in `tests/skipped.txt`.
+//! A test's doc comment begins with the ids of the requirements that it holds. Each behaviour is
+//! written once, as a function over a [`world::World`], and fails naming the worlds where it does
+//! not hold. `tests/skipped.txt` lists what a world cannot show.
 
 mod child;
 mod diag;

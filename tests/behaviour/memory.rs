@@ -1,4 +1,4 @@
-//! Memory of a world: host pages whose mapping a test controls, or a buffer of a device.
+//! Memory of a world: host pages with a mapping that the test controls, or a buffer of a device.
 
 use std::{ptr, slice, sync::Arc};
 
@@ -17,7 +17,7 @@ pub(crate) struct HostPages {
 
 impl HostPages {
     pub(crate) fn new(len: usize) -> Self {
-        // SAFETY: a new mapping at an address that the kernel picks replaces nothing.
+        // SAFETY: a new mapping at an address that the kernel chooses replaces nothing.
         let start = unsafe {
             mmap_anonymous(
                 ptr::null_mut(),
@@ -29,9 +29,9 @@ impl HostPages {
         Self { start: start.expect("mmap").addr() as u64, len }
     }
 
-    /// Addresses without access and without pages.
+    /// Reserves addresses without access and without pages.
     pub(crate) fn reserved(len: usize) -> Self {
-        // SAFETY: as in `new`.
+        // SAFETY: a new mapping at an address that the kernel chooses replaces nothing.
         let start = unsafe {
             mmap_anonymous(
                 ptr::null_mut(),
@@ -47,24 +47,24 @@ impl HostPages {
         AddressRange::new(Address(self.start), self.len as u64).expect("a mapping does not wrap")
     }
 
-    /// Puts fresh zeroed pages where the old ones were, as freeing and allocating again does.
+    /// Replaces the pages with fresh zeroed ones, as freeing and allocating again does.
     pub(crate) fn replace_pages(&self) {
         let (access, flags) =
             (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::FIXED);
-        // SAFETY: the range is a mapping of ours, and tests hold no references into it.
+        // SAFETY: the range is this value's own mapping, and tests hold no references into it.
         unsafe { mmap_anonymous(self.start as *mut _, self.len, access, flags) }.expect("mmap");
     }
 
-    /// Takes pages and access away and keeps the addresses, so that nobody else gets them.
+    /// Removes pages and access but keeps the addresses, so that nobody else gets them.
     pub(crate) fn remove_pages(&self) {
         let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
-        // SAFETY: as in `replace_pages`.
+        // SAFETY: the range is this value's own mapping, and tests hold no references into it.
         unsafe { mmap_anonymous(self.start as *mut _, self.len, ProtFlags::empty(), flags) }
             .expect("mmap");
     }
 
     pub(crate) fn make_read_only(&self) {
-        // SAFETY: the range is a mapping of ours, and tests hold no references into it.
+        // SAFETY: the range is this value's own mapping, and tests hold no references into it.
         unsafe { mprotect(self.start as *mut _, self.len, MprotectFlags::READ) }.expect("mprotect");
     }
 
@@ -79,7 +79,7 @@ impl HostPages {
 
 impl Drop for HostPages {
     fn drop(&mut self) {
-        // SAFETY: the range is a mapping of ours, and nothing uses it any longer.
+        // SAFETY: the range is this value's own mapping, and nothing uses it any longer.
         unsafe { munmap(self.start as *mut _, self.len) }.expect("munmap");
     }
 }
@@ -116,8 +116,8 @@ impl Bytes {
         match self {
             Self::Host(pages) => {
                 let to = pages.pointer(offset, bytes.len() as u64);
-                // SAFETY: in bounds as just checked; nothing else uses the bytes while no transfer
-                // is under way.
+                // SAFETY: the range was just checked to be in bounds, and nothing else uses the
+                // bytes while no transfer is in flight.
                 unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
             }
             Self::Device(buffer) => buffer.write(offset, bytes).expect("copy to the device"),
@@ -127,7 +127,8 @@ impl Bytes {
     pub(crate) fn get(&self, offset: u64, len: usize) -> Vec<u8> {
         match self {
             Self::Host(pages) => {
-                // SAFETY: in bounds; nothing writes the bytes while no transfer is under way.
+                // SAFETY: the range is in bounds, and nothing writes the bytes while no transfer is
+                // in flight.
                 unsafe { slice::from_raw_parts(pages.pointer(offset, len as u64), len) }.to_vec()
             }
             Self::Device(buffer) => {
@@ -142,7 +143,7 @@ impl Bytes {
         self.get(0, self.range().len() as usize)
     }
 
-    /// The pages, in worlds of system memory.
+    /// Host pages of a world of system memory.
     pub(crate) fn pages(&self) -> &HostPages {
         match self {
             Self::Host(pages) => pages,
@@ -151,8 +152,8 @@ impl Bytes {
     }
 }
 
-/// Bytes that tell their position and their seed apart, none of them 0. They repeat after a prime
-/// number of bytes, so that no page, chunk or word looks like its neighbour.
+/// Bytes that depend on their position and on the seed, none of them 0. They repeat after a prime
+/// number of bytes, so no page, chunk or word equals its neighbour.
 pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let block: Vec<_> = (0..257).map(|at| ((at * 31 + seed * 97) % 251 + 1) as u8).collect();
     let mut bytes = block.repeat(len / block.len() + 1);

@@ -1,4 +1,4 @@
-//! MODE-01 to MODE-13: what each bit of mr_mode asks of the application, and what holds without it.
+//! MODE-01 to MODE-13: requirements of each mr_mode bit, and the behaviour without it.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ use crate::{
 
 over_worlds! {
     /// MODE-01
-    the_mode_in_force_is_what_was_negotiated: Pairs;
+    the_mode_in_force_is_the_negotiated_one: Pairs;
     /// MODE-02
     any_addresses_register_and_absent_pages_fail_the_transfer_only: Pairs,
         needs::SYSTEM, needs::FOLLOW, DEFAULT_RULES;
@@ -30,10 +30,12 @@ over_worlds! {
     local_buffers_need_a_descriptor_of_a_live_region: Pairs;
     /// MODE-04
     raw_keys_work_once_mapped: Pairs,
-        need("modes without RAW", "KEY-04 shows that raw keys work there too", |world| world.has(MrMode::RAW));
+        need("modes without RAW", "KEY-04 shows that raw keys work there too",
+            |world| world.has(MrMode::RAW));
     /// MODE-05
     peers_use_the_targets_addresses_for_every_range: Pairs,
-        need("modes without VIRT_ADDR", "peers address from 0 there: MODE-02 and MR-03 show it", World::virtual_addresses);
+        need("modes without VIRT_ADDR", "peers address from 0 there: MODE-02 and MR-03 show it",
+            World::virtual_addresses);
     /// MODE-06
     a_range_without_pages_is_refused: Pairs, needs::SYSTEM,
         need("modes without ALLOCATED", "pages may come later there: MODE-02 shows it", |world| {
@@ -41,7 +43,8 @@ over_worlds! {
         });
     /// MODE-07
     the_requested_key_is_ignored: Pairs, needs::KEYS_AT_HAND,
-        need("modes without PROV_KEY", "the requested key is the key there: MODE-02 shows it", |world| {
+        need("modes without PROV_KEY", "the requested key is the key there: MODE-02 shows it",
+            |world| {
             world.has(MrMode::PROV_KEY)
         });
     /// MODE-08
@@ -49,17 +52,19 @@ over_worlds! {
     /// MODE-08
     peers_fail_during_a_refresh: Pairs, needs::SYSTEM, MMU_NOTIFY;
     /// MODE-09
-    regions_with_events_are_bound_before_they_are_enabled: Pairs,
-        need("modes without RMA_EVENT", "RMA_EVENT asks for the order (EVT-02 shows it in ENDPOINT mode)", |world| {
+    counters_are_bound_before_the_region_is_enabled: Pairs,
+        need("modes without RMA_EVENT", "RMA_EVENT asks for the order (EVT-02 shows it in \
+            ENDPOINT mode)", |world| {
             world.has(MrMode::RMA_EVENT)
         });
     /// MODE-10
     regions_are_reached_through_their_endpoint_only: Pairs,
-        need("modes without ENDPOINT", "binding to an endpoint is refused there", |world| world.has(MrMode::ENDPOINT));
+        need("modes without ENDPOINT", "binding to an endpoint is refused there",
+            |world| world.has(MrMode::ENDPOINT));
     /// MODE-10
     other_modes_do_not_bind_to_endpoints: Modes, needs::NO_ENDPOINT;
     /// MODE-11
-    device_buffers_need_a_descriptor_or_are_found_out: Pairs, needs::DEVICE;
+    device_buffers_need_a_descriptor_or_are_detected: Pairs, needs::DEVICE;
     /// MODE-12
     buffers_of_a_broadcast_need_the_collective_right: Pairs,
         need("verbs", "verbs has no collectives", World::is_loopback);
@@ -71,7 +76,7 @@ const MMU_NOTIFY: Need = need("modes without MMU_NOTIFY", "no page has to be pro
     world.has(MrMode::MMU_NOTIFY)
 });
 
-fn the_mode_in_force_is_what_was_negotiated(world: &World) {
+fn the_mode_in_force_is_the_negotiated_one(world: &World) {
     let net = Net::open(world);
     let (offered, provider) = (world.mode.offered, provider_name(world));
     let kept =
@@ -99,7 +104,7 @@ fn any_addresses_register_and_absent_pages_fail_the_transfer_only(world: &World)
         assert_eq!(net.push(&key, offset, &[1]).unwrap_err().kind(), ErrorKind::BadAddress);
         assert_eq!(net.pull(&key, offset, 1).unwrap_err().kind(), ErrorKind::BadAddress);
     }
-    // The addresses get pages, and the region follows.
+    // The addresses get pages, and the region follows them.
     pages.replace_pages();
     net.push(&key, 4000, &pattern(1, 500)).expect("write");
     let memory = Bytes::Host(pages);
@@ -109,7 +114,7 @@ fn any_addresses_register_and_absent_pages_fail_the_transfer_only(world: &World)
     assert_eq!(net.pull(&key, 4000, 500).expect("read"), pattern(1, 500));
     memory.pages().remove_pages();
     assert_eq!(net.pull(&key, 4000, 1).unwrap_err().kind(), ErrorKind::BadAddress);
-    // The upper half of the address space never has pages; it registers all the same.
+    // The upper half of the address space never has pages. It registers all the same.
     let wild = AddressRange::new(hmem::Address(u64::MAX - 4095), 4096).expect("range");
     let region = net.expose(wild, REMOTE);
     assert_eq!(net.pull(&net.key(&region), 0, 16).unwrap_err().kind(), ErrorKind::BadAddress);
@@ -127,7 +132,7 @@ fn peers_address_from_0_with_the_requested_key(world: &World) {
             (key.as_u64().unwrap(), key.base(), key.addressing()),
             (requested, Iova(0), Addressing::ZeroBased)
         );
-        // A peer needs no more than the number that both agreed on.
+        // A peer needs no more than the agreed number.
         let agreed = RemoteKey::new(Addressing::ZeroBased, Iova(0), 50, requested);
         net.push(&agreed, 7, b"well known").expect("write");
         assert_eq!(memory.get(107, 10), b"well known");
@@ -180,8 +185,8 @@ fn local_buffers_need_a_descriptor_of_a_live_region(world: &World) {
         );
     };
     with_stale();
-    // What the provider numbered it with comes back; the descriptor does not, though the memory is
-    // registered.
+    // Later regions reuse the provider's number. The closed region's descriptor stays refused,
+    // although its memory is registered again.
     let ranges = [bytes.range()];
     let again = |_| {
         net.initiator.register(&MrAttr::new(&ranges, LOCAL), MrFlags::empty()).expect("register")
@@ -206,7 +211,7 @@ fn raw_keys_work_once_mapped(world: &World) {
     let mapped = net.initiator.domain.map_raw(base, 64, &hmem::RawKey(raw)).expect("map");
     assert!(mapped.is_mapped());
     net.assert_works(&mapped);
-    // Neither the mapped number nor the target's own is a key by itself.
+    // Neither the mapped number nor the target's own number is a key by itself.
     for number in [mapped.as_u64().unwrap(), REQUESTED] {
         let unmapped = RemoteKey::new(mapped.addressing(), base, 64, number);
         let used = net.push(&unmapped, 0, &[1]);
@@ -280,7 +285,7 @@ fn the_requested_key_is_ignored(world: &World) {
             .register(&MrAttr::new(&ranges, REMOTE).key(requested), MrFlags::empty())
             .expect("register")
     };
-    // Twice the same number, a number wider than the key, and the number that means "none".
+    // One number twice, a number wider than the key, and the number that means "none".
     let regions = [5, 5, u64::MAX - 1, u64::MAX].map(register);
     let keys: std::collections::BTreeSet<_> =
         regions.iter().map(|region| region.key().unwrap().as_u64().unwrap()).collect();
@@ -335,8 +340,7 @@ fn peers_fail_during_a_refresh(world: &World) {
     net.assert_works(&key);
     memory.put(0, &[4; 4096]);
     std::thread::scope(|scope| {
-        // In the scope, which waits for its threads also when it fails: the gate is dropped, and
-        // lets go, before.
+        // The gate is inside the scope, whose threads it must release even if an assertion fails.
         let gate = net.faults.hold(Call::Refresh);
         let refreshing = scope.spawn(|| region.refresh(&[]));
         wait_held(&gate);
@@ -349,7 +353,7 @@ fn peers_fail_during_a_refresh(world: &World) {
     net.assert_works(&key);
 }
 
-fn regions_with_events_are_bound_before_they_are_enabled(world: &World) {
+fn counters_are_bound_before_the_region_is_enabled(world: &World) {
     let net = Net::open(world);
     let memory = net.filled(&[6; 64]);
     let counter = Arc::new(hmem::counter::Counter::new());
@@ -423,7 +427,7 @@ fn other_modes_do_not_bind_to_endpoints(world: &World) {
     net.assert_works(&net.key(&region));
 }
 
-fn device_buffers_need_a_descriptor_or_are_found_out(world: &World) {
+fn device_buffers_need_a_descriptor_or_are_detected(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(128);
     let region = net.expose(memory.range(), REMOTE | LOCAL);
@@ -473,7 +477,7 @@ fn buffers_of_a_broadcast_need_the_collective_right(world: &World) {
     }
 }
 
-/// Broadcasts from the initiator to the target with the right, and tries to without it.
+/// Broadcasts from the initiator to the target with the COLLECTIVE right, and tries to without it.
 fn broadcast<B: hmem::OwnedBuffer>(net: &Net, needed: bool, buffer: impl Fn() -> B) {
     let register = |side: &Side, access| {
         let registered = side.domain.register(buffer(), access).expect("register");

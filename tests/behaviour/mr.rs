@@ -1,4 +1,4 @@
-//! MR-01 to MR-04, MR-12, MR-13, MR-15: what registers, and what is refused.
+//! MR-01 to MR-04, MR-12, MR-13, MR-15: registrations that succeed, and those that are refused.
 
 use hmem::{
     Access, Address, AddressRange, DeviceId, Domain, ErrorKind, IfaceKind, Iova, MemoryRegion,
@@ -21,11 +21,12 @@ over_worlds! {
     sizes_up_to_64_mib_register_and_are_reached_at_both_ends: Places;
     /// MR-03
     regv_is_one_run_of_bytes_over_its_ranges: Pairs,
-        need("mode VIRT_ADDR", "there peers address each range by its own address: MODE-05 shows it", |world| {
+        need("mode VIRT_ADDR", "there peers address each range by its own address: MODE-05 shows \
+            it", |world| {
             !world.virtual_addresses()
         });
     /// MR-03
-    regv_takes_up_to_the_limit_and_one_more_is_refused: Pairs;
+    regv_accepts_the_limit_of_ranges_and_refuses_one_more: Pairs;
     /// MR-04
     each_mistake_is_its_own_error_and_registers_nothing: Pairs;
     /// MR-12
@@ -33,10 +34,10 @@ over_worlds! {
     /// MR-12
     a_flag_that_the_nic_lacks_is_refused_and_named: Plain;
     /// MR-15
-    page_sizes_that_the_system_has_are_taken_and_others_refused: Pairs;
+    page_sizes_of_the_system_register_and_others_are_refused: Pairs;
 }
 
-/// The three calls, with the same key.
+/// `reg`, `regv` and `regattr`, with the same key.
 type Register<'a> = Box<dyn Fn(AddressRange) -> Result<MemoryRegion> + 'a>;
 
 fn three_ways(domain: &Domain) -> [Register<'_>; 3] {
@@ -45,9 +46,9 @@ fn three_ways(domain: &Domain) -> [Register<'_>; 3] {
     [
         // SAFETY: the caller's memory outlives the regions, and no references into it exist.
         Box::new(move |range| unsafe { domain.reg(range, REMOTE, KEY, none) }),
-        // SAFETY: as above.
+        // SAFETY: the caller's memory outlives the regions, and no references into it exist.
         Box::new(move |range| unsafe { domain.regv(&[range], REMOTE, KEY, none) }),
-        // SAFETY: as above.
+        // SAFETY: the caller's memory outlives the regions, and no references into it exist.
         Box::new(move |range| unsafe {
             domain.regattr(&MrAttr::new(&[range], REMOTE).key(KEY), none)
         }),
@@ -165,7 +166,7 @@ fn regv_is_one_run_of_bytes_over_its_ranges(world: &World) {
     assert_eq!(memory.get(4096 + 776, 2), [bytes[927], 0], "a refused write moved a byte");
 }
 
-fn regv_takes_up_to_the_limit_and_one_more_is_refused(world: &World) {
+fn regv_accepts_the_limit_of_ranges_and_refuses_one_more(world: &World) {
     let net = Net::open(world);
     let limit = net.target.domain.provider_attr().mr_iov_limit;
     let memory = net.bytes((limit + 1) * 4096);
@@ -265,7 +266,7 @@ fn refused_registrations_leave_no_fd() {
         let fds = child::open_fds();
         for _ in 0..100 {
             let ranges = [memory.part(0, 4096)];
-            // NoKey comes from the provider, after the memory was exported to it.
+            // NoKey comes from the provider, after the memory was exported for it.
             let refused =
                 net.target.register(&MrAttr::new(&ranges, REMOTE).key(key), MrFlags::empty());
             assert_eq!(refused.unwrap_err().kind(), ErrorKind::NoKey);
@@ -299,13 +300,13 @@ fn each_flag_alone_is_honoured(world: &World) {
     };
     let device_only = if world.is_system() { Err(ErrorKind::InvalidArgument) } else { Ok(()) };
     assert_eq!(kind(MrFlags::HMEM_DEVICE_ONLY, &attr), device_only, "HMEM_DEVICE_ONLY");
-    // This memory is not from a device API's host allocator, whatever it is.
+    // The memory comes from no host allocator of a device API.
     assert_eq!(
         kind(MrFlags::HMEM_HOST_ALLOC, &attr),
         Err(ErrorKind::InvalidArgument),
         "HMEM_HOST_ALLOC"
     );
-    // In COLLECTIVE mode and out of it the access bit stands beside others.
+    // The access right combines with others, in COLLECTIVE mode and without it.
     let collective =
         MrAttr { access: REMOTE | Access::COLLECTIVE | Access::SEND | Access::RECV, ..attr };
     let region = net.try_expose(&collective, MrFlags::empty()).expect("COLLECTIVE");
@@ -385,7 +386,7 @@ fn host_alloc_ignores_the_device_and_iface_is_ignored_without_hmem() {
 
 /// MR-12
 #[test]
-fn a_freed_or_foreign_address_is_said_to_be_unknown_to_the_iface_that_is_claimed() {
+fn freed_or_foreign_address_is_unknown_to_the_claimed_iface() {
     let world = World {
         memory: crate::world::Memory::Device(hmem::system::FreeDetection::Identity),
         ..World::PLAIN
@@ -430,7 +431,7 @@ fn every_flag_is_covered() {
     assert_eq!(covered, MrFlags::all(), "a new flag needs a test");
 }
 
-fn page_sizes_that_the_system_has_are_taken_and_others_refused(world: &World) {
+fn page_sizes_of_the_system_register_and_others_are_refused(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(8192);
     let ranges = [memory.part(5, 5000)];

@@ -1,4 +1,4 @@
-//! Two domains on one software NIC: a target that exposes memory, and an initiator that reaches for
+//! Two domains on one software NIC: a target that exposes memory, and an initiator that accesses
 //! it.
 
 use std::{
@@ -27,23 +27,23 @@ use crate::{
     world::{Memory, Nic, World},
 };
 
-/// Every right of the local side.
+/// Every local right.
 pub(crate) const LOCAL: Access =
     Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
-/// Every right of peers.
+/// Rights of peers to read and write.
 pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
-/// The software NIC's provider.
+/// Name of the software NIC's provider.
 pub(crate) const LOOPBACK: &str = "loopback";
 
 const SCRATCH: u64 = 64 << 10;
 
-/// How to build a [`Net`] that differs from its world's usual one.
+/// Builds a [`Net`] that differs from its world's usual one.
 pub(crate) struct Setup {
     pub(crate) world: World,
     pub(crate) provider: loopback::Builder,
     pub(crate) target: DomainAttr,
     pub(crate) initiator: DomainAttr,
-    /// Whether the target's endpoint has the RMA_EVENT capability.
+    /// Gives the target's endpoint the RMA_EVENT capability.
     pub(crate) rma_event: bool,
     pub(crate) initiator_key: Option<AuthKey>,
     pub(crate) faults: Faults,
@@ -115,7 +115,7 @@ pub(crate) fn provider_name(world: &World) -> &'static str {
     if world.is_loopback() { LOOPBACK } else { "verbs" }
 }
 
-/// Which of the provider's NICs is meant.
+/// Name of the provider's NIC to use.
 pub(crate) fn nic_name(world: &World) -> Option<String> {
     let verbs = || {
         std::env::var("HMEM_VERBS_DEVICE").expect("a verbs world is made where a device is named")
@@ -123,7 +123,7 @@ pub(crate) fn nic_name(world: &World) -> Option<String> {
     (!world.is_loopback()).then(verbs)
 }
 
-/// RDMA devices, whose connections are made and made anew as if there were none.
+/// RDMA devices whose endpoints connect, and reconnect after an error, by themselves.
 #[cfg(feature = "verbs")]
 pub(crate) fn verbs() -> Arc<dyn Provider> {
     use hmem::verbs::Verbs;
@@ -139,7 +139,7 @@ pub(crate) fn verbs() -> Arc<dyn Provider> {
     panic!("HMEM_VERBS_DEVICE names a device, and this build is without the cargo feature `verbs`")
 }
 
-/// A simulated device of two devices.
+/// A simulated iface with two devices.
 pub(crate) fn device(style: FreeDetection) -> Arc<Simulated> {
     let builder = Simulated::builder().devices(2).free_detection(style).window(1 << 32);
     Arc::new(builder.build().expect("build the simulated device"))
@@ -165,7 +165,7 @@ impl Side {
         Self { endpoint, cq, domain }
     }
 
-    /// Registers and makes usable: bound to the endpoint and enabled in ENDPOINT mode.
+    /// Registers memory and makes it usable: bound to the endpoint and enabled in ENDPOINT mode.
     pub(crate) fn register(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<MemoryRegion> {
         // SAFETY: the tests own the memory for longer than the regions and hold no references into
         // it.
@@ -182,7 +182,7 @@ impl Side {
         Ok(())
     }
 
-    /// The next completion, making progress on this side and the other.
+    /// Waits for the next completion, making progress on this side and the others.
     pub(crate) fn wait(&self, others: &[&Self]) -> Completion {
         let mut out = Vec::new();
         eventually("the end of a transfer", || {
@@ -195,13 +195,12 @@ impl Side {
     }
 }
 
-/// Waits for a state that another thread brings about; a minute without it is a failure instead of
-/// a hang.
+/// Waits for a state that another thread reaches. Fails after a minute instead of hanging.
 pub(crate) fn eventually(what: &str, mut reached: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !reached() {
         assert!(Instant::now() < deadline, "{what} never came about");
-        // In an emulated machine this is what lets the other processor run.
+        // Lets the other processor of an emulated machine run.
         std::hint::spin_loop();
         std::thread::yield_now();
     }
@@ -251,13 +250,13 @@ pub(crate) fn segment(range: AddressRange, desc: Option<LocalKey>) -> LocalSegme
 pub(crate) struct Net {
     pub(crate) world: World,
     scratch: OnceLock<Local>,
-    /// Where atomics take their operands from.
+    /// Operands of atomics.
     operands: OnceLock<Local>,
     pub(crate) initiator: Side,
     pub(crate) target: Side,
     pub(crate) hmem: Hmem,
     pub(crate) device: Option<Arc<Simulated>>,
-    /// The target, as the initiator's endpoint knows it.
+    /// The target as the initiator's endpoint knows it.
     pub(crate) peer: PeerId,
     pub(crate) faults: Faults,
     next_key: AtomicU64,
@@ -268,12 +267,12 @@ impl Net {
         Setup::of(world).open()
     }
 
-    /// How the initiator sees a refusal of the target.
+    /// The initiator's view of a refusal by the target.
     pub(crate) fn seen(&self, refusal: ErrorKind) -> ErrorKind {
         self.world.seen(refusal)
     }
 
-    /// What the target's domain holds.
+    /// Live objects of the target's domain.
     pub(crate) fn live(&self) -> LiveObjects {
         self.target.domain.live()
     }
@@ -289,13 +288,13 @@ impl Net {
         }
     }
 
-    /// A key that was not asked for yet.
+    /// Returns a key that was not requested yet.
     pub(crate) fn fresh_key(&self) -> u64 {
         self.next_key.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Memory of the world's kind, zeroed. Where only pages that are there at registration are
-    /// promised, they are.
+    /// Allocates zeroed memory of the world's kind. Its pages are present if only present pages may
+    /// register.
     pub(crate) fn bytes(&self, len: usize) -> Bytes {
         let memory = match &self.device {
             None => Bytes::Host(HostPages::new(len)),
@@ -307,7 +306,7 @@ impl Net {
         memory
     }
 
-    /// Memory of the world's kind with bytes in it.
+    /// Allocates memory of the world's kind with these bytes.
     pub(crate) fn filled(&self, bytes: &[u8]) -> Bytes {
         let memory = self.bytes(bytes.len());
         memory.put(0, bytes);
@@ -327,7 +326,7 @@ impl Net {
         self.target.register(&attr.key(self.fresh_key()), flags)
     }
 
-    /// The key as the initiator uses it: mapped there in RAW mode.
+    /// The key as the initiator uses it: mapped in RAW mode.
     pub(crate) fn key(&self, region: &MemoryRegion) -> RemoteKey {
         if self.world.has(MrMode::RAW) {
             let raw = region.raw_key().expect("raw key");
@@ -380,7 +379,7 @@ impl Net {
         self.initiator.wait(&[&self.target])
     }
 
-    /// Writes bytes to an offset of the region behind `key`.
+    /// Writes bytes at an offset of the region with `key`.
     pub(crate) fn push(&self, key: &RemoteKey, offset: u64, bytes: &[u8]) -> Result<u64> {
         let local = self.scratch();
         local.bytes.put(0, bytes);
@@ -388,8 +387,8 @@ impl Net {
         self.transfer(Operation::Write { remote: &remote }, &[local.segment(0, bytes.len() as u64)])
     }
 
-    /// Reads bytes from an offset of the region behind `key`. Nothing of the local buffer changes
-    /// where it fails.
+    /// Reads bytes at an offset of the region with `key`. A failed read changes nothing in the
+    /// local buffer.
     pub(crate) fn pull(&self, key: &RemoteKey, offset: u64, len: usize) -> Result<Vec<u8>> {
         let local = self.scratch();
         let before = vec![0xEE; len];
@@ -410,9 +409,9 @@ impl Net {
         }
     }
 
-    /// Adds to the 64-bit number at an offset and returns what was there.
+    /// Adds to the 64-bit number at an offset and returns the previous value.
     pub(crate) fn fetch_add(&self, key: &RemoteKey, offset: u64, value: u64) -> Result<u64> {
-        // In verbs, operands are part of the request: the CPU reads them.
+        // In verbs, operands are part of the request, and the CPU reads them.
         let operands = || match self.world.nic {
             Nic::Loopback => self.local(16, LOCAL),
             Nic::Verbs { .. } => self.local_of(Bytes::Host(HostPages::new(16)), LOCAL),
@@ -451,7 +450,7 @@ impl Net {
         (sent, self.target.wait(&[&self.initiator]).result)
     }
 
-    /// The region still takes a write and gives it back.
+    /// Asserts that the region still takes a write and returns it.
     pub(crate) fn assert_works(&self, key: &RemoteKey) {
         let bytes = b"the region is alive";
         assert_eq!(self.push(key, 0, bytes).expect("write"), bytes.len() as u64);
@@ -459,7 +458,7 @@ impl Net {
     }
 }
 
-/// `len` bytes from an offset of the region behind `key`.
+/// A segment of `len` bytes at an offset of the region with `key`.
 pub(crate) fn remote(key: &RemoteKey, offset: u64, len: u64) -> RemoteSegment<'_> {
     RemoteSegment { address: Iova(key.base().0.wrapping_add(offset)), len, key }
 }

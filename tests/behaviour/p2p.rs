@@ -12,7 +12,7 @@ over_worlds! {
     /// P2P-06
     transfers_give_the_same_bytes_on_every_path: Every;
     /// P2P-06
-    the_path_is_the_one_that_the_policy_asks_for: Pairs;
+    the_path_follows_the_policy: Pairs;
 }
 
 const LEN: usize = 300 << 10;
@@ -64,7 +64,7 @@ fn transfers_give_the_same_bytes_on_every_path(world: &World) {
     assert!(local.bytes.all() == local_model, "the initiator's bytes differ from the model's");
 }
 
-fn the_path_is_the_one_that_the_policy_asks_for(world: &World) {
+fn the_path_follows_the_policy(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(64);
     let region = net.expose(memory.range(), REMOTE);
@@ -90,7 +90,7 @@ fn the_path_is_the_one_that_the_policy_asks_for(world: &World) {
 
 /// P2P-06
 #[test]
-fn a_required_path_that_is_blocked_fails_and_enabled_goes_round_it() {
+fn blocked_path_fails_if_required_and_falls_back_if_enabled() {
     use crate::world::Memory;
     use hmem::system::FreeDetection;
     let world = World { memory: Memory::Device(FreeDetection::Identity), ..World::PLAIN };

@@ -225,7 +225,7 @@ fn a_write_across_the_seam_of_a_persistent_region_writes_back_both_ranges() {
 
 /// MR-12
 #[test]
-fn one_request_writes_back_its_persistent_regions_alone() {
+fn one_request_writes_back_only_its_persistent_regions() {
     use hmem::transfer::Operation;
     let (kept, passing) =
         (Bytes::Host(HostPages::new(PAGE as usize)), Bytes::Host(HostPages::new(PAGE as usize)));

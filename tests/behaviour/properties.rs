@@ -42,7 +42,7 @@ enum KeyStep {
 
 /// KEY-01
 #[test]
-fn keys_follow_a_map_of_what_is_in_use() {
+fn requested_keys_follow_a_map_of_used_keys() {
     let step = prop_oneof![
         4 => (0u64..12).prop_map(KeyStep::Register),
         3 => (0usize..8).prop_map(KeyStep::Close),
@@ -155,14 +155,13 @@ fn cases() -> impl Strategy<Value = Case> {
 
 const SPACE: usize = 1024;
 
-/// Runs a case in a world and holds every access against a model that knows each byte of the region
-/// by itself.
+/// Runs a case in a world and compares every access with a model of the region's bytes.
 fn run(net: &Net, case: &Case) -> Result<(), TestCaseError> {
     let memory = net.filled(&pattern(1, SPACE));
     let mut model = pattern(1, SPACE);
     let mut at = 0;
     let mut ranges = Vec::new();
-    // Where each address that a peer may use lies in the memory.
+    // Position in the memory of each address that a peer may use.
     let mut places: BTreeMap<u64, usize> = BTreeMap::new();
     let mut run = 0;
     let base = case.ranges[0].0;
@@ -403,7 +402,7 @@ fn a_million_forged_stale_and_foreign_keys_reach_nothing() {
         2 => live[at % live.len()] ^ 1 << (at / 8 % 64),
         3 => live[at % live.len()] & !0xFFFF_FFFF | live[(at + 1) % live.len()] & 0xFFFF_FFFF,
         4 => live[at % live.len()].swap_bytes(),
-        // Small numbers and shifted indices, as guessed by who expects them plain.
+        // Small numbers and shifted indices, which an attacker would guess if keys were plain.
         5 => at as u64,
         6 => (at as u64) << 32 | random.next_u64() & 0xff,
         _ => random.next_u64(),
@@ -412,13 +411,13 @@ fn a_million_forged_stale_and_foreign_keys_reach_nothing() {
     assert!(tries > TRIES as u64 * 9 / 10);
     assert_eq!(hits, 0, "{hits} of {tries} forged keys reached memory");
     assert_eq!(memory.all(), [0; 4096]);
-    // The same way, with the right keys: this is what a success looks like.
+    // The correct keys succeed through the same function.
     assert_eq!(successes(&net, live.into_iter()), (LIVE as u64, LIVE as u64));
 }
 
 /// KEY-07
 #[test]
-fn with_32_bit_keys_stale_ones_reach_nothing_and_the_bound_of_guessing_is_printed() {
+fn stale_32_bit_keys_reach_nothing_and_the_guessing_bound_is_printed() {
     let Keys { net, live, dead, .. } = keys(4);
     let known: std::collections::BTreeSet<_> = live.iter().copied().collect();
     let foreign_that_are_ours = dead.iter().filter(|key| known.contains(key)).count();
@@ -431,11 +430,12 @@ fn with_32_bit_keys_stale_ones_reach_nothing_and_the_bound_of_guessing_is_printe
     let (tries, hits) = successes(&net, (0..TRIES).map(|_| u64::from(random.next_u32())));
     let expected = tries as f64 * live.len() as f64 / 2f64.powi(32);
     println!(
-        "32-bit keys: {hits} of {tries} random guesses hit one of {} live keys; expected {expected:.3}",
+        "32-bit keys: {hits} of {tries} random guesses hit one of {} live keys; expected \
+         {expected:.3}",
         live.len()
     );
-    // 40 over an expectation of a quarter has a probability below 10^-60: more means that keys
-    // cluster where one guesses.
+    // 40 above an expectation of a quarter has a probability below 10^-60. More hits mean that keys
+    // cluster where an attacker guesses.
     assert!(hits as f64 <= expected + 40.0);
     let wide = (0..10_000u64).map(|at| live[at as usize % live.len()] | (at + 1) << 32);
     assert_eq!(

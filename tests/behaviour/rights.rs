@@ -28,7 +28,8 @@ over_worlds! {
     /// MR-09
     sub_regions_grant_writes_and_atomics_apart: Pairs, needs::ATOMICS, needs::SUB_REGIONS;
     /// MR-09
-    windows_grant_writes_and_atomics_apart: Pairs, needs::ATOMICS, needs::KEYS_AT_HAND, needs::WINDOWS;
+    windows_grant_writes_and_atomics_apart: Pairs, needs::ATOMICS, needs::KEYS_AT_HAND,
+        needs::WINDOWS;
     /// MR-09
     one_byte_past_either_end_fails_and_moves_nothing: Every;
     /// MR-09
@@ -59,7 +60,7 @@ fn overlapping_regions_grant_each_its_own_rights(world: &World) {
     assert_eq!(memory.all(), pattern(1, 4096), "a refused access moved bytes");
     net.push(&writer, 500, b"through the writer").expect("write");
     assert_eq!(net.pull(&reader, 1500, 18).expect("read"), b"through the writer");
-    // What happens to one changes nothing for the others.
+    // Closing one region changes nothing for the others.
     writes.close().expect("close");
     denied(net.push(&reader, 1500, &[0]));
     assert_eq!(net.push(&writer, 500, &[0]).unwrap_err().kind(), net.seen(ErrorKind::InvalidKey));

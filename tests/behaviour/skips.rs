@@ -29,12 +29,12 @@ const HEADER: &str = "\
 ";
 
 const VERBS_HEADER: &str = "\
-# What the behaviour suite skips over an RDMA device (HMEM_VERBS_DEVICE), and why, as in skipped.txt.
-# tests/vm/run leaves out what \"every verbs world\" cannot show. Written by `HMEM_BLESS=1 cargo test --test behaviour skips`.
+# Skips of the behaviour suite over an RDMA device (HMEM_VERBS_DEVICE), as in skipped.txt.
+# tests/vm/run leaves out what \"every verbs world\" cannot show.
+# Written by `HMEM_BLESS=1 cargo test --test behaviour skips`.
 ";
 
-/// What is skipped depends on the worlds alone, not on the machine: a machine that cannot run one
-/// fails.
+/// The list depends on the worlds alone. A machine that cannot run a world fails.
 #[test]
 fn the_skipped_list_is_the_committed_one() {
     let behaviours = TABLES.iter().flat_map(|table| table.iter());

@@ -28,7 +28,8 @@ over_worlds! {
     a_sub_region_is_reached_with_its_own_auth_key_only: Pairs, needs::SUB_REGIONS;
     /// KEY-08
     a_sub_region_is_reached_through_its_own_endpoint_only: Pairs, needs::SUB_REGIONS,
-        need("modes without ENDPOINT", "binding to an endpoint is refused there", |world| world.has(MrMode::ENDPOINT));
+        need("modes without ENDPOINT", "binding to an endpoint is refused there",
+            |world| world.has(MrMode::ENDPOINT));
     /// KEY-08
     a_counted_sub_region_needs_rma_event: Pairs, needs::SUB_REGIONS, needs::COUNTERS;
     /// EVT-02

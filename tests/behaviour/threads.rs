@@ -28,13 +28,13 @@ over_worlds! {
     /// MR-11
     any_order_of_drops_leaves_nothing: Plain, needs::SYSTEM;
     /// MR-11
-    closing_a_domain_says_what_is_left: Plain;
+    closing_a_domain_lists_its_live_objects: Plain;
     /// MR-16
-    threads_register_transfer_and_close_at_once: Places;
+    threads_register_transfer_and_close_concurrently: Places;
     /// MR-16
-    a_registration_in_the_driver_holds_up_nobody_else: Pairs;
+    registration_in_the_driver_blocks_no_other_call: Pairs;
     /// MR-16
-    registering_touches_pages_where_asked_and_reports_progress: Plain, needs::SYSTEM;
+    registering_prefaults_on_request_and_reports_progress: Plain, needs::SYSTEM;
 }
 
 /// A provider that keeps a handle of every domain it opens, so that a test sees what is left when
@@ -189,7 +189,7 @@ fn any_order_of_drops_leaves_nothing_with_regions_bound_to_endpoints() {
     );
 }
 
-fn closing_a_domain_says_what_is_left(world: &World) {
+fn closing_a_domain_lists_its_live_objects(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(64);
     let region = net.expose(memory.range(), REMOTE);
@@ -211,7 +211,7 @@ fn closing_a_domain_says_what_is_left(world: &World) {
     domain.close().expect("nothing is left");
 }
 
-fn threads_register_transfer_and_close_at_once(world: &World) {
+fn threads_register_transfer_and_close_concurrently(world: &World) {
     const THREADS: u64 = 3;
     const KEPT: u64 = 150;
     let net = Net::open(world);
@@ -260,7 +260,7 @@ fn threads_register_transfer_and_close_at_once(world: &World) {
     assert_eq!(net.live().regions, before.regions, "regions that the threads kept outlived them");
 }
 
-fn a_registration_in_the_driver_holds_up_nobody_else(world: &World) {
+fn registration_in_the_driver_blocks_no_other_call(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(8192);
     let warm = net.expose(memory.range(), REMOTE);
@@ -285,7 +285,7 @@ fn a_registration_in_the_driver_holds_up_nobody_else(world: &World) {
     });
 }
 
-/// Whether the page of each 4 KiB of `pages` is in memory.
+/// Number of 4 KiB pages of `pages` that are in memory.
 fn present(pages: &HostPages) -> usize {
     let (start, len) = (pages.range().start().0 / 4096, pages.range().len() as usize / 4096);
     let mut entries = vec![0u8; len * 8];
@@ -321,7 +321,7 @@ fn a_huge_range_is_touched_in_parallel_and_reports_progress() {
     assert_eq!(present(&pages), LEN / 4096);
 }
 
-fn registering_touches_pages_where_asked_and_reports_progress(world: &World) {
+fn registering_prefaults_on_request_and_reports_progress(world: &World) {
     let net = Net::open(world);
     let memory = net.bytes(1 << 20);
     let ranges = [memory.range()];

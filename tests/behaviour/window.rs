@@ -42,9 +42,9 @@ over_worlds! {
     /// MW-03
     type_2a_is_reached_through_its_queue_pair_only: Pairs, NEEDS, UNBOUND, LOOPBACK;
     /// MW-03
-    type_2b_lets_its_queue_pair_go: Pairs, NEEDS, UNBOUND, LOOPBACK;
+    type_2b_window_does_not_keep_its_queue_pair: Pairs, NEEDS, UNBOUND, LOOPBACK;
     /// MW-04
-    invalidation_kills_the_key_and_keeps_the_window: Pairs, NEEDS, LOOPBACK;
+    invalidation_ends_the_key_and_keeps_the_window: Pairs, NEEDS, LOOPBACK;
     /// MW-04, MW-10
     a_peer_invalidates_by_sending: Pairs, NEEDS, LOOPBACK;
     /// MW-04, MW-10
@@ -63,7 +63,8 @@ over_worlds! {
     a_window_is_reached_with_the_auth_key_of_its_region_only: Pairs, NEEDS, LOOPBACK;
     /// KEY-08
     a_window_is_reached_through_the_endpoint_of_its_region_only: Pairs, NEEDS, LOOPBACK,
-        need("modes without ENDPOINT", "binding to an endpoint is refused there", |world| world.has(MrMode::ENDPOINT));
+        need("modes without ENDPOINT", "binding to an endpoint is refused there",
+            |world| world.has(MrMode::ENDPOINT));
     /// KEY-08
     a_window_on_a_counted_region_needs_rma_event: Pairs, NEEDS, LOOPBACK;
     /// EVT-02
@@ -249,7 +250,7 @@ fn type_2a_is_reached_through_its_queue_pair_only(world: &World) {
     rejected.value.close().expect("once the window is gone");
 }
 
-fn type_2b_lets_its_queue_pair_go(world: &World) {
+fn type_2b_window_does_not_keep_its_queue_pair(world: &World) {
     let mut f = fixture(world);
     let window = f.type_2(Type2Kind::B);
     let key = f.bind_2(&window, (0, 64), REMOTE, Addressing::Virtual, 1).expect("bind");
@@ -269,7 +270,7 @@ fn type_2b_lets_its_queue_pair_go(world: &World) {
     f.region.close().expect("nothing is bound");
 }
 
-fn invalidation_kills_the_key_and_keeps_the_window(world: &World) {
+fn invalidation_ends_the_key_and_keeps_the_window(world: &World) {
     let f = fixture(world);
     let window = f.type_2(Type2Kind::B);
     f.invalidate(&window).expect("a free window may be invalidated, which changes nothing");

@@ -1,9 +1,9 @@
-//! The worlds that behaviours are shown in: memory x mr_mode x key size x progress x pages x path
-//! on the software NIC, and, where `HMEM_VERBS_DEVICE` names one, memory x path on an RDMA device.
+//! Worlds over which behaviours run. The software NIC combines memory, mr_mode, key size, progress,
+//! pages and path. An RDMA device that `HMEM_VERBS_DEVICE` names combines memory and path.
 //!
-//! A behaviour is a function over a [`World`]. What a world cannot show is declared as a [`Need`]
-//! with its reason, and ends up in `tests/skipped.txt` or `tests/skipped-verbs.txt`; a behaviour
-//! that no world showed fails.
+//! A behaviour is a function over a [`World`]. It declares a [`Need`], with its reason, for each
+//! property that a world may lack; `tests/skipped.txt` and `tests/skipped-verbs.txt` list the
+//! result. A behaviour that no world can show fails.
 
 use std::{
     fmt,
@@ -17,21 +17,21 @@ use hmem::{
     system::FreeDetection,
 };
 
-/// Where the memory under test comes from.
+/// Source of the memory under test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Memory {
     System,
     Device(FreeDetection),
 }
 
-/// What moves the bytes.
+/// NIC that moves the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Nic {
     /// The software NIC of this library.
     Loopback,
     /// The device that `HMEM_VERBS_DEVICE` names, through libibverbs.
     Verbs {
-        /// Its driver registers dma-bufs.
+        /// The driver registers dma-bufs.
         dma_buf: bool,
     },
 }
@@ -41,7 +41,7 @@ pub(crate) enum Nic {
 pub(crate) struct World {
     pub(crate) nic: Nic,
     pub(crate) memory: Memory,
-    /// What the application offers and what the provider needs.
+    /// Mode bits that the application offers and the provider needs.
     pub(crate) mode: Mode,
     pub(crate) key_size: usize,
     pub(crate) progress: Progress,
@@ -56,7 +56,7 @@ pub(crate) struct Mode {
     pub(crate) needed: MrMode,
 }
 
-/// Every bit but the two that stand alone.
+/// All bits except the two that stand alone.
 pub(crate) const EVERY_BIT: MrMode =
     MrMode::all().difference(MrMode::BASIC.union(MrMode::SCALABLE));
 
@@ -73,7 +73,7 @@ pub(crate) const HARDWARE: Mode = single(
         .union(MrMode::PROV_KEY)
         .union(MrMode::HMEM),
 );
-/// What RDMA devices need.
+/// Mode bits that RDMA devices need.
 const VERBS: Mode = single(
     "verbs",
     MrMode::LOCAL.union(MrMode::VIRT_ADDR).union(MrMode::ALLOCATED).union(MrMode::PROV_KEY),
@@ -107,7 +107,7 @@ const PROGRESSES: [Progress; 2] = [Progress::ByHand, Progress::Thread];
 const PAGES: [Pages; 2] = [Pages::Follow, Pages::Pinned];
 
 impl World {
-    /// The default mode over host memory, stepped by hand: for behaviours that no dimension
+    /// The default mode over host memory with manual progress, for behaviours that no dimension
     /// changes.
     pub(crate) const PLAIN: Self = Self {
         nic: Nic::Loopback,
@@ -148,18 +148,19 @@ impl World {
         self.nic == Nic::Loopback
     }
 
-    /// Whether the NIC registers dma-bufs.
+    /// Returns true if the NIC registers dma-bufs.
     pub(crate) fn imports_dma_bufs(&self) -> bool {
         self.nic != Nic::Verbs { dma_buf: false }
     }
 
-    /// Whether windows bind to its regions. The VM's driver takes that for host memory only.
+    /// Returns true if windows bind to the NIC's regions. The VM's driver binds them to host memory
+    /// only.
     pub(crate) fn binds_windows(&self) -> bool {
         self.is_loopback() || self.is_system()
     }
 
-    /// How the initiator sees that the target refused. The software NIC says why. RDMA devices
-    /// answer a dead key, a range outside and a missing right alike, with a remote access
+    /// The initiator's view of a refusal by the target. The software NIC reports the reason. RDMA
+    /// devices report a dead key, a range outside and a missing right alike, as a remote access
     /// error.
     pub(crate) fn seen(&self, refusal: ErrorKind) -> ErrorKind {
         let at_the_target = matches!(
@@ -192,21 +193,21 @@ impl fmt::Display for World {
     }
 }
 
-/// Which worlds a behaviour is to be shown in.
+/// Selection of worlds for a behaviour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Worlds {
-    /// The whole product.
+    /// Every combination.
     Every,
-    /// Every mode with every memory and path, the other dimensions turning so that any two values
-    /// of any two dimensions meet.
+    /// Every mode with every memory and path. The other dimensions rotate so that every pair of
+    /// values of any two dimensions occurs.
     Pairs,
     /// Every mode, over host memory.
     Modes,
     /// Every memory and path, progress and pages, in the default mode.
     Places,
-    /// One: for behaviours that no dimension changes.
+    /// One world, for behaviours that no dimension changes.
     Plain,
-    /// One, in the mode of hardware.
+    /// One world, in the mode of hardware.
     Hardware,
 }
 
@@ -223,8 +224,7 @@ impl Worlds {
     }
 }
 
-/// The worlds of an RDMA device, whether it is here or not. Every behaviour is shown in each that
-/// can.
+/// Worlds of an RDMA device, present or not. Every behaviour runs over each world that can show it.
 pub(crate) fn verbs_worlds() -> Vec<World> {
     let world = |dma_buf, memory, policy| World {
         nic: Nic::Verbs { dma_buf },
@@ -242,11 +242,12 @@ pub(crate) fn verbs_worlds() -> Vec<World> {
     worlds
 }
 
-/// What no behaviour can be shown without on an RDMA device.
+/// Needs of every behaviour on an RDMA device.
 pub(crate) const VERBS_NEEDS: [Need; 2] = [
     need(
         "staged path",
-        "no peer reaches staged memory over a device: `provider-verbs/tests/staging.rs` shows what the owner does with it",
+        "no peer reaches staged memory over a device: `provider-verbs/tests/staging.rs` shows \
+         what the owner does with it",
         |world| !world.staged(),
     ),
     need(
@@ -256,7 +257,7 @@ pub(crate) const VERBS_NEEDS: [Need; 2] = [
     ),
 ];
 
-/// Those of the device at hand; none where `HMEM_VERBS_DEVICE` names no device.
+/// Worlds of the present device; none if `HMEM_VERBS_DEVICE` names no device.
 fn verbs_worlds_here() -> Vec<World> {
     if !set("HMEM_VERBS_DEVICE") {
         return Vec::new();
@@ -305,10 +306,10 @@ fn pairs() -> Vec<World> {
     worlds
 }
 
-/// Something that a behaviour cannot do without.
+/// A property of the world that a behaviour needs.
 #[derive(Clone, Copy)]
 pub(crate) struct Need {
-    /// The worlds that lack it.
+    /// Class of worlds that lack it.
     pub(crate) class: &'static str,
     pub(crate) reason: &'static str,
     pub(crate) met: fn(&World) -> bool,
@@ -356,7 +357,8 @@ pub(crate) mod needs {
         need("a driver without dma-bufs", "it is about dma-bufs", World::imports_dma_bufs);
     pub(crate) const HELD_TRANSFERS: Need = need(
         "verbs",
-        "the test holds a transfer: `provider-verbs/tests/transfer.rs` closes regions amid a device's",
+        "the test holds a transfer: `provider-verbs/tests/transfer.rs` closes regions amid a \
+         device's",
         World::is_loopback,
     );
     pub(crate) const SUB_REGIONS: Need =
@@ -375,7 +377,7 @@ pub(crate) mod needs {
     );
 }
 
-/// One behaviour: a name with its acceptance id, and how to show it.
+/// A behaviour: its name, its requirement ids, its worlds and needs.
 pub(crate) struct Behaviour {
     pub(crate) name: &'static str,
     pub(crate) worlds: Worlds,
@@ -384,8 +386,8 @@ pub(crate) struct Behaviour {
 }
 
 impl Behaviour {
-    /// Shows it in every world that can, and names those where it failed. `HMEM_WORLD` picks the
-    /// worlds whose names contain it, to look into one.
+    /// Runs the behaviour over every world that can show it, and names the worlds where it failed.
+    /// `HMEM_WORLD` selects the worlds with that text in their names.
     pub(crate) fn run(&self) {
         let mut shown = 0;
         let mut failures = Vec::new();
@@ -416,7 +418,7 @@ impl Behaviour {
         );
     }
 
-    /// A line for each class of worlds that cannot show it.
+    /// One line for each class of worlds that cannot show the behaviour.
     pub(crate) fn skipped(&self) -> impl Iterator<Item = String> + '_ {
         let worlds = self.worlds.list();
         self.needs
@@ -425,8 +427,8 @@ impl Behaviour {
             .map(|need| format!("{} | {}: {}", self.name, need.class, need.reason))
     }
 
-    /// The same for the worlds of an RDMA device. Where none of them can show it, or none without
-    /// dma-bufs, the class says so.
+    /// Like [`skipped`](Self::skipped), for the worlds of an RDMA device. The class tells whether
+    /// no world can show it, or none without dma-bufs.
     pub(crate) fn skipped_verbs(&self) -> Vec<String> {
         let worlds: Vec<_> = verbs_worlds()
             .into_iter()
@@ -455,8 +457,7 @@ impl Behaviour {
     }
 }
 
-/// Failing worlds after which a behaviour is not tried in more: each may have waited for something
-/// in vain.
+/// Number of failing worlds after which a behaviour stops: each may have waited in vain.
 const ENOUGH: usize = 4;
 
 fn message(panic: &(dyn std::any::Any + Send)) -> &str {
@@ -464,8 +465,8 @@ fn message(panic: &(dyn std::any::Any + Send)) -> &str {
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("panicked")
 }
 
-/// Makes a test of each behaviour of a module, and the table that the list of skips is read from.
-/// An entry's doc comment, which has its acceptance ids, becomes the test's.
+/// Defines a test for each behaviour of a module, and the table for the list of skips. The doc
+/// comment of an entry, with its requirement ids, becomes the test's.
 macro_rules! over_worlds {
     ($($(#[$meta:meta])* $name:ident: $worlds:ident $(, $need:expr)*;)+) => {
         pub(crate) const BEHAVIOURS: &[$crate::world::Behaviour] = &[$(
@@ -483,7 +484,8 @@ macro_rules! over_worlds {
             $($(#[$meta])*
             #[test]
             fn $name() {
-                BEHAVIOURS.iter().find(|behaviour| behaviour.name == stringify!($name)).expect("in the table").run();
+                let named = |one: &&$crate::world::Behaviour| one.name == stringify!($name);
+                BEHAVIOURS.iter().find(named).expect("in the table").run();
             })+
         }
     };

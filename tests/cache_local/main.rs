@@ -1,6 +1,6 @@
-//! Local memory of transfers that name no region, on a NIC that wants one: the domain's cache
-//! registers it, and holds it until the transfer has ended. Over the loopback's pinned mode, in
-//! which a stale registration moves stale bytes.
+//! Local memory of transfers that name no region, on a NIC that needs one. The domain's cache
+//! registers the memory and keeps it registered until the transfer ends. The NIC keeps pinned
+//! pages, so a stale registration moves stale bytes.
 
 #[path = "../counting/mod.rs"]
 mod counting;
@@ -37,10 +37,10 @@ use net::{FAR, Net, nic, told};
 use pages::{PAGE, Pages};
 use silent::Silent;
 
-/// What the queues' own contexts begin with.
+/// First bits of the queues' own contexts.
 const MARKED: u64 = 0xCAC4 << 48;
 
-/// Writes from, reads into, and sends from memory that goes and comes back: how often a byte of
+/// Writes from, reads into and sends from memory at reused addresses. Returns how often a byte of
 /// earlier memory was moved.
 fn stale_transfers(hmem: &Hmem, rounds: u32) -> u32 {
     let net = Net::open(hmem, MrMode::LOCAL);
@@ -87,7 +87,7 @@ fn local_memory_without_a_descriptor_moves_its_bytes_after_it_came_back() {
 
 /// MR-07
 #[test]
-fn with_a_monitor_that_says_nothing_the_same_transfers_are_stale() {
+fn transfers_are_stale_under_a_silent_monitor() {
     let (hmem, _silent) = told(nic());
     assert!(stale_transfers(&hmem, 30) >= 20, "the rounds do not notice a stale registration");
 }
@@ -134,7 +134,7 @@ fn memory_that_changes_under_a_transfer_stays_registered_until_its_completion_is
     assert_eq!((cache.statistics().leases, net.domain.live().regions), (1, 1));
     import.invalidate(pages.range());
     cache.reclaim();
-    // Dead, and not deregistered under the NIC.
+    // Invalidated, and not deregistered while the NIC uses it.
     let told = Arc::new(AtomicU32::new(0));
     let tell = Arc::clone(&told);
     cache.invalidate_with_callback(pages.range(), move || {
@@ -149,7 +149,7 @@ fn memory_that_changes_under_a_transfer_stays_registered_until_its_completion_is
 }
 
 #[test]
-fn closing_an_endpoint_ends_what_its_requests_held_and_their_completions_keep_their_contexts() {
+fn closing_an_endpoint_ends_leases_and_keeps_contexts() {
     let (hmem, _import) = told(nic());
     let mut net = Net::open(&hmem, MrMode::LOCAL);
     let pages = Pages::new(8 * PAGE);
@@ -216,7 +216,7 @@ fn a_request_that_is_refused_holds_nothing() {
     let net =
         Net::with(&hmem, DomainAttr { mr_mode: MrMode::LOCAL, ..DomainAttr::default() }, 2, 64);
     let pages = Pages::new(4 * PAGE);
-    // The NIC registers none of them, the first, and not the second of a list.
+    // The NIC refuses the first registration of a list, or the second.
     for nth in [1, 2] {
         faults.fail(Call::Register, nth, Errno(5));
         let error = net.write(&[pages.bare(0, 64), pages.bare(2 * PAGE, 64)], 1).unwrap_err();
@@ -235,13 +235,13 @@ fn a_request_that_is_refused_holds_nothing() {
     assert_eq!(net.write(&[pages.bare(0, 64)], 2).unwrap_err().kind(), ErrorKind::Again);
     assert_eq!(net.statistics().leases, 2);
     (0..2).for_each(|context| assert_eq!(net.done(context), 64));
-    // What fails on its way.
+    // Transfers that fail after they were posted.
     let outside = net.remote(FAR as u64, 64);
     net.post(Operation::Write { remote: &outside }, &[pages.bare(0, 64)], 3).expect("posted");
     let failed = net.wait(&net.cq);
     assert_eq!((failed.context, failed.result.unwrap_err().kind()), (3, ErrorKind::OutOfBounds));
-    // Memory that nobody may touch: unlike addresses with nothing there, it stays so while other
-    // tests map theirs.
+    // Memory without access rights. Unlike unmapped addresses, it stays so while other tests map
+    // theirs.
     let forbidden = Pages::new(PAGE);
     forbidden.forbid();
     assert_eq!(net.write(&[forbidden.bare(0, 64)], 4).unwrap_err().kind(), ErrorKind::BadAddress);
@@ -250,7 +250,7 @@ fn a_request_that_is_refused_holds_nothing() {
 
 #[test]
 fn a_transfer_whose_memory_is_cached_allocates_nothing() {
-    // The pinned mode allocates for each transfer, whether it names a region or not.
+    // The pinned mode allocates for each transfer, with a region or without.
     let (hmem, _import) = told(Loopback::builder().needs(MrMode::LOCAL));
     let net = Net::open(&hmem, MrMode::LOCAL);
     let pages = Pages::new(8 * PAGE);
@@ -274,7 +274,7 @@ fn a_transfer_whose_memory_is_cached_allocates_nothing() {
 }
 
 #[test]
-fn contexts_of_the_application_come_back_as_they_were_whatever_they_look_like() {
+fn completions_carry_the_applications_contexts_unchanged() {
     let (hmem, _import) = told(nic());
     let net = Net::open(&hmem, MrMode::LOCAL);
     let pages = Pages::new(PAGE);
@@ -324,7 +324,7 @@ fn lists_atomics_and_segments_of_nothing_need_no_descriptor_either() {
     net.done(50);
     assert_eq!((net.far_bytes(8), pages.byte(2 * PAGE)), (12_u64.to_ne_bytes().to_vec(), 7));
     let compare = pages.bare(4 * PAGE, 8);
-    // SAFETY: as above.
+    // SAFETY: the pages are mapped, and nothing refers into them.
     unsafe { ptr::with_exposed_provenance_mut::<u64>(pages.at + 4 * PAGE).write(12) };
     let swap = Operation::Atomic {
         op: AtomicOp::Cswap,
@@ -406,8 +406,7 @@ fn device_memory_without_a_descriptor_in_hmem_mode_is_never_a_stale_hit() {
 fn threads_that_post_and_read_together_leave_nothing() {
     let (hmem, import) = told(nic());
     const EACH: u64 = 1_000;
-    // Who reads completions executes what is posted, as long as there is some: the queue takes them
-    // all.
+    // A thread that reads completions executes posted requests, so the queue has room for all.
     let attr = DomainAttr { mr_mode: MrMode::LOCAL, ..DomainAttr::default() };
     let net = Net::with(&hmem, attr, 64, 3 * EACH as usize);
     let panicked = AtomicBool::new(false);

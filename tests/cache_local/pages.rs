@@ -19,7 +19,7 @@ impl Pages {
         pages
     }
 
-    /// Maps where it was, unless another thread has taken the addresses meanwhile.
+    /// Maps the pages at their old addresses, unless another thread has taken them meanwhile.
     pub(crate) fn map(&mut self) {
         let fixed = if self.at == 0 { 0 } else { libc::MAP_FIXED_NOREPLACE };
         self.at = self.mapped(fixed).or_else(|| self.mapped(0)).expect("memory");
@@ -39,14 +39,14 @@ impl Pages {
         assert_eq!(unsafe { libc::munmap(ptr::with_exposed_provenance_mut(self.at), self.len) }, 0);
     }
 
-    /// Other pages at the same address.
+    /// Replaces the pages at the same address.
     pub(crate) fn replace(&mut self) {
         self.unmap();
         self.map();
     }
 
     pub(crate) fn fill(&self, byte: u8) {
-        // SAFETY: mapped, and nobody refers into it.
+        // SAFETY: the pages are mapped, and nothing refers into them.
         unsafe { ptr::with_exposed_provenance_mut::<u8>(self.at).write_bytes(byte, self.len) };
     }
 
@@ -58,7 +58,7 @@ impl Pages {
 
     pub(crate) fn byte(&self, at: usize) -> u8 {
         assert!(at < self.len);
-        // SAFETY: inside of what is mapped.
+        // SAFETY: the address is inside the mapping.
         unsafe { ptr::with_exposed_provenance::<u8>(self.at + at).read_volatile() }
     }
 

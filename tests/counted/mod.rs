@@ -1,4 +1,4 @@
-//! Memory that tells how often it was freed.
+//! Memory that counts its frees.
 
 use std::sync::{
     Arc,
@@ -14,7 +14,7 @@ pub(crate) struct Counted {
 }
 
 impl Counted {
-    /// Allocates `len` bytes; the counter tells how often they were freed.
+    /// Allocates `len` bytes. The counter counts their frees.
     pub(crate) fn new(len: usize, ends: &Arc<AtomicUsize>) -> Self {
         Self { bytes: vec![0; len], ends: Arc::clone(ends) }
     }
@@ -29,7 +29,7 @@ impl Drop for CountedParts {
     }
 }
 
-// SAFETY: the memory is that of a `Vec`, whose own implementation keeps the promises.
+// SAFETY: the memory is a `Vec`'s, whose own implementation keeps the contract.
 unsafe impl OwnedBuffer for Counted {
     type Parts = CountedParts;
 

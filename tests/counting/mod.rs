@@ -1,4 +1,4 @@
-//! An allocator that counts what each thread asks of it.
+//! An allocator that counts the calls of each thread.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -20,13 +20,13 @@ pub(crate) fn calls() -> (u64, u64) {
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         CALLS.with(|calls| calls.update(|(allocated, freed)| (allocated + 1, freed)));
-        // SAFETY: as the caller's.
+        // SAFETY: the caller keeps the contract, which is the same.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
         CALLS.with(|calls| calls.update(|(allocated, freed)| (allocated, freed + 1)));
-        // SAFETY: as the caller's.
+        // SAFETY: the caller keeps the contract, which is the same.
         unsafe { System.dealloc(at, layout) };
     }
 }

@@ -104,6 +104,10 @@ impl Tree<'_> {
         let (above, _) = file.rsplit_once('/').expect("a file lies in a folder");
         let mut files: Vec<_> =
             path_attributes(module).map(|path| format!("{above}/{path}")).collect();
+        // The files of another crate are checked there.
+        if !files.is_empty() && files.iter().all(|file| file.contains("/../../")) {
+            return self.name(parent, name, Name::Item);
+        }
         if files.is_empty() {
             files = vec![format!("{inner}.rs"), format!("{inner}/mod.rs")];
         }

@@ -1,8 +1,8 @@
-//! An application that watches its own memory, as far as it says.
+//! A monitor of an application that reports no changes.
 
 use hmem::{AddressRange, Result, system::monitor::ImportCallbacks};
 
-/// Takes every range, and tells of no change unless a test does.
+/// Accepts every range, and reports a change only when a test does.
 #[derive(Debug)]
 pub(crate) struct Silent;
 

@@ -48,7 +48,7 @@ pub(crate) enum FabricError {
     },
     /// The library is older than the layouts in this module.
     LibraryTooOld {
-        /// What `fi_version` returned, as (major, minor).
+        /// Version that `fi_version` returned, as (major, minor).
         found: (u32, u32),
         /// The oldest version that is understood.
         needed: (u32, u32),

@@ -8,7 +8,7 @@ use super::error::{FabricErrno, FabricError};
 use super::objects::{Object, nothing_returned};
 use super::sys;
 
-/// What is asked of a provider. Where a field is zero, the provider chooses.
+/// Requested properties of a provider. The provider chooses those that are zero.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Hints {
     /// The provider's name, layered ones with a semicolon.

@@ -84,7 +84,7 @@ fn slot<T>(operation: &'static str, slot: Option<T>) -> Result<T, FabricError> {
 ///
 /// The type is `repr(C)` and its first field is a [`sys::fid`].
 pub(crate) unsafe trait Fid {
-    /// What closing it is called in an error.
+    /// Name of the closing call in errors.
     const CLOSE: &'static str;
 }
 

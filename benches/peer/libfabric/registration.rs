@@ -1,6 +1,6 @@
 //! Registration: `fi_mr_regattr` followed by `fi_close` on a software provider.
 //!
-//! The software providers pin nothing. What is measured is libfabric's own work: two allocations,
+//! The software providers pin nothing. The bench measures libfabric's own work: two allocations,
 //! the domain's lock taken twice, and a red-black tree over keys into which the region is inserted,
 //! in which it is searched for, and from which it is removed.
 
@@ -14,7 +14,7 @@ use super::{Libfabric, sys};
 /// Length of each region that [`RegistrationPeer::populate`] keeps alive, in bytes.
 const POPULATED_LEN: usize = 4096;
 
-/// Where the `tcp` family is opened. Nothing is ever sent.
+/// Address of the `tcp` family. Nothing is ever sent.
 const LOOPBACK: &CStr = c"127.0.0.1";
 
 /// The software provider whose domain registers.

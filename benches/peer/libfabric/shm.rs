@@ -39,8 +39,8 @@ pub(crate) enum ShmWritePath {
     /// allows it, bounce buffers otherwise.
     CommandQueue,
     /// No order and virtual addresses, `shm`'s own default: the initiator calls
-    /// `process_vm_writev` for every write, however short. Where the kernel refuses that call the
-    /// path is the same as [`Self::CommandQueue`].
+    /// `process_vm_writev` for every write, however short. If the kernel refuses that call, the
+    /// path is that of [`Self::CommandQueue`].
     CrossMemoryAttach,
     /// As [`Self::CommandQueue`], but never by `process_vm_readv`: long writes are copied into
     /// bounce buffers and out again. `shm` gives up the system call when device memory may be

@@ -279,7 +279,7 @@ pub(crate) struct fid_mr {
     pub(crate) key: u64,
 }
 
-/// What to register, for `fi_mr_regattr`.
+/// Attributes of a registration, for `fi_mr_regattr`.
 ///
 /// Later releases append fields; a library opened for [`API_VERSION`] does not read them.
 #[repr(C)]
@@ -320,7 +320,7 @@ pub(crate) struct fi_ops_av {
     >,
 }
 
-/// What an address vector is to be.
+/// Attributes of an address vector.
 #[repr(C)]
 pub(crate) struct fi_av_attr {
     pub(crate) r#type: c_int,
@@ -349,7 +349,7 @@ pub(crate) struct fi_ops_cq {
         Option<unsafe extern "C" fn(*mut fid_cq, *mut fi_cq_err_entry, u64) -> isize>,
 }
 
-/// What a completion queue is to be.
+/// Attributes of a completion queue.
 #[repr(C)]
 pub(crate) struct fi_cq_attr {
     pub(crate) size: usize,
