@@ -1,7 +1,11 @@
 //! Completions in an asynchronous program: a task that sleeps on the queue's file descriptor.
 //!
-//! `next_batch` is all that a program needs; the rest sends messages between two endpoints of the
-//! software NIC. Any provider with a completion channel works the same way.
+//! A program needs only `next_batch`. The rest sends messages between two endpoints of the software
+//! NIC. Every provider with a completion channel works the same way.
+//!
+//! ```text
+//! cargo run --example async_completions
+//! ```
 
 use std::{os::fd::BorrowedFd, sync::Arc};
 
@@ -15,11 +19,11 @@ use tokio::io::{Interest, unix::AsyncFd};
 
 type Failure = Box<dyn std::error::Error>;
 
-/// Waits for completions and returns up to 16 of them. `fd` is the fd of the queue's channel, which
-/// the runtime watches.
+/// Waits for completions, and returns up to 16 of them. `fd` is the file descriptor of the queue's
+/// channel, which the runtime watches.
 ///
-/// The order loses no wakeup: read until the queue is empty, arm the channel, sleep. The readiness
-/// that the runtime has noted is cleared before the queue is read again.
+/// This order loses no wakeup: read until the queue is empty, arm the channel, sleep. The runtime's
+/// readiness flag is cleared before the queue is read again.
 async fn next_batch(
     queue: &dyn CompletionQueue,
     fd: &AsyncFd<BorrowedFd<'_>>,
@@ -33,16 +37,16 @@ async fn next_batch(
         if channel.arm()? {
             fd.readable().await?.clear_ready();
         } else {
-            // Completions came meanwhile, or a staged transfer wants another call.
+            // Completions arrived since the read, or a staged transfer needs another call.
             tokio::task::yield_now().await;
         }
     }
 }
 
-/// Lets the runtime watch the channel of a queue.
+/// Registers the channel of a queue with the runtime.
 fn watch(queue: &dyn CompletionQueue) -> Result<AsyncFd<BorrowedFd<'_>>, Failure> {
     let fd = queue.channel().ok_or("this provider has no completion channel")?.fd()?;
-    // SAFETY: the fd stays open and the same for as long as the queue, which is borrowed.
+    // SAFETY: the fd stays open and unchanged while the queue lives. The result borrows the queue.
     let watched = unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) };
     Ok(watched.map_err(std::io::Error::from)?)
 }

@@ -1,8 +1,8 @@
 //! An iface from outside the workspace: memory in an anonymous file that the CPU reaches by system
 //! calls only.
 //!
-//! A real plug-in would call its vendor's library in the same places. It needs nothing but the
-//! public traits:
+//! It is the skeleton that `docs/adding-an-iface.md` starts from, and passes the conformance suite.
+//! A real plug-in calls its vendor's library in the same places. It needs only the public traits.
 //!
 //! ```text
 //! cargo run --example plug_in_iface
@@ -30,7 +30,7 @@ use rustix::{
     mm::{MapFlags, ProtFlags, mmap_anonymous, munmap},
 };
 
-/// The number under which it plugs in: 0x100 and up are free to take.
+/// The kind of the iface. Plug-ins use 0x100 and up.
 pub(crate) const FILE_MEMORY: IfaceKind = IfaceKind(0x200);
 
 #[derive(Debug)]
@@ -45,8 +45,8 @@ struct Blocks {
     next_id: u64,
 }
 
-/// Memory in anonymous files. Its addresses are reserved, so that nobody else gets them, and cannot
-/// be touched.
+/// Memory in anonymous files. Its addresses are reserved by mappings without access, so that no
+/// other memory gets them and the CPU cannot use them.
 #[derive(Debug, Default)]
 pub(crate) struct FileMemory {
     blocks: Mutex<Blocks>,
@@ -57,7 +57,7 @@ impl FileMemory {
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The file behind `range` and where in it the range starts.
+    /// Returns the file behind `range`, and the offset at which the range starts in it.
     fn locate(&self, range: AddressRange) -> Result<(OwnedFd, u64)> {
         let blocks = self.blocks();
         let around = blocks.by_base.range(..=range.start().0).next_back().map(|(_, block)| block);
@@ -111,14 +111,15 @@ unsafe impl Iface for FileMemory {
         match (self.owns(to), self.owns(from)) {
             (true, false) => {
                 let (file, offset) = self.locate(AddressRange::new(to, len)?)?;
-                // SAFETY: the caller says that the host side is valid for `len` bytes.
+                // SAFETY: the caller of `copy` promises that the host side is valid for `len`
+                // bytes.
                 let bytes = unsafe { slice::from_raw_parts(from.0 as *const u8, len as usize) };
                 write_all(&file, bytes, offset)
             }
             (false, true) => {
                 let (file, offset) = self.locate(AddressRange::new(from, len)?)?;
-                // SAFETY: the caller says that the host side is valid for `len` bytes and not
-                // referenced elsewhere.
+                // SAFETY: the caller of `copy` promises that the host side is valid for `len` bytes
+                // and not referenced elsewhere.
                 let bytes = unsafe { slice::from_raw_parts_mut(to.0 as *mut u8, len as usize) };
                 read_all(&file, bytes, offset)
             }
@@ -184,8 +185,8 @@ impl Allocator for FileMemory {
                 .context("identity", allocation.id.0)
                 .remedy("not a live allocation"));
         }
-        // SAFETY: `allocate` mapped this range, and nothing can hold references into memory without
-        // access.
+        // SAFETY: `allocate` mapped this range. No reference into it exists, since it has no access
+        // rights.
         unsafe { munmap(base as *mut _, allocation.range.len() as usize) }
             .map_err(|errno| Error::os(errno, "munmap"))?;
         blocks.by_base.remove(&base);

@@ -1,4 +1,4 @@
-//! Putting ifaces, providers and the path decision together.
+//! The entry point: ifaces, providers and the path decision of an application.
 
 use std::{
     collections::BTreeSet,
@@ -24,7 +24,20 @@ use hmem_p2p::{
 
 use crate::env;
 
-/// Ifaces, providers and the path decision of an application. Cheap to share: put it into an `Arc`.
+/// The entry point: ifaces, providers and the path decision of an application.
+///
+/// Build one for a process, and share it by reference or in an `Arc`.
+///
+/// ```
+/// use hmem::{Access, DomainAttr, Hmem, loopback::Loopback};
+///
+/// # fn main() -> hmem::Result<()> {
+/// let hmem = Hmem::builder().provider(Loopback::builder().build()?).build()?;
+/// let domain = hmem.domain("loopback", DomainAttr::default())?;
+/// let region = domain.register(vec![0; 4096], Access::REMOTE_READ)?;
+/// # drop(region);
+/// # Ok(()) }
+/// ```
 #[derive(Debug)]
 pub struct Hmem {
     registry: Arc<Registry>,
@@ -34,14 +47,31 @@ pub struct Hmem {
     p2p_disabled: bool,
     system: Arc<System>,
     cache: CacheAttr,
-    /// What the builder said of it, which wins over the environment.
+    /// Cache settings of the builder, which take precedence over the environment.
     cache_of_builder: CacheAttr,
-    /// The process that built it, the only one in which it opens domains.
+    /// The process that built this value. A forked child opens no domains.
     process: ProcessMark,
     topology: OnceLock<Topology>,
 }
 
-/// Builds a [`Hmem`].
+/// Builds an [`Hmem`].
+///
+/// A setting of the builder takes precedence over its environment variable.
+///
+/// ```
+/// use hmem::{CacheAttr, Hmem, loopback::Loopback, system::{Simulated, monitor::HostMonitorKind}};
+///
+/// # fn main() -> hmem::Result<()> {
+/// let hmem = Hmem::builder()
+///     .without_vendor_ifaces()
+///     .iface(Simulated::builder().build()?)
+///     .provider(Loopback::builder().build()?)
+///     .cache(CacheAttr::default().max_count(1000))
+///     .cache_monitor(HostMonitorKind::Disabled)
+///     .build()?;
+/// assert_eq!(hmem.cache_limits().max_count, 1000);
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Default)]
 pub struct Builder {
     plug_ins: Vec<Arc<dyn Iface>>,
@@ -55,60 +85,61 @@ pub struct Builder {
     topology: Option<Topology>,
 }
 
-/// What the application said about the monitor of host memory.
+/// The monitor of host memory that the application chose.
 #[derive(Debug)]
 enum CacheMonitor {
     Kind(HostMonitorKind),
     Imported(Arc<dyn Monitor>),
 }
 
-/// The setting that turned caching off, if it was no environment variable.
+/// The name of the setting that disabled caching, if the builder did.
 const BUILDER_CACHE: &str = "Builder::cache";
 
 impl Hmem {
-    /// Starts with host memory and the vendor ifaces that were compiled in.
+    /// Returns a builder with host memory and the vendor ifaces that were compiled in.
     #[must_use]
     pub fn builder() -> Builder {
         Builder::default()
     }
 
-    /// The ifaces, those that did not start included.
+    /// Returns the ifaces, with those that did not start.
     #[must_use]
     pub fn registry(&self) -> &Arc<Registry> {
         &self.registry
     }
 
-    /// The iface of a kind.
+    /// Returns the iface of a kind.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] naming library and reason, [`ErrorKind::Unsupported`] naming the
-    /// cargo feature that was left out, [`ErrorKind::InvalidArgument`] for a plug-in that was
-    /// not added.
+    /// - [`ErrorKind::Unavailable`], with the library and the reason, if the iface did not start.
+    /// - [`ErrorKind::Unsupported`], with the cargo feature, if it was not compiled in.
+    /// - [`ErrorKind::InvalidArgument`] for a plug-in that was not added.
     pub fn iface(&self, kind: IfaceKind) -> Result<&Arc<dyn Iface>> {
         self.registry.get(kind)
     }
 
-    /// Returns true if the builder or `FI_HMEM_DISABLE_P2P` keeps device memory from every NIC.
+    /// Returns true if the builder or `FI_HMEM_DISABLE_P2P` disabled direct access to device memory
+    /// for every NIC.
     #[must_use]
     pub fn p2p_disabled(&self) -> bool {
         self.p2p_disabled
     }
 
-    /// What notices that host memory went under a cached registration, and why that was picked.
-    /// Starts it, if nothing did so before.
+    /// Returns the monitor that detects changes of cached host memory, with the reason for the
+    /// choice. The first call starts the monitor.
     #[must_use]
     pub fn cache_monitor(&self) -> &SystemMonitor {
         self.system.cache_monitor()
     }
 
-    /// How domains cache registrations that ask for it and do not say it themselves, by the builder
-    /// or the environment.
+    /// Returns the default cache settings of domains: those of the builder and the environment.
+    /// [`DomainAttr::cache`] overrides each of them.
     #[must_use]
     pub fn cache_attr(&self) -> &CacheAttr {
         &self.cache
     }
 
-    /// What the caches of domains that do not say it themselves may hold, and whether they merge.
+    /// Returns the default limits of the caches of domains.
     #[must_use]
     pub fn cache_limits(&self) -> Limits {
         let default = Limits::default();
@@ -123,10 +154,10 @@ impl Hmem {
     /// `Builder::cache`), or `None` if caching is on.
     #[must_use]
     pub fn cache_off_by(&self) -> Option<&'static str> {
-        let (limits, said) = (self.cache_limits(), &self.cache_of_builder);
+        let (limits, builder) = (self.cache_limits(), &self.cache_of_builder);
         let settings = [
-            (limits.max_count == 0, said.max_count.is_some(), env::CACHE_MAX_COUNT),
-            (limits.max_bytes == 0, said.max_bytes.is_some(), env::CACHE_MAX_SIZE),
+            (limits.max_count == 0, builder.max_count.is_some(), env::CACHE_MAX_COUNT),
+            (limits.max_bytes == 0, builder.max_bytes.is_some(), env::CACHE_MAX_SIZE),
         ];
         let off = settings.into_iter().find(|(off, ..)| *off);
         off.map(|(_, by_builder, variable)| if by_builder { BUILDER_CACHE } else { variable })
@@ -147,17 +178,18 @@ impl Hmem {
             .or(Some(BUILDER_CACHE))
     }
 
-    /// The providers that were added.
+    /// Returns the providers that were added.
     #[must_use]
     pub fn providers(&self) -> &[Arc<dyn Provider>] {
         &self.providers
     }
 
-    /// The provider of a name.
+    /// Returns the provider of a name.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] or [`ErrorKind::Unsupported`] with the reason why it is not here;
-    /// [`ErrorKind::InvalidArgument`] naming those that were added.
+    /// - [`ErrorKind::Unavailable`] or [`ErrorKind::Unsupported`], with the reason, if the provider
+    ///   did not start.
+    /// - [`ErrorKind::InvalidArgument`], with the names of the added providers, for another name.
     pub fn provider(&self, name: &str) -> Result<&Arc<dyn Provider>> {
         self.providers.iter().find(|provider| provider.name() == name).ok_or_else(|| {
             if let Some((_, why)) = self.absent_providers.iter().find(|(absent, _)| absent == name)
@@ -178,16 +210,16 @@ impl Hmem {
         })
     }
 
-    /// The providers that were asked for and are not here, with the reason; and of those that are
-    /// here, the NICs that cannot be opened, as `verbs/mlx5_0`.
+    /// Returns the requested providers that did not start, each with the reason. Also returns the
+    /// NICs of other providers that cannot be opened, as `verbs/mlx5_0`.
     pub fn absent_providers(&self) -> impl Iterator<Item = (&str, &Error)> {
         self.absent_providers.iter().map(|(name, why)| (name.as_str(), why))
     }
 
-    /// The NICs of a provider with what each offers and needs.
+    /// Returns the attributes of each NIC of a provider.
     ///
     /// # Errors
-    /// As [`Hmem::provider`] and [`Provider::nics`].
+    /// The errors of [`Hmem::provider`] and [`Provider::nics`].
     pub fn nics(&self, provider: &str) -> Result<Vec<ProviderAttr>> {
         self.provider(provider)?.nics()
     }
@@ -195,18 +227,18 @@ impl Hmem {
     /// Opens a domain of a provider.
     ///
     /// # Errors
-    /// As [`Domain::open`] and [`Hmem::provider`]. [`ErrorKind::BadState`] in a forked child, which
-    /// builds an `Hmem` of its own.
+    /// - The errors of [`Domain::open`] and [`Hmem::provider`].
+    /// - [`ErrorKind::BadState`] in a forked child, which builds an `Hmem` of its own.
     pub fn domain(&self, provider: &str, attr: DomainAttr) -> Result<Domain> {
         self.domain_on(&**self.provider(provider)?, attr)
     }
 
-    /// Opens a domain of a provider that need not have been added: of one of several loopback
-    /// fabrics, for example, which share a name.
+    /// Opens a domain of a provider that was not added to the builder, such as a second loopback
+    /// fabric of the same name.
     ///
     /// # Errors
-    /// As [`Domain::open`]. [`ErrorKind::BadState`] in a forked child, which builds an `Hmem` of its
-    /// own.
+    /// - The errors of [`Domain::open`].
+    /// - [`ErrorKind::BadState`] in a forked child, which builds an `Hmem` of its own.
     pub fn domain_on(&self, provider: &dyn Provider, mut attr: DomainAttr) -> Result<Domain> {
         self.process.check("open domain")?;
         attr.cache = attr.cache.map(|cache| filled_in(cache, &self.cache));
@@ -214,12 +246,12 @@ impl Hmem {
         Domain::open(provider, Arc::clone(&self.registry), selector, attr)
     }
 
-    /// Returns the wiring of the machine, by which the NICs nearest to memory are chosen: that of
-    /// [`Builder::topology`], or else that of this machine, read at the first call. A device that is
-    /// plugged in later is not in it.
+    /// Returns the topology from which the nearest NICs are chosen: that of [`Builder::topology`],
+    /// or else that of this machine. The first call reads it. Devices that are plugged in later are
+    /// not in it.
     ///
     /// # Errors
-    /// As [`Topology::read`]. The next call tries again.
+    /// The errors of [`Topology::read`]. The next call retries.
     pub fn topology(&self) -> Result<&Topology> {
         match self.topology.get() {
             Some(topology) => Ok(topology),
@@ -230,26 +262,28 @@ impl Hmem {
         }
     }
 
-    /// The path decisions of its domains: what is remembered, and how to have it forgotten.
+    /// Returns the path selector of the domains, which caches decisions and can forget them.
     #[must_use]
     pub fn paths(&self) -> &DefaultPathSelector {
         &self.paths
     }
 
-    /// Says which way a registration of a provider's NIC would take and why, by doing it and
-    /// undoing it: what `hmem explain` prints. The value serialises; its `Display` is a line
-    /// for the decision and one for each attempt and remedy.
+    /// Returns the path that a registration would take, with the reasons. `hmem explain` prints it.
+    ///
+    /// The call registers memory and deregisters it again. The value serialises. Its `Display` has
+    /// one line for the decision and one for each attempt and remedy.
     ///
     /// # Errors
-    /// As [`Hmem::provider`] and [`DefaultPathSelector::explain`]. A path that was refused is no error.
+    /// The errors of [`Hmem::provider`] and [`DefaultPathSelector::explain`]. A refused path is no
+    /// error.
     pub fn explain(&self, provider: &str, request: &ExplainRequest) -> Result<Explanation> {
         self.explain_on(&**self.provider(provider)?, request)
     }
 
-    /// [`Hmem::explain`] for a provider that need not have been added, as in [`Hmem::domain_on`].
+    /// Like [`Hmem::explain`], for a provider that was not added, as in [`Hmem::domain_on`].
     ///
     /// # Errors
-    /// As [`DefaultPathSelector::explain`].
+    /// The errors of [`DefaultPathSelector::explain`].
     pub fn explain_on(
         &self,
         provider: &dyn Provider,
@@ -260,36 +294,36 @@ impl Hmem {
 }
 
 impl Builder {
-    /// Adds an iface from outside this workspace, or the simulated device.
+    /// Adds an iface: the simulated device, or a plug-in.
     #[must_use]
     pub fn iface(mut self, iface: impl Iface + 'static) -> Self {
         self.plug_ins.push(Arc::new(iface));
         self
     }
 
-    /// [`Builder::iface`] for an iface that the caller keeps a handle of.
+    /// Adds an iface of which the caller keeps a handle.
     #[must_use]
     pub fn shared_iface(mut self, iface: Arc<dyn Iface>) -> Self {
         self.plug_ins.push(iface);
         self
     }
 
-    /// Adds a provider. The software NIC is added like any other and is never a default.
+    /// Adds a provider. No provider is a default, the software NIC included.
     #[must_use]
     pub fn provider(mut self, provider: impl Provider + 'static) -> Self {
         self.providers.push(Arc::new(provider));
         self
     }
 
-    /// [`Builder::provider`] for a provider that the caller keeps a handle of.
+    /// Adds a provider of which the caller keeps a handle.
     #[must_use]
     pub fn shared_provider(mut self, provider: Arc<dyn Provider>) -> Self {
         self.providers.push(provider);
         self
     }
 
-    /// Adds RDMA hardware through libibverbs, where this build and this machine have it; otherwise
-    /// [`Hmem::absent_providers`] says why not.
+    /// Adds RDMA hardware through libibverbs. If this build or this machine does not have it,
+    /// [`Hmem::absent_providers`] has the reason.
     #[must_use]
     pub fn verbs(mut self) -> Self {
         match start_verbs() {
@@ -305,56 +339,57 @@ impl Builder {
         self
     }
 
-    /// Starts only these ifaces: names separated by `;` or `,`, as in `FI_HMEM`, which this
-    /// overrides. Host memory is always there.
+    /// Starts only the named ifaces. Names are separated by `;` or `,`, as in `FI_HMEM`, which this
+    /// overrides. Host memory is always started.
     #[must_use]
     pub fn ifaces(mut self, names: impl Into<String>) -> Self {
         self.filter = Some(names.into());
         self
     }
 
-    /// Keeps device memory from every NIC, whatever the domains' policies; overrides
-    /// `FI_HMEM_DISABLE_P2P`.
+    /// Disables direct access to device memory for every NIC, whatever the policy of a domain.
+    /// Overrides `FI_HMEM_DISABLE_P2P`.
     #[must_use]
     pub fn disable_p2p(mut self, disable: bool) -> Self {
         self.disable_p2p = Some(disable);
         self
     }
 
-    /// How domains cache registrations that ask for it and do not say it themselves
-    /// ([`DomainAttr::cache`]); overrides `FI_MR_CACHE_MAX_SIZE`, `FI_MR_CACHE_MAX_COUNT`,
-    /// `FI_MR_CACHE_MERGE_REGIONS` and `FI_MR_{CUDA,ROCR,ZE}_CACHE_MONITOR_ENABLED`.
+    /// Sets the default cache settings of domains, which [`DomainAttr::cache`] overrides.
+    ///
+    /// Overrides `FI_MR_CACHE_MAX_SIZE`, `FI_MR_CACHE_MAX_COUNT`, `FI_MR_CACHE_MERGE_REGIONS` and
+    /// `FI_MR_{CUDA,ROCR,ZE}_CACHE_MONITOR_ENABLED`.
     #[must_use]
     pub fn cache(mut self, cache: CacheAttr) -> Self {
         self.cache = cache;
         self
     }
 
-    /// Watches host memory by this monitor; overrides `FI_MR_CACHE_MONITOR`. Without either it is
-    /// [`HostMonitorKind::Auto`], started when it is first needed.
+    /// Sets the monitor of host memory. Overrides `FI_MR_CACHE_MONITOR`. The default is
+    /// [`HostMonitorKind::Auto`], which starts when it is first needed.
     #[must_use]
     pub fn cache_monitor(mut self, kind: HostMonitorKind) -> Self {
         self.cache_monitor = Some(CacheMonitor::Kind(kind));
         self
     }
 
-    /// Watches host memory by the application's own monitor,
-    /// [`hmem_iface_system::monitor::ImportMonitor`] for one.
+    /// Sets a monitor of the application for host memory, such as
+    /// [`ImportMonitor`](hmem_iface_system::monitor::ImportMonitor).
     #[must_use]
     pub fn imported_cache_monitor(mut self, monitor: Arc<dyn Monitor>) -> Self {
         self.cache_monitor = Some(CacheMonitor::Imported(monitor));
         self
     }
 
-    /// Sets the wiring of the machine, by which the NICs nearest to memory are chosen: a recording,
-    /// for one. Without it the machine's own is read when it is first needed.
+    /// Sets the topology from which the nearest NICs are chosen, such as a recording. The default
+    /// is that of this machine, read when it is first needed.
     #[must_use]
     pub fn topology(mut self, topology: Topology) -> Self {
         self.topology = Some(topology);
         self
     }
 
-    /// Leaves the vendor ifaces unstarted, so that no vendor library is loaded into the process.
+    /// Starts no vendor iface, so that no vendor library is loaded.
     #[must_use]
     pub fn without_vendor_ifaces(mut self) -> Self {
         self.skip_vendors = true;
@@ -363,13 +398,16 @@ impl Builder {
 
     /// Starts the ifaces.
     ///
-    /// One that cannot start does not stop the others: [`Registry::absent`] says why.
+    /// An iface that cannot start does not keep the others from starting: [`Registry::absent`] has
+    /// the reason.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for an unknown name in the filter, an environment variable
-    /// that cannot be read where the builder does not override it, or a kind or provider name
-    /// that was added twice. [`ErrorKind::Unsupported`] for an iface that the filter names and whose
-    /// cargo feature was left out. Why a cache monitor that was asked for by name does not work here.
+    /// - [`ErrorKind::InvalidArgument`] for an unknown name in the filter, a malformed environment
+    ///   variable that the builder does not override, or a kind or provider name that was added
+    ///   twice.
+    /// - [`ErrorKind::Unsupported`] for an iface that the filter names and that was not compiled
+    ///   in.
+    /// - The error of a cache monitor that was requested by name and does not work here.
     pub fn build(self) -> Result<Hmem> {
         let process = ProcessMark::current()?;
         let by_builder = self.filter.is_some();
@@ -390,14 +428,13 @@ impl Builder {
         registry.add(Arc::<System>::clone(&system))?;
         for (kind, start) in VENDORS {
             if self.skip_vendors {
-                registry
-                    .add_absent(kind, left_out(kind, "the builder left vendor ifaces unstarted"));
+                registry.add_absent(kind, left_out(kind, "the builder starts no vendor ifaces"));
             } else if filter.as_ref().is_some_and(|filter| !filter.admits(&kind.to_string())) {
                 registry.add_absent(kind, left_out(kind, "the iface filter leaves it out"));
             } else {
                 match start() {
                     Ok(iface) => registry.add(iface)?,
-                    // Asked for by name, and in no build of these features.
+                    // Requested by name, and not compiled in.
                     Err(why) if filter.is_some() && why.context_value("feature").is_some() => {
                         return Err(if by_builder {
                             why
@@ -445,7 +482,7 @@ impl Builder {
     }
 }
 
-/// What `first` says, and where it says nothing what `second` says.
+/// Returns `first`, with the settings of `second` where `first` has none.
 fn filled_in(mut first: CacheAttr, second: &CacheAttr) -> CacheAttr {
     first.max_count = first.max_count.or(second.max_count);
     first.max_bytes = first.max_bytes.or(second.max_bytes);
@@ -455,9 +492,9 @@ fn filled_in(mut first: CacheAttr, second: &CacheAttr) -> CacheAttr {
     first
 }
 
-/// Host memory with the monitor that was asked for. `Auto` waits until it is needed.
-fn system(asked: Option<CacheMonitor>) -> Result<System> {
-    let (kind, variable) = match asked {
+/// Returns host memory with the requested monitor. `Auto` starts when it is first needed.
+fn system(requested: Option<CacheMonitor>) -> Result<System> {
+    let (kind, variable) = match requested {
         Some(CacheMonitor::Imported(monitor)) => {
             return Ok(System::new().with_monitor(SystemMonitor::imported(monitor)));
         }
@@ -481,8 +518,8 @@ fn system(asked: Option<CacheMonitor>) -> Result<System> {
         };
         match kind {
             HostMonitorKind::Import => error.remedy(
-                "an imported monitor is the application's: make it with ImportMonitor::new and pass it to \
-                 Builder::imported_cache_monitor, or ask for another one",
+                "use another monitor, or create one with ImportMonitor::new and pass it to \
+                 Builder::imported_cache_monitor",
             ),
             _ => error,
         }
@@ -504,7 +541,10 @@ impl Filter {
                     Error::new(ErrorKind::InvalidArgument, "iface filter")
                         .context("name", &name)
                         .context("filter", names)
-                        .remedy("use system, cuda, rocr, ze, neuron, synapseai or the name of an added iface")
+                        .remedy(
+                            "use system, cuda, rocr, ze, neuron, synapseai or the name of an added \
+                             iface",
+                        )
                 })?;
             }
             admitted.insert(name);
@@ -563,13 +603,13 @@ vendor!(
     hmem_iface_synapseai::SynapseAi::open()
 );
 
-/// A provider, and those of its NICs that cannot be opened.
+/// A provider, and its NICs that cannot be opened.
 type Started = (Arc<dyn Provider>, Vec<(String, Error)>);
 
 #[cfg(feature = "verbs")]
 fn start_verbs() -> Result<Started> {
     let verbs = hmem_provider_verbs::Verbs::open()?;
-    // A library without devices is no provider to open domains on.
+    // Without devices there is nothing to open domains on.
     verbs.nics()?;
     let left_out =
         verbs.left_out()?.into_iter().map(|(device, why)| (format!("verbs/{device}"), why));
@@ -590,7 +630,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_builder_is_named_where_it_turned_the_cache_or_a_monitor_off() {
+    fn cache_settings_of_the_builder_are_reported_as_its_own() {
         let built = |cache| Hmem::builder().without_vendor_ifaces().cache(cache).build().unwrap();
         let without = CacheAttr::default().without_monitors(vec![IfaceKind::ZE]);
         for off in [without.clone().max_count(0), without.clone().max_bytes(0)] {

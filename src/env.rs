@@ -1,54 +1,55 @@
-//! The environment variables of libfabric that apply here. The builder wins over them: what it says
-//! is not read.
+//! The environment variables of libfabric that this library honours. A setting of the builder takes
+//! precedence; its variable is then not read.
 
 use hmem_core::{CacheAttr, Error, ErrorKind, IfaceKind, Result};
 
 /// Ifaces to start: names separated by `;` or `,`.
 pub(crate) const HMEM: &str = "FI_HMEM";
-/// Whether device memory is kept from every NIC.
+/// Disables direct access to device memory for every NIC.
 pub(crate) const DISABLE_P2P: &str = "FI_HMEM_DISABLE_P2P";
-/// What notices that host memory went under a cached registration.
+/// The monitor of cached host memory.
 pub(crate) const CACHE_MONITOR: &str = "FI_MR_CACHE_MONITOR";
 
-/// Bytes that a registration cache may hold.
+/// Largest number of bytes in a registration cache.
 pub(crate) const CACHE_MAX_SIZE: &str = "FI_MR_CACHE_MAX_SIZE";
-/// Entries that a registration cache may hold.
+/// Largest number of entries in a registration cache.
 pub(crate) const CACHE_MAX_COUNT: &str = "FI_MR_CACHE_MAX_COUNT";
-/// Whether a registration cache merges.
+/// Merges cached registrations that overlap or touch.
 pub(crate) const CACHE_MERGE: &str = "FI_MR_CACHE_MERGE_REGIONS";
-/// Whether a registration cache uses an iface's monitor.
+/// Enables the cache monitor of an iface.
 pub(crate) const CACHE_MONITORS: [(&str, IfaceKind); 3] = [
     ("FI_MR_CUDA_CACHE_MONITOR_ENABLED", IfaceKind::CUDA),
     ("FI_MR_ROCR_CACHE_MONITOR_ENABLED", IfaceKind::ROCR),
     ("FI_MR_ZE_CACHE_MONITOR_ENABLED", IfaceKind::ZE),
 ];
 
-/// What `said` says of registration caches, and where it says nothing what the environment does.
-pub(crate) fn cache(said: &CacheAttr) -> Result<CacheAttr> {
-    let max_count = match said.max_count {
+/// Returns the settings of registration caches: those of the builder, and those of the environment
+/// where the builder has none.
+pub(crate) fn cache(builder: &CacheAttr) -> Result<CacheAttr> {
+    let max_count = match builder.max_count {
         Some(count) => Some(count),
         None => number(CACHE_MAX_COUNT)?.map(|count| usize::try_from(count).unwrap_or(usize::MAX)),
     };
-    let max_bytes = match said.max_bytes {
+    let max_bytes = match builder.max_bytes {
         Some(bytes) => Some(bytes),
         None => number(CACHE_MAX_SIZE)?,
     };
-    let merge = match said.merge {
+    let merge = match builder.merge {
         Some(merge) => Some(merge),
         None => boolean(CACHE_MERGE)?,
     };
-    let without_monitors = match &said.without_monitors {
+    let without_monitors = match &builder.without_monitors {
         Some(without) => Some(without.clone()),
         None => without_monitors()?,
     };
     let mut cache = CacheAttr::default();
     (cache.max_count, cache.max_bytes) = (max_count, max_bytes);
     (cache.merge, cache.without_monitors) = (merge, without_monitors);
-    cache.growth = said.growth;
+    cache.growth = builder.growth;
     Ok(cache)
 }
 
-/// The ifaces whose monitors the environment leaves out.
+/// Returns the ifaces whose monitors the environment disables.
 fn without_monitors() -> Result<Option<Vec<IfaceKind>>> {
     let mut without = Vec::new();
     for (name, iface) in CACHE_MONITORS {
@@ -70,7 +71,7 @@ fn number(name: &'static str) -> Result<Option<u64>> {
     })
 }
 
-/// A variable's text, if it is set and not empty.
+/// Returns the text of a variable, or `None` if it is unset or empty.
 pub(crate) fn text(name: &'static str) -> Result<Option<String>> {
     match std::env::var(name) {
         Ok(text) if text.is_empty() => Ok(None),
@@ -82,7 +83,8 @@ pub(crate) fn text(name: &'static str) -> Result<Option<String>> {
     }
 }
 
-/// A variable as libfabric reads booleans: 0/1, no/yes, false/true, off/on, in any case.
+/// Returns a boolean variable in libfabric's notation: 0/1, no/yes, false/true, off/on, in any
+/// case.
 pub(crate) fn boolean(name: &'static str) -> Result<Option<bool>> {
     let Some(text) = text(name)? else { return Ok(None) };
     parse_boolean(name, &text).map(Some)
@@ -104,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn booleans_are_read_as_libfabric_reads_them_and_others_are_refused_by_name() {
+    fn booleans_have_libfabrics_notation_and_others_are_refused() {
         for (text, value) in [("0", false), ("No", false), ("TRUE", true), ("on", true)] {
             assert_eq!(parse_boolean(DISABLE_P2P, text).unwrap(), value);
         }

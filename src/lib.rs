@@ -1,24 +1,75 @@
-//! `hmem` registers memory of any kind (host, CUDA, ROCr, Level Zero, Neuron, Gaudi, plug-ins) with
-//! RDMA hardware, and says why it did so the way it did.
+//! Registers memory of any kind (host, CUDA, ROCr, Level Zero, Neuron, Gaudi, plug-ins) with RDMA
+//! hardware, and keeps the reason for the path of each region.
 //!
-//! An application names a buffer or a range and gets back a memory region whose keys a NIC accepts,
-//! over the best path that this machine allows, with the reason for that path kept at the region.
-//! Nothing needs a vendor's SDK to build; vendor libraries are loaded at run time, and an absent
-//! one is a typed error.
+//! An application names a buffer or a range, and gets a memory region with keys that a NIC accepts.
+//! The library takes the best path that works on the machine. It builds without any vendor's SDK:
+//! vendor libraries are loaded at run time, and an absent one is a typed error.
+//!
+//! ```
+//! use std::time::Duration;
+//!
+//! use hmem::{Access, DomainAttr, Hmem, loopback::Loopback, provider::EndpointAttr};
+//!
+//! # fn main() -> hmem::Result<()> {
+//! // The software NIC. Hardware is added in the same way: `.verbs()`.
+//! let hmem = Hmem::builder().provider(Loopback::builder().build()?).build()?;
+//! let domain = hmem.domain("loopback", DomainAttr::default())?;
+//! let source = domain.register(b"hello".to_vec(), Access::WRITE)?;
+//! let target = domain.register(vec![0; 5], Access::REMOTE_WRITE)?;
+//! println!("{}", target.decision()?);
+//!
+//! let queue = domain.open_cq(16)?;
+//! let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue))?;
+//! let (peer, key) = (endpoint.resolve(&endpoint.name())?, target.key()?);
+//! endpoint.write(&[source.slice(0, 5)?], &[key.slice(0, 5)?], peer, 1)?;
+//! let mut done = Vec::new();
+//! queue.wait(&mut done, 1, Duration::MAX)?;
+//! done.remove(0).result?;
+//! assert_eq!(target.close()?, b"hello");
+//! # Ok(()) }
+//! ```
+//!
+//! # Guide
+//!
+//! Each page of the [guide] does one job, with an example that runs without hardware:
+//!
+//! - Start: [register host memory](guide::host_memory),
+//!   [register device memory](guide::device_memory), [exchange keys](guide::keys),
+//!   [transfers and completions](guide::transfers).
+//! - Further: [the cache](guide::cache),
+//!   [your own protection domain](guide::own_protection_domain),
+//!   [windows and grants](guide::windows_and_grants).
+//! - Operation: [errors and explain](guide::errors), [testing without hardware](guide::testing),
+//!   [containers](guide::containers).
+//!
+//! # Types to know
+//!
+//! - [`Hmem`]: the ifaces, the providers and the path decision of an application.
+//! - [`Domain`]: an open NIC.
+//! - [`MemoryRegion`] and [`OwnedRegion`]: registered memory with its keys.
+//! - [`Endpoint`]: posts transfers.
+//! - [`Error`]: kind, origin, the driver's own code, remedy.
+//!
+//! # Features
+//!
+//! `cuda`, `rocr`, `ze`, `neuron`, `synapseai` and `verbs` are on by default and need nothing
+//! installed. `cudarc` registers slices of that crate. `recordings` reads and writes recorded
+//! topologies.
 //!
 //! # Things this library does not do
 //!
-//! It picks no provider by itself (the software NIC is opt-in, never a substitute for hardware),
-//! keeps no process-wide state but what the operating system has one of (patched C library
-//! functions, while a cache's monitor runs), starts no thread before an event queue, a progress
-//! thread, a copy engine or a registration cache is asked for, and prints nothing: it logs through
-//! `tracing`.
+//! - It picks no provider by itself. The software NIC is opt-in, and never replaces hardware.
+//! - It keeps no process-wide state except what the operating system has one instance of: the
+//!   patched functions of the C library, while a cache's monitor runs.
+//! - It starts no thread before the application asks for an event queue, a progress thread, a copy
+//!   engine or a registration cache.
+//! - It prints nothing, and logs through `tracing`.
 //!
 //! # Layers
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `env`
+//! - `env`, `guide`
 //! - `builder`
 //! - `nearest`
 
@@ -26,24 +77,35 @@
 
 mod builder;
 mod env;
+pub mod guide;
 mod nearest;
 
 pub use builder::{Builder, Hmem};
+#[doc(inline)]
 pub use hmem_core::*;
 #[cfg(feature = "cuda")]
+#[doc(inline)]
 pub use hmem_iface_cuda as cuda;
 #[cfg(feature = "neuron")]
+#[doc(inline)]
 pub use hmem_iface_neuron as neuron;
 #[cfg(feature = "rocr")]
+#[doc(inline)]
 pub use hmem_iface_rocr as rocr;
 #[cfg(feature = "synapseai")]
+#[doc(inline)]
 pub use hmem_iface_synapseai as synapseai;
+#[doc(inline)]
 pub use hmem_iface_system as system;
 #[cfg(feature = "ze")]
+#[doc(inline)]
 pub use hmem_iface_ze as ze;
+#[doc(inline)]
 pub use hmem_p2p as p2p;
+#[doc(inline)]
 pub use hmem_provider_loopback as loopback;
 #[cfg(feature = "verbs")]
+#[doc(inline)]
 pub use hmem_provider_verbs as verbs;
 
 #[doc = include_str!("../README.md")]

@@ -1,4 +1,4 @@
-//! Registrations with the NICs that are nearest to the memory.
+//! Registration with the NICs that are nearest to the memory.
 
 use hmem_core::{
     Access, AddressRange, Domain, Error, ErrorKind, IfaceKind, OwnedBuffer, OwnedMultiRegion,
@@ -12,17 +12,17 @@ use crate::builder::Hmem;
 const OPERATION: &str = "nearest NICs";
 
 impl Hmem {
-    /// Chooses the `count` NICs that are nearest to memory, out of those of open domains, by the
-    /// machine's [topology](Hmem::topology). The order, and that of NICs which are equally near,
-    /// is that of [`Topology::choose_nics`].
+    /// Chooses the `count` NICs of open domains that are nearest to memory, by the machine's
+    /// [topology](Hmem::topology). [`Topology::choose_nics`] defines the order, also of NICs that
+    /// are equally near.
     ///
-    /// Device memory is near to the NICs that are near to its device. Memory that the CPU reaches
-    /// is near to the NICs of the NUMA node that holds most of its pages ([`numa_node`]).
+    /// The distance of device memory is that of its device. The distance of memory that the CPU
+    /// reaches is that of the NUMA node that holds most of its pages ([`numa_node`]).
     ///
     /// # Errors
-    /// - As [`Topology::choose_nics`] and [`Hmem::topology`].
+    /// - The errors of [`Topology::choose_nics`] and [`Hmem::topology`].
     /// - [`ErrorKind::Unsupported`] for memory of a device without a PCI address.
-    /// - As [`numa_node`], on a machine of several NUMA nodes.
+    /// - The errors of [`numa_node`], on a machine of several NUMA nodes.
     /// - [`ErrorKind::OutOfBounds`] for a range that leaves its allocation.
     pub fn nearest_nics(
         &self,
@@ -36,14 +36,15 @@ impl Hmem {
         topology.choose_nics(locality, &nics, count)
     }
 
-    /// Registers a buffer with the `count` NICs that are nearest to it, out of those of `domains`,
-    /// by [`register_on`]. The choice comes back too and says how far each NIC is.
+    /// Registers a buffer with the `count` NICs of `domains` that are nearest to it, by
+    /// [`register_on`]. Also returns the choice, with the distance of each NIC.
     ///
     /// For memory by raw addresses, pass the domains that [`Hmem::nearest_nics`] picks to
     /// [`regattr_on`](hmem_core::regattr_on).
     ///
     /// # Errors
-    /// As [`Hmem::nearest_nics`] and [`register_on`]. The buffer is in the value of the error.
+    /// The errors of [`Hmem::nearest_nics`] and [`register_on`]. The buffer comes back in the value
+    /// of the error.
     ///
     /// # Examples
     ///
@@ -88,7 +89,7 @@ impl Hmem {
         }
     }
 
-    /// Returns the place of memory in the machine.
+    /// Returns the locality of memory: its device, or its NUMA node.
     fn locality(&self, topology: &Topology, memory: AddressRange) -> Result<Locality> {
         let owner = self.registry().owner_of_range(memory)?;
         let by_cpu = owner.allocation.is_none_or(|allocation| allocation.kind.cpu_accessible());
@@ -102,17 +103,17 @@ impl Hmem {
             return Err(Error::new(ErrorKind::Unsupported, OPERATION)
                 .iface(owner.iface)
                 .device(device)
-                .context("why", "the device has no PCI address, so no NIC is near or far")
+                .context("why", "the device has no PCI address, so its distance is not known")
                 .remedy("choose the NICs yourself, and register with register_on"));
         };
         Ok(Locality::Device(address.parse()?))
     }
 }
 
-/// Returns the place of memory that the CPU reaches.
+/// Returns the NUMA node of memory that the CPU reaches.
 fn host_locality(topology: &Topology, memory: AddressRange) -> Result<Locality> {
     match topology.numa() {
-        // Nothing to ask, where a container may forbid to ask.
+        // With one node at most there is no need for a call that a container may forbid.
         [] => Ok(Locality::Node(0)),
         [one] => Ok(Locality::Node(one.id)),
         _ => numa_node(memory).map(Locality::Node),

@@ -1,5 +1,5 @@
-//! The conformance suite over the ifaces and providers of this workspace, and over the example
-//! plug-in.
+//! The conformance suite over the ifaces and providers of this workspace, and over the examples of
+//! plug-ins.
 #![allow(unsafe_code)]
 
 use std::{process::ExitCode, sync::Arc};
@@ -16,6 +16,8 @@ use hmem_conformance::Suite;
 
 #[path = "../examples/plug_in_iface.rs"]
 mod plug_in_iface;
+#[path = "../examples/plug_in_provider.rs"]
+mod plug_in_provider;
 #[cfg(feature = "rocr")]
 #[path = "rocr/model.rs"]
 mod rocr_model;
@@ -60,6 +62,7 @@ fn main() -> ExitCode {
         let builder = Loopback::builder().needs(hardware).key_size(4).memory(Memory::Pinned);
         Ok(Arc::new(builder.cq_data_size(4).progress(Progress::Thread).build()?))
     });
+    suite.provider("plug-in", || Ok(Arc::new(plug_in_provider::CopyNic::default())));
     #[cfg(feature = "verbs")]
     verbs(&mut suite);
     suite.run()

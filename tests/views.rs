@@ -7,7 +7,10 @@ use std::{
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
+        mpsc,
     },
+    thread,
+    time::Duration,
 };
 
 use hmem::{
@@ -724,6 +727,32 @@ fn a_cached_buffer_with_a_lease_or_a_sub_region_is_not_given_back() {
     drop(sub);
     let back = buffer.close().expect("nothing depends on it any more");
     assert!(Arc::ptr_eq(&back, &shared) && net.regions() == 0);
+}
+
+/// MR-18
+#[test]
+fn close_of_a_cached_buffer_waits_for_a_lease_that_is_ending() {
+    let net = Net::cached(CacheAttr::default());
+    let cache = net.target.cache().expect("a cache");
+    let buffer = cache.own(vec![7_u8; PAGE as usize]).expect("a buffer");
+    let range = buffer.range();
+    let (sender, leased) = mpsc::channel();
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            // SAFETY: the buffer keeps its memory until the region is deregistered.
+            let lease = unsafe { cache.get_or_register(range, READ) }.expect("registered");
+            sender.send(()).expect("the test waits");
+            // The close invalidates the region before it waits.
+            while !lease.lease().is_invalidated() {
+                thread::yield_now();
+            }
+            thread::sleep(Duration::from_millis(5));
+            drop(lease);
+        });
+        leased.recv().expect("a lease");
+        assert_eq!(buffer.close().expect("the lease has ended")[0], 7);
+    });
+    assert_eq!(net.regions(), 0);
 }
 
 /// MR-18

@@ -1,9 +1,9 @@
-//! Bytes to move, and the open files that moving them may leave behind.
+//! Test patterns, and a check for leaked file descriptors.
 
 use std::fs;
 
-/// Bytes that tell their position and their seed, none of them 0. They repeat after a prime number
-/// of bytes, so that no page looks like its neighbour.
+/// Returns bytes that depend on their position and on the seed. None is 0. They repeat after a
+/// prime number of bytes, so that adjacent pages differ.
 pub(crate) fn pattern(seed: u64, len: u64) -> Vec<u8> {
     let block: Vec<_> = (0..257).map(|at| ((at * 31 + seed * 97) % 251 + 1) as u8).collect();
     let mut bytes = block.repeat(len as usize / block.len() + 1);
@@ -11,17 +11,18 @@ pub(crate) fn pattern(seed: u64, len: u64) -> Vec<u8> {
     bytes
 }
 
-/// Compares bytes without printing all of them.
+/// Asserts that two byte strings are equal. A failure prints the first difference only.
 #[track_caller]
 pub(crate) fn assert_bytes(found: &[u8], expected: &[u8], what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}: length");
     if found != expected {
-        let at = (0..found.len()).find(|&at| found[at] != expected[at]).expect("they differ");
+        let at =
+            (0..found.len()).find(|&at| found[at] != expected[at]).expect("the strings differ");
         panic!("{what}: byte {at} is {:#x} instead of {:#x}", found[at], expected[at]);
     }
 }
 
-/// Repeats something, and checks that it leaves no more open files than a first time does.
+/// Calls `repeat` several times, and asserts that the calls after the first leave no file open.
 #[track_caller]
 pub(crate) fn assert_no_fd_leaks(what: &str, mut repeat: impl FnMut()) {
     const ROUNDS: usize = 16;
@@ -31,10 +32,10 @@ pub(crate) fn assert_no_fd_leaks(what: &str, mut repeat: impl FnMut()) {
         repeat();
     }
     let after = open_fds();
-    assert!(after <= before, "{what}: {} open files more after {ROUNDS} times", after - before);
+    assert!(after <= before, "{what}: {} more open files after {ROUNDS} rounds", after - before);
 }
 
-/// Number of open files of the process.
+/// Returns the number of open files of the process.
 fn open_fds() -> usize {
     fs::read_dir("/proc/self/fd").expect("list /proc/self/fd").count()
 }

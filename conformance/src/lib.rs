@@ -1,7 +1,8 @@
-//! The behaviours that every iface and every provider has, as a test suite.
+//! A test suite of the behaviours that every iface and every provider has.
 //!
-//! The author of a plug-in runs it as a test binary of their own (`harness = false` in the
-//! manifest):
+//! The author of a plug-in runs the suite as a test binary of the plug-in's crate (`harness =
+//! false` in the manifest). `docs/adding-an-iface.md` and `docs/adding-a-provider.md` are the
+//! guides for such authors.
 //!
 //! ```
 //! use std::{process::ExitCode, sync::Arc};
@@ -18,12 +19,12 @@
 //! }
 //! ```
 //!
-//! Each behaviour is a trial. [`Suite`] runs them as a test binary does; [`iface()`] and
-//! [`provider()`] return them for a runner of your own. A behaviour that cannot be shown, because
-//! the back end lacks a facet for instance, is reported as ignored with the reason.
+//! Each behaviour is a trial. [`Suite`] runs the trials as a test binary does. [`iface()`] and
+//! [`provider()`] return them for a runner of your own. A behaviour that cannot be tested, because
+//! the back end lacks a facet for example, is reported as ignored with the reason.
 //!
-//! The suite supplies what the back end needs to work with: host memory and the simulated device
-//! for a provider, the software NIC for an iface.
+//! The suite brings the other side: host memory and the simulated device for a provider, the
+//! software NIC for an iface.
 //!
 //! # Layers
 //!
@@ -34,9 +35,9 @@
 //!
 //! # Limits
 //!
-//! Behaviours run one at a time, since the open files and the address space that they count are
-//! those of the process. Nothing else may run in that process meanwhile. A provider is tested on
-//! its first NIC, which has to reach itself.
+//! - Behaviours run one at a time, since they count the open files and the address space of the
+//!   process. Nothing else may run in that process.
+//! - A provider is tested on its first NIC, which must reach itself.
 
 #![deny(unsafe_code)]
 
@@ -53,15 +54,19 @@ use hmem_core::{Iface, Result, provider::Provider};
 pub use libtest_mimic::Trial;
 use libtest_mimic::{Arguments, Completion};
 
-/// The trials of an iface. `make` returns an iface without allocations, once per trial; an error of
-/// kind [`Unavailable`](hmem_core::ErrorKind::Unavailable) has the trial ignored.
+/// Returns the trials of an iface.
+///
+/// Each trial calls `make` once, which returns an iface without allocations. If `make` fails with
+/// [`Unavailable`](hmem_core::ErrorKind::Unavailable), the trial is ignored.
 #[must_use]
 pub fn iface(make: impl Fn() -> Result<Arc<dyn Iface>> + Send + Sync + 'static) -> Vec<Trial> {
     trial::all("", iface::BEHAVIOURS, make)
 }
 
-/// The trials of a provider. `make` returns a provider without open domains, once per trial; an
-/// error of kind [`Unavailable`](hmem_core::ErrorKind::Unavailable) has the trial ignored.
+/// Returns the trials of a provider.
+///
+/// Each trial calls `make` once, which returns a provider without open domains. If `make` fails
+/// with [`Unavailable`](hmem_core::ErrorKind::Unavailable), the trial is ignored.
 #[must_use]
 pub fn provider(
     make: impl Fn() -> Result<Arc<dyn Provider>> + Send + Sync + 'static,
@@ -69,7 +74,7 @@ pub fn provider(
     trial::all("", provider::BEHAVIOURS, make)
 }
 
-/// A test binary over ifaces and providers. It takes the arguments of Rust's test binaries.
+/// A test binary for ifaces and providers, with the arguments of Rust's test binaries.
 #[derive(Debug)]
 pub struct Suite {
     arguments: Arguments,
@@ -77,14 +82,14 @@ pub struct Suite {
 }
 
 impl Suite {
-    /// Creates an empty suite with the arguments of the process. Exits the process if they are
-    /// wrong, or ask for help.
+    /// Creates an empty suite with the arguments of the process. Exits the process if the arguments
+    /// are wrong or ask for help.
     #[must_use]
     pub fn from_args() -> Self {
         Self { arguments: Arguments::from_args(), trials: Vec::new() }
     }
 
-    /// Adds the trials of an iface as `name::behaviour`; see [`iface()`].
+    /// Adds the trials of an iface as `name::behaviour`, like [`iface()`].
     pub fn iface(
         &mut self,
         name: &str,
@@ -93,7 +98,7 @@ impl Suite {
         self.trials.extend(trial::all(&format!("{name}::"), iface::BEHAVIOURS, make));
     }
 
-    /// Adds the trials of a provider as `name::behaviour`; see [`provider()`].
+    /// Adds the trials of a provider as `name::behaviour`, like [`provider()`].
     pub fn provider(
         &mut self,
         name: &str,
@@ -102,18 +107,18 @@ impl Suite {
         self.trials.extend(trial::all(&format!("{name}::"), provider::BEHAVIOURS, make));
     }
 
-    /// Replaces a trial, named `name::behaviour`, by one that is ignored with a reason: for what a
-    /// driver or a device is known not to do.
+    /// Ignores the trial `name::behaviour`, with a reason. Use it for known faults of a driver or
+    /// device.
     ///
     /// # Panics
-    /// If there is no such trial.
+    /// Panics if there is no trial of this name.
     pub fn ignore(&mut self, name: &str, reason: &'static str) {
         let trial = self.trials.iter_mut().find(|trial| trial.name() == name);
         let trial = trial.unwrap_or_else(|| panic!("there is no trial {name} to ignore"));
         *trial = Trial::ignorable_test(name, move || Ok(Completion::ignored_with(reason)));
     }
 
-    /// Runs the trials that the arguments select, and prints a line for each.
+    /// Runs the trials that the arguments select, and prints one line for each.
     #[must_use]
     pub fn run(self) -> ExitCode {
         libtest_mimic::run(&self.arguments, self.trials).exit_code()
@@ -123,3 +128,7 @@ impl Suite {
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/adding-an-iface.md")]
 struct AddingAnIface;
+
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/adding-a-provider.md")]
+struct AddingAProvider;

@@ -1,26 +1,26 @@
-//! Behaviours as trials: one at a time, on a back end of their own.
+//! Trials: each shows one behaviour on a back end of its own. They run one at a time.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use hmem_core::{ErrorKind, Result};
 use libtest_mimic::{Completion, Trial};
 
-/// Reason why a behaviour cannot be shown.
+/// Reason why a behaviour cannot be tested.
 #[derive(Debug)]
 pub(crate) struct Skipped(pub(crate) String);
 
-/// Result of a behaviour that holds or cannot be shown. One that does not hold panics.
+/// Result of a behaviour that holds or cannot be tested. A behaviour that does not hold panics.
 pub(crate) type Outcome = std::result::Result<(), Skipped>;
 
-/// Returns the outcome of a behaviour that cannot be shown.
+/// Returns the outcome of a behaviour that cannot be tested.
 pub(crate) fn skip<T>(reason: impl Into<String>) -> std::result::Result<T, Skipped> {
     Err(Skipped(reason.into()))
 }
 
-/// Name of a behaviour and the function that shows it on a fresh back end.
+/// Name of a behaviour, and the function that tests it on a new back end.
 pub(crate) type Behaviour<B> = (&'static str, fn(&Arc<B>) -> Outcome);
 
-/// Lists behaviours. The doc comment of an entry names the requirement that it holds.
+/// Lists behaviours. The doc comment of an entry names the requirement that it tests.
 macro_rules! behaviours {
     ($backend:ty: $($(#[doc = $doc:expr])* $name:ident,)*) => {
         pub(crate) const BEHAVIOURS: &[$crate::trial::Behaviour<$backend>] =
@@ -29,7 +29,7 @@ macro_rules! behaviours {
 }
 pub(crate) use behaviours;
 
-/// Held while a behaviour runs: open files and address space are counted for the whole process.
+/// Locked while a behaviour runs. Open files and address space are counted for the whole process.
 static TURN: Mutex<()> = Mutex::new(());
 
 /// Returns a trial for each behaviour.

@@ -1,5 +1,5 @@
-//! The suite notices what an iface or a provider does wrong: each planted fault fails the behaviour
-//! that is named for it, and the sound ones fail none.
+//! Planted faults. Each fault of an iface or provider fails the behaviour that is listed for it.
+//! Ifaces and providers without a fault fail none.
 #![allow(unsafe_code)]
 
 mod monitor;
@@ -30,25 +30,25 @@ use monitor::{FaultyMonitor, MonitorFault};
 /// Fault of an iface.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
-    /// Nothing.
+    /// No fault.
     None,
     /// A dma-buf's offset is always 0.
     ExportOffset,
     /// The offset in the allocation is one page too high.
     AllocationOffset,
-    /// A dma-buf is said to be one page longer.
+    /// The reported length of a dma-buf is one page too long.
     ExportLength,
     /// A query claims one byte past the end.
     QueryPastEnd,
-    /// The identity comes again with the address.
+    /// The identity is reused with the address.
     ReusedIdentity,
     /// An export leaves an fd open.
     LeakedFd,
-    /// Freed memory is forgotten instead of given back.
+    /// A free forgets the memory instead of releasing it.
     LeakedAllocation,
-    /// The monitor tells nobody of a free.
+    /// The monitor notifies no subscriber of a free.
     MissingCallback,
-    /// A copy leaves the last byte out.
+    /// A copy omits the last byte.
     ShortCopy,
     /// The address span ends after the first page.
     AddressSpan,
@@ -59,7 +59,7 @@ enum Fault {
 struct Faulty {
     device: Simulated,
     fault: Fault,
-    /// Allocations that were freed and not given back.
+    /// Allocations that were freed and not released.
     leaked: Mutex<Vec<Allocation>>,
 }
 
@@ -74,7 +74,7 @@ impl Faulty {
         self.fault == fault
     }
 
-    /// The allocation as the faulty iface shows it.
+    /// Returns an allocation as the faulty iface reports it.
     fn shown(&self, allocation: Allocation) -> Allocation {
         let id = if self.has(Fault::ReusedIdentity) {
             AllocationId(allocation.base().0)
@@ -93,8 +93,8 @@ impl Faulty {
     }
 }
 
-// SAFETY: without a fault each answer is the simulated device's. With one the promises are broken
-// on purpose, in ways that stay within memory of the device and of the test.
+// SAFETY: without a fault each answer is the simulated device's. A fault breaks the promises on
+// purpose, and reaches only memory of the device and of the test.
 unsafe impl Iface for Faulty {
     fn kind(&self) -> IfaceKind {
         self.device.kind()
@@ -149,7 +149,7 @@ unsafe impl Iface for Faulty {
     }
 
     fn ipc(&self) -> Option<&dyn Ipc> {
-        // Its handles are of the device's identities.
+        // The device's handles hold its own identities.
         if self.has(Fault::ReusedIdentity) { None } else { self.device.ipc() }
     }
 
@@ -232,8 +232,7 @@ impl MonitorSource for Faulty {
     }
 }
 
-/// Runs trials one by one, and returns the names of those that failed and of those that were
-/// ignored.
+/// Runs trials one by one. Returns the names of the failed trials and of the ignored ones.
 fn run(trials: Vec<Trial>) -> [Vec<String>; 2] {
     let arguments = Arguments {
         test_threads: Some(1),
@@ -253,7 +252,7 @@ fn run(trials: Vec<Trial>) -> [Vec<String>; 2] {
     [failed, ignored]
 }
 
-/// Names of the behaviours that fail over an iface with a fault.
+/// Returns the names of the behaviours that fail on an iface with a fault.
 fn failing(fault: Fault) -> Vec<String> {
     let [failed, _] = run(hmem_conformance::iface(move || Ok(Arc::new(Faulty::new(fault)?))));
     failed
@@ -261,7 +260,7 @@ fn failing(fault: Fault) -> Vec<String> {
 
 /// HM-15
 #[test]
-fn sound_iface_fails_no_behaviour() {
+fn iface_without_a_fault_fails_no_behaviour() {
     let [failed, ignored] =
         run(hmem_conformance::iface(|| Ok(Arc::new(Faulty::new(Fault::None)?))));
     assert_eq!(failed, [""; 0]);
@@ -279,7 +278,7 @@ fn each_fault_of_an_iface_fails_its_behaviour() {
         (Fault::ReusedIdentity, "identities_are_never_reused"),
         (Fault::LeakedFd, "exporting_dma_bufs_leaks_no_fd"),
         (Fault::LeakedAllocation, "freed_memory_can_be_allocated_again"),
-        (Fault::MissingCallback, "monitor_notices_a_free"),
+        (Fault::MissingCallback, "monitor_detects_a_free"),
         (Fault::ShortCopy, "copy_moves_exactly_the_named_bytes"),
         (Fault::AddressSpan, "address_span_holds_every_allocation"),
     ] {
@@ -291,7 +290,7 @@ fn each_fault_of_an_iface_fails_its_behaviour() {
 /// Fault of a provider.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum ProviderFault {
-    /// Nothing.
+    /// No fault.
     None,
     /// A window reaches the start of its region, wherever it is bound.
     WindowOffset,
@@ -299,7 +298,7 @@ enum ProviderFault {
     WindowLength,
     /// A key grants every right.
     WiderRights,
-    /// A region is said to be deregistered, and is not.
+    /// Deregistration reports success and does nothing.
     LeakedRegion,
 }
 
@@ -337,8 +336,8 @@ impl FaultyDomain {
     }
 }
 
-// SAFETY: without a fault every call is passed on to the software NIC. With one the promises are
-// broken on purpose: the suite keeps the memory that it looks at, and posts nothing else to it.
+// SAFETY: without a fault every call goes to the software NIC. A fault breaks the promises on
+// purpose. The suite keeps the memory that it then reads, and posts no other transfer to it.
 unsafe impl ProviderDomain for FaultyDomain {
     fn attr(&self) -> &ProviderAttr {
         self.domain.attr()
@@ -409,7 +408,7 @@ impl Windows for FaultyDomain {
     }
 }
 
-/// Runs the suite over a provider with a fault.
+/// Runs the suite on a provider with a fault.
 fn run_provider(fault: ProviderFault) -> [Vec<String>; 2] {
     run(hmem_conformance::provider(move || {
         Ok(Arc::new(FaultyProvider { nic: Loopback::builder().build()?, fault }))
@@ -418,12 +417,12 @@ fn run_provider(fault: ProviderFault) -> [Vec<String>; 2] {
 
 /// HM-15
 #[test]
-fn sound_provider_fails_no_behaviour() {
+fn provider_without_a_fault_fails_no_behaviour() {
     let [failed, ignored] = run_provider(ProviderFault::None);
     assert_eq!(failed, [""; 0]);
     let missing_facets = [
         "channel_is_readable_from_the_next_completion_on",
-        "immediate_data_that_is_too_wide_is_refused",
+        "too_wide_immediate_data_is_refused",
         "local_memory_without_the_right_is_refused",
         "raw_key_is_mapped_used_and_unmapped",
         "sub_region_reaches_its_part_only",
@@ -441,7 +440,7 @@ fn each_fault_of_a_provider_fails_its_behaviour() {
         (ProviderFault::WindowOffset, "window_is_reached_until_it_is_invalidated"),
         (ProviderFault::WindowLength, "nothing_is_reached_outside_a_window"),
         (ProviderFault::WiderRights, "peers_get_the_rights_of_the_key_and_no_others"),
-        (ProviderFault::LeakedRegion, "closed_region_is_out_of_reach"),
+        (ProviderFault::LeakedRegion, "closed_region_is_unreachable"),
     ] {
         let [failed, _] = run_provider(fault);
         assert!(failed.iter().any(|name| name == behaviour), "{fault:?} fails only {failed:?}");

@@ -63,7 +63,8 @@ fn filled(regions: u64) -> Cache<Nothing> {
     let cache = Cache::new(Nothing, limits).expect("a cache");
     for region in 0..regions {
         cache.get_or_register(&key(address(region))).expect("registered");
-        // The first hit of an entry, and the first after eviction looked at it, marks it referenced.
+        // The first hit of an entry, and the first after eviction looked at it, marks it
+        // referenced.
         cache.get_or_register(&key(address(region))).expect("a hit");
     }
     cache
@@ -155,7 +156,8 @@ fn main() {
         let miss = per(MISSES, || misses(&full, regions, MISSES));
         let change = per(HITS, || changes(&cache, regions, HITS));
         println!(
-            "{regions} regions: hit {one:.1} ns, two threads {two:.1} ns each, miss {miss:.0} ns, change elsewhere {change:.1} ns"
+            "{regions} regions: hit {one:.1} ns, two threads {two:.1} ns each, miss {miss:.0} ns, \
+             change elsewhere {change:.1} ns"
         );
     }
 }

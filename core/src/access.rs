@@ -23,7 +23,7 @@
 //! ```
 //! use hmem_core::Access;
 //!
-//! // A region that peers may count in, and neither read nor overwrite.
+//! // Peers may count in this region, but neither read nor overwrite it.
 //! let counters = Access::REMOTE_ATOMIC;
 //! assert!(!counters.intersects(Access::ANY_REMOTE_WRITE));
 //! // REMOTE_WRITE grants both, as fi_mr(3) says.
@@ -33,10 +33,10 @@
 //!
 //! # No rights
 //!
-//! [`Access::empty`] is allowed. The region's keys grant nothing: peers can neither read nor write,
-//! and transfers of the local endpoint that need a right are refused. The memory is registered all
-//! the same, for the NIC to read. So the region can be the base of sub-regions and windows that
-//! read:
+//! [`Access::empty`] is allowed. The region's keys then grant nothing: peers can neither read nor
+//! write, and transfers of the local endpoint that need a right are refused. The memory is still
+//! registered, and the NIC may read it. So the region can be the base of sub-regions and windows
+//! that grant reads:
 //!
 //! ```
 //! use hmem_core::Access;
@@ -51,17 +51,17 @@ bitflags::bitflags! {
     /// "access").
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
     pub struct Access: u64 {
-        /// May take part in collective operations; needed in `MrMode::COLLECTIVE`.
+        /// The region may take part in collective operations. Required in `MrMode::COLLECTIVE`.
         const COLLECTIVE = 1 << 6;
-        /// Result buffer of an RMA read or fetching atomic on the initiator: the NIC writes it.
+        /// The region is the destination of this side's RMA reads and fetching atomics.
         const READ = 1 << 8;
-        /// Source buffer of an RMA write or atomic on the initiator: the NIC reads it.
+        /// The region is the source of this side's RMA writes and atomics.
         const WRITE = 1 << 9;
-        /// Buffer of a receive: the NIC writes it.
+        /// The region receives messages.
         const RECV = 1 << 10;
-        /// Buffer of a send: the NIC reads it.
+        /// The region is the source of messages.
         const SEND = 1 << 11;
-        /// A peer may read it.
+        /// A peer may read the region.
         const REMOTE_READ = 1 << 12;
         /// A peer may write the region by RMA and apply atomics to it.
         const REMOTE_WRITE = 1 << 13;
@@ -82,7 +82,7 @@ impl Access {
     /// Rights that each let a peer apply atomics: REMOTE_WRITE and REMOTE_ATOMIC.
     pub const ANY_REMOTE_ATOMIC: Self = Self::REMOTE_WRITE.union(Self::REMOTE_ATOMIC);
 
-    /// Every right of peers; a memory window grants these and no others.
+    /// Every right of peers. A memory window can grant these and no others.
     pub const ANY_REMOTE: Self =
         Self::REMOTE_READ.union(Self::ANY_REMOTE_WRITE).union(Self::ANY_REMOTE_ATOMIC);
 
@@ -105,7 +105,7 @@ impl fmt::Display for Access {
     }
 }
 
-/// Writes flag names joined by `|`, then unknown bits in hexadecimal; `none` for the empty set.
+/// Writes flag names joined by `|`, then unknown bits in hexadecimal. Writes `none` for no bits.
 pub(crate) fn write_names<'a>(
     f: &mut fmt::Formatter<'_>,
     names: impl Iterator<Item = &'a str>,

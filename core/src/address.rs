@@ -1,7 +1,8 @@
-//! Addresses, ranges and offsets, each its own type.
+//! Addresses, ranges and offsets, each a type of its own.
 //!
-//! Most published registration bugs are one of these mixed up. None of them is a pointer: a device
-//! address must not be dereferenced, and a host address is only as valid as its owner says.
+//! Mixing these up is a common cause of registration bugs. None of them is a pointer: a device
+//! address must not be dereferenced, and a host address is valid only while its owner keeps the
+//! memory.
 //!
 //! ```
 //! use hmem_core::{Address, AddressRange};
@@ -32,26 +33,26 @@ macro_rules! offset {
 }
 
 offset! {
-    /// A virtual address of this process, of host or device memory. Not a pointer.
+    /// A virtual address of host or device memory in this process. It is not a pointer.
     Address,
-    /// Bytes from the base of an allocation.
+    /// An offset in bytes from the start of an allocation.
     AllocOffset,
-    /// Bytes from the start of an exported dma-buf.
+    /// An offset in bytes from the start of an exported dma-buf.
     DmaBufOffset,
-    /// The address by which a NIC reaches a region: a virtual address of the target in VIRT_ADDR
-    /// mode, an offset into the region otherwise.
+    /// The address by which peers name a byte of a region: a virtual address of the target in
+    /// VIRT_ADDR mode, otherwise an offset into the region.
     Iova,
 }
 
 impl Address {
-    /// The address of a host pointer. Exposes its provenance, since copies turn addresses back into
-    /// pointers.
+    /// Returns the address of a host pointer. Exposes the pointer's provenance, because copies turn
+    /// addresses back into pointers.
     #[must_use]
     pub fn of_ptr<T: ?Sized>(pointer: *const T) -> Self {
         Self(pointer.cast::<()>().expose_provenance() as u64)
     }
 
-    /// `self + bytes`, or `None` past the end of the address space.
+    /// Returns `self + bytes`, or `None` past the end of the address space.
     #[must_use]
     pub const fn checked_add(self, bytes: u64) -> Option<Self> {
         match self.0.checked_add(bytes) {
@@ -61,7 +62,7 @@ impl Address {
     }
 }
 
-/// A run of addresses: start and length in bytes. Its end never wraps; its length may be 0.
+/// A range of addresses: a start and a length in bytes, which may be 0. Its end never wraps around.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct AddressRange {
     start: Address,
@@ -69,7 +70,7 @@ pub struct AddressRange {
 }
 
 impl AddressRange {
-    /// The range of `len` bytes from `start`.
+    /// Creates the range of `len` bytes from `start`.
     ///
     /// # Errors
     /// [`ErrorKind::AddressWraps`] if the last byte would lie past the 64-bit address space.
@@ -78,8 +79,7 @@ impl AddressRange {
         Self::checked(start, len).ok_or_else(|| wraps(start, len))
     }
 
-    /// As [`AddressRange::new`], and `None` where that fails: for paths that have no use for the
-    /// error.
+    /// Creates a range like [`AddressRange::new`], but returns `None` instead of an error.
     #[inline]
     #[must_use]
     pub const fn checked(start: Address, len: u64) -> Option<Self> {
@@ -89,19 +89,19 @@ impl AddressRange {
         }
     }
 
-    /// The range that a slice of any element type occupies.
+    /// Returns the range of a slice's elements.
     #[must_use]
     pub fn of<T>(slice: &[T]) -> Self {
         Self { start: Address::of_ptr(slice.as_ptr()), len: size_of_val(slice) as u64 }
     }
 
-    /// The first address.
+    /// Returns the first address.
     #[must_use]
     pub const fn start(self) -> Address {
         self.start
     }
 
-    /// The length in bytes.
+    /// Returns the length in bytes.
     #[must_use]
     pub const fn len(self) -> u64 {
         self.len
@@ -113,7 +113,7 @@ impl AddressRange {
         self.len == 0
     }
 
-    /// One past the last address; `None` if the range reaches the very end of the address space.
+    /// Returns the address after the last one, or `None` at the end of the address space.
     #[must_use]
     pub const fn end(self) -> Option<Address> {
         self.start.checked_add(self.len)
@@ -125,8 +125,8 @@ impl AddressRange {
         address.0.wrapping_sub(self.start.0) < self.len
     }
 
-    /// Returns true if all of `other` lies inside. An empty range lies in any range that it
-    /// touches.
+    /// Returns true if all of `other` lies inside. An empty range lies inside each range that its
+    /// start lies in or adjoins.
     #[must_use]
     pub const fn contains_range(self, other: Self) -> bool {
         let offset = other.start.0.wrapping_sub(self.start.0);
@@ -139,7 +139,7 @@ impl AddressRange {
         self.len > 0 && other.len > 0 && (self.contains(other.start) || other.contains(self.start))
     }
 
-    /// The part of `len` bytes that begins `offset` bytes in; `None` if it reaches outside.
+    /// Returns the part of `len` bytes from `offset`, or `None` if the part reaches outside.
     #[must_use]
     pub const fn slice(self, offset: u64, len: u64) -> Option<Self> {
         if offset <= self.len && len <= self.len - offset {
@@ -158,7 +158,7 @@ impl AddressRange {
         Some(Self { start, len: last.checked_sub(start.0)? + 1 })
     }
 
-    /// Returns the smallest range that holds both.
+    /// Returns the smallest range that contains both.
     #[must_use]
     pub(crate) fn hull(self, other: Self) -> Self {
         let start = self.start.min(other.start);
@@ -166,7 +166,8 @@ impl AddressRange {
         Self { start, len: len(self).max(len(other)) }
     }
 
-    /// The smallest page-aligned range that holds this one. `page` is a power of two, in bytes.
+    /// Returns the smallest page-aligned range that contains this one. `page` is the page size in
+    /// bytes, a power of two.
     #[must_use]
     pub const fn page_aligned(self, page: u64) -> Self {
         let start = self.start.0 & !(page - 1);

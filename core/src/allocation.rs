@@ -1,4 +1,4 @@
-//! Allocations, which an iface reports for the addresses in them.
+//! Allocations, as ifaces report them for an address.
 
 use crate::{Address, AddressRange, AllocOffset, DeviceId, IfaceKind};
 
@@ -10,8 +10,8 @@ pub enum AllocationKind {
     Device,
     /// Page-locked host memory from the device API's host allocator.
     Host,
-    /// The application's own host memory, page-locked by the device API. It is registered, watched
-    /// and cached as the system memory that it is.
+    /// The application's own host memory that a device API page-locked. The library treats it like
+    /// any other system memory.
     HostRegistered,
     /// Memory that migrates between host and devices.
     Managed,
@@ -19,14 +19,14 @@ pub enum AllocationKind {
     StreamOrdered,
     /// A reserved address range with separately mapped physical segments (VMM).
     Virtual,
-    /// Device memory of another process, opened here.
+    /// Device memory of another process, opened in this one.
     Imported,
     /// Ordinary memory of the operating system.
     System,
 }
 
 impl AllocationKind {
-    /// The kind in lower case, as `info` and the JSON output print it.
+    /// Returns the name in lower case, as `info` and the JSON output print it.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -41,34 +41,35 @@ impl AllocationKind {
         }
     }
 
-    /// Returns true if the CPU can load and store there.
+    /// Returns true if the CPU can access memory of this kind.
     #[must_use]
     pub const fn cpu_accessible(self) -> bool {
         matches!(self, Self::Host | Self::HostRegistered | Self::Managed | Self::System)
     }
 }
 
-/// A number that an iface never gives to two allocations, so that a reused address is noticed.
+/// The identity of an allocation. An iface never gives two allocations the same number, so that a
+/// reused address can be detected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct AllocationId(pub u64);
 
 /// One allocation of an iface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Allocation {
-    /// The iface that made it.
+    /// The iface that owns the allocation.
     pub iface: IfaceKind,
-    /// First address and length in bytes.
+    /// The first address and the length in bytes.
     pub range: AddressRange,
-    /// The device that holds it; `None` for memory of no particular device.
+    /// The device of the memory. `None` if the memory belongs to no particular device.
     pub device: Option<DeviceId>,
     /// The kind of memory.
     pub kind: AllocationKind,
-    /// The identity, which differs from that of every other allocation at this address.
+    /// The identity, which no other allocation of the iface ever has.
     pub id: AllocationId,
 }
 
 impl Allocation {
-    /// The first address.
+    /// Returns the first address.
     #[must_use]
     pub const fn base(&self) -> Address {
         self.range.start()
@@ -85,11 +86,13 @@ impl Allocation {
     }
 }
 
-/// One physically contiguous part of a range. An export never covers less than one; whether it
-/// covers several that lie side by side is found out by asking for it.
+/// A physically contiguous part of a range.
+///
+/// A driver exports a segment as a whole. Only an attempt shows whether it also exports several
+/// adjacent segments at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// The addresses that it backs.
+    /// The addresses of the segment.
     pub range: AddressRange,
     /// Set if the segment can be exported to a NIC.
     pub exportable: bool,

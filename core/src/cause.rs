@@ -1,8 +1,7 @@
-//! Causes of refused paths and their remedies: rules that lead from an attempt and its answer to
-//! the probable cause.
+//! The probable causes of refused paths, and their remedies.
 //!
-//! A rule of one driver belongs to its iface ([`Iface::causes`](crate::Iface::causes)). The rules
-//! that hold for any driver belong to the path decision.
+//! A rule maps a refusal (path, step and error) to a cause. Rules for one driver belong to its
+//! iface ([`Iface::causes`](crate::Iface::causes)). General rules belong to the path search.
 
 use std::{collections::BTreeSet, fs, path::PathBuf};
 
@@ -12,25 +11,25 @@ use crate::{AllocationKind, Error, ErrorKind, Path, dma_buf::DmaBufMapping};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Step {
-    /// Looking at what the NIC imports at all.
+    /// Checking that the NIC supports the path at all.
     Import,
     /// Finding the physical segments.
     Segments,
-    /// Exporting a range of several physical segments as one dma-buf. If a segment is refused in
-    /// the same way, the refusal of the whole is one of [`Step::Export`].
+    /// Exporting a range of several physical segments as one dma-buf. If a single segment is
+    /// refused with the same error, the step is [`Step::Export`] instead.
     ExportWhole,
-    /// Exporting, as a dma-buf or to peer-memory clients.
+    /// Exporting the memory as a dma-buf, or opening it to peer-memory clients.
     Export,
     /// Registering with the NIC.
     Register,
 }
 
 impl Step {
-    /// Every step, in the order in which they are made.
+    /// Every step, in the order of a path search.
     pub const ALL: [Self; 5] =
         [Self::Import, Self::Segments, Self::ExportWhole, Self::Export, Self::Register];
 
-    /// The name as it is printed.
+    /// Returns the name, as it is printed.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -43,19 +42,19 @@ impl Step {
     }
 }
 
-/// The answers of a refusal that a cause knows.
+/// The errors of a refusal that a rule matches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
     /// One of these numbers of the operating system.
     Errno(&'static [i32]),
     /// One of these codes of the iface's driver.
     Driver(&'static [i64]),
-    /// One of these kinds, in whatever dialect.
+    /// One of these kinds of errors.
     Kind(&'static [ErrorKind]),
 }
 
 impl Answer {
-    /// The operation is lacking, in whatever dialect.
+    /// The operation is not supported.
     pub const UNSUPPORTED: Self = Self::Kind(&[ErrorKind::Unsupported, ErrorKind::NoSys]);
 
     fn is(self, error: &Error) -> bool {
@@ -66,7 +65,7 @@ impl Answer {
             Self::Driver(codes) => {
                 error.driver().is_some_and(|driver| codes.contains(&driver.code))
             }
-            // These two numbers are turned into kinds that say less.
+            // These two numbers say more than the kinds that they map to.
             Self::Kind(kinds) => {
                 let exact = error.os_errno().is_some_and(|errno| matches!(errno.0, 121 | 524));
                 !exact && kinds.contains(&error.kind())
@@ -75,7 +74,7 @@ impl Answer {
     }
 }
 
-/// A refusal to find the cause of.
+/// A refusal whose cause is wanted.
 #[derive(Clone, Copy, Debug)]
 pub struct RefusalContext<'a> {
     /// The path.
@@ -84,17 +83,16 @@ pub struct RefusalContext<'a> {
     pub step: Step,
     /// The kind of memory.
     pub kind: AllocationKind,
-    /// The mapping of the dma-buf that may be at fault: the default one where that is refused as
-    /// well.
+    /// The mapping of the dma-buf. The default mapping if that was refused too.
     pub mapping: DmaBufMapping,
-    /// The answer.
+    /// The error of the refusal.
     pub error: &'a Error,
 }
 
-/// Facts about a machine, each `None` (or empty) where it could not be found out.
+/// Facts about a machine. A fact is `None` if it is unknown.
 ///
-/// No path is chosen by these facts: ways are tried. They only tell causes apart that answer with
-/// the same number.
+/// The facts never choose a path, because a path search tries every path. They only distinguish
+/// causes that lead to the same error.
 ///
 /// ```
 /// use hmem_core::cause::Facts;
@@ -106,62 +104,65 @@ pub struct RefusalContext<'a> {
 pub struct Facts {
     /// The kernel's version and patch level: `(6, 12)`.
     pub kernel: Option<(u32, u32)>,
-    /// The kernel modules that matter to paths and are loaded, or built in and have parameters,
-    /// with underscores.
+    /// The relevant kernel modules that are loaded, or built in with parameters. Names have
+    /// underscores.
     pub modules: Option<BTreeSet<String>>,
-    /// The kernel options that matter to paths and are set, as `y` or `m`, without `CONFIG_`.
+    /// The relevant kernel options that are set to `y` or `m`, without `CONFIG_`.
     pub kernel_options: Option<BTreeSet<String>>,
-    /// The locked-memory limit of the process in bytes; `u64::MAX` is no limit.
+    /// The locked-memory limit of the process in bytes. `u64::MAX` means no limit.
     pub memlock: Option<u64>,
-    /// Set if the IOMMU translates the addresses that the NIC (or the device) uses.
+    /// Set if an IOMMU translates the addresses that the NIC or the device uses.
     pub iommu_translates: Option<bool>,
-    /// Set if ACS sends requests between the two through the root complex.
+    /// Set if PCI access control (ACS) redirects requests between the NIC and the device through
+    /// the root complex.
     pub acs_redirects: Option<bool>,
-    /// Bytes of the device's largest BAR.
+    /// The size of the device's largest BAR in bytes.
     pub bar: Option<u64>,
-    /// The folder below which the machine's files are read ([`Facts::text`]).
+    /// The root folder of the machine's files, for [`Facts::text`].
     pub root: Option<PathBuf>,
 }
 
 impl Facts {
-    /// Returns whether a module that matters to paths is there, by its name with underscores.
+    /// Returns true if a relevant kernel module is present. `name` has underscores. `None` if
+    /// unknown.
     #[must_use]
     pub fn has_module(&self, name: &str) -> Option<bool> {
         self.modules.as_ref().map(|modules| modules.contains(name))
     }
 
-    /// Returns whether a build option that matters to paths is set, by its name without `CONFIG_`.
+    /// Returns true if a relevant kernel option is set. `name` is without `CONFIG_`. `None` if
+    /// unknown.
     #[must_use]
     pub fn has_option(&self, name: &str) -> Option<bool> {
         self.kernel_options.as_ref().map(|options| options.contains(name))
     }
 
-    /// Reads a file of the machine, by its path without the slash in front: a driver's own
-    /// statement in procfs, for example.
+    /// Reads a file of the machine, for example a driver's file in procfs. `path` has no leading
+    /// slash.
     #[must_use]
     pub fn text(&self, path: &str) -> Option<String> {
         fs::read_to_string(self.root.as_ref()?.join(path)).ok()
     }
 }
 
-/// A fact that a cause needs.
+/// A fact that a rule requires.
 #[derive(Clone, Copy, Debug)]
 pub struct Needs {
-    /// The fact as a clause.
+    /// The fact as text.
     pub text: &'static str,
-    /// Returns whether it is known to hold.
+    /// Returns true if the fact is known to be true.
     pub holds: fn(&Facts) -> bool,
 }
 
 impl Needs {
-    /// Shorthand for the field [`RefusalCause::needs`].
+    /// Creates the value of [`RefusalCause::needs`].
     #[must_use]
     pub const fn some(text: &'static str, holds: fn(&Facts) -> bool) -> Option<Self> {
         Some(Self { text, holds })
     }
 }
 
-/// A known cause. Every condition must hold.
+/// A rule for a known cause. It matches a refusal if all its conditions hold.
 ///
 /// ```
 /// use hmem_core::{
@@ -169,7 +170,7 @@ impl Needs {
 ///     cause::{Answer, RefusalCause, Step},
 /// };
 ///
-/// // A row of an iface: where its driver refuses an export, before the general rows.
+/// // A rule of an iface, for an error of its driver. Its rank is lower than that of general rules.
 /// const NOT_SHARED: RefusalCause = RefusalCause {
 ///     name: "mine-not-shared",
 ///     rank: 35,
@@ -183,34 +184,36 @@ impl Needs {
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct RefusalCause {
-    /// Its name: a heading in `docs/causes.md`.
+    /// The name of the cause: a heading in `docs/causes.md`.
     pub name: &'static str,
-    /// Its place among all causes that fit, of which the lowest is the probable one: a special
-    /// cause has a lower rank than a general one. The general causes stand at multiples of 10. A
-    /// row of an iface with the name and rank of a general one has remedies of its driver, and is
-    /// preferred to it.
+    /// The rank. Of all rules that match, the one with the lowest rank is the probable cause.
+    ///
+    /// Special causes have lower ranks than general ones. The ranks of general causes are multiples
+    /// of
+    /// 10. An iface may have a rule with the name and rank of a general one, with a remedy for its
+    /// driver. Then the iface's rule is preferred.
     pub rank: u32,
-    /// The ways that meet it.
+    /// The paths.
     pub paths: &'static [Path],
-    /// When.
+    /// The steps.
     pub steps: &'static [Step],
-    /// The kind of memory; `None` for any.
+    /// The kind of memory. `None` matches any.
     pub kind: Option<AllocationKind>,
-    /// Under which mapping; `None` for any.
+    /// The mapping of the dma-buf. `None` matches any.
     pub mapping: Option<DmaBufMapping>,
-    /// The answers that lead here: any of these.
+    /// The errors. One of them must match.
     pub answers: &'static [Answer],
-    /// A fact that must be known of the machine.
+    /// A fact about the machine that must be true.
     pub needs: Option<Needs>,
-    /// The probable cause, in a sentence.
+    /// The text of the cause, in one sentence.
     pub cause: &'static str,
-    /// The remedy, as a clause.
+    /// The text of the remedy, an instruction.
     pub remedy: &'static str,
 }
 
 impl RefusalCause {
-    /// The conditions that most rows share, to begin a row with: every path, on registering. It
-    /// fits nothing itself.
+    /// Default values for rules: every path, and the step [`Step::Register`]. The default matches
+    /// no refusal, because it has no errors.
     pub const ANY: Self = Self {
         name: "",
         rank: u32::MAX,
@@ -224,7 +227,7 @@ impl RefusalCause {
         remedy: "",
     };
 
-    /// Returns whether this is a cause of the refusal.
+    /// Returns true if the rule matches the refusal.
     #[must_use]
     pub fn fits(&self, context: &RefusalContext<'_>, facts: &Facts) -> bool {
         let RefusalContext { path, step, kind, mapping, error } = context;
@@ -236,8 +239,8 @@ impl RefusalCause {
             && self.needs.is_none_or(|needs| (needs.holds)(facts))
     }
 
-    /// Returns the probable cause of a refusal: of the rows that fit, the one of the lowest rank,
-    /// and of those the first. The rows of the iface thus come before the general ones.
+    /// Returns the probable cause of a refusal: the matching rule with the lowest rank, and the
+    /// first one among equal ranks. Pass the iface's rules before the general ones.
     #[must_use]
     pub fn probable<'r>(
         rows: impl IntoIterator<Item = &'r Self>,

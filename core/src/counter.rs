@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Counts successes and failures; shared by whoever was bound to it.
+/// A counter of successful and failed operations, which regions and endpoints share.
 #[derive(Debug, Default)]
 pub struct Counter {
     value: AtomicU64,
@@ -11,39 +11,40 @@ pub struct Counter {
 }
 
 impl Counter {
-    /// A counter at 0.
+    /// Creates a counter with the value 0.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Successful operations so far.
+    /// Returns the number of successful operations so far.
     #[must_use]
     pub fn value(&self) -> u64 {
         self.value.load(Ordering::Acquire)
     }
 
-    /// Failed operations so far.
+    /// Returns the number of failed operations so far.
     #[must_use]
     pub fn errors(&self) -> u64 {
         self.errors.load(Ordering::Acquire)
     }
 
-    /// Adds to the successes; the bytes written before are visible to whoever sees the new value.
+    /// Adds `count` to the successes. A thread that sees the new value also sees all bytes that
+    /// were written before this call.
     pub fn add(&self, count: u64) {
         if !self.is_closed() {
             self.value.fetch_add(count, Ordering::AcqRel);
         }
     }
 
-    /// Adds to the failures.
+    /// Adds `count` to the failures.
     pub fn add_error(&self, count: u64) {
         if !self.is_closed() {
             self.errors.fetch_add(count, Ordering::AcqRel);
         }
     }
 
-    /// Closes it: it counts no more, and regions that it is bound to can be closed.
+    /// Closes the counter. It counts no more, and regions that it is bound to can be closed.
     pub fn close(&self) {
         self.closed.store(true, Ordering::Release);
     }

@@ -1,4 +1,4 @@
-//! One error type for the whole library: what was asked, what refused it, and what to do.
+//! The error type of the whole library: the failed operation, the reason, and a remedy.
 //!
 //! ```
 //! use hmem_core::{Error, ErrorKind};
@@ -26,20 +26,19 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 macro_rules! kinds {
     ($($(#[doc = $doc:literal])+ $name:ident = ($fi:literal, $text:literal),)+) => {
-        /// The kind of an error, in the terms of the field.
+        /// The kind of an error.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum ErrorKind { $($(#[doc = $doc])+ $name,)+ }
 
         impl ErrorKind {
-            /// The libfabric errno (`rdma/fi_errno.h`) that this kind maps to, as a positive
-            /// number.
+            /// Returns libfabric's errno for this kind (`rdma/fi_errno.h`), as a positive number.
             #[must_use]
             pub const fn fi_errno(self) -> i32 {
                 match self { $(Self::$name => $fi,)+ }
             }
 
-            /// The kind as a clause of a sentence.
+            /// Returns the kind as part of a sentence.
             #[must_use]
             pub const fn text(self) -> &'static str {
                 match self { $(Self::$name => $text,)+ }
@@ -51,7 +50,7 @@ macro_rules! kinds {
 kinds! {
     /// An argument is wrong in a way that no more precise kind names.
     InvalidArgument = (22, "invalid argument"),
-    /// A range of length zero was given where bytes are needed (`fi_mr(3)`: "Must be > 0").
+    /// A range has no bytes (`fi_mr(3)`: "Must be > 0").
     ZeroLength = (22, "the range is empty"),
     /// Start plus length passes the end of the 64-bit address space.
     AddressWraps = (22, "the range wraps the address space"),
@@ -69,7 +68,7 @@ kinds! {
     TooLong = (22, "longer than the provider can register"),
     /// A page size that the operating system does not have.
     BadPageSize = (22, "page size not available"),
-    /// A range that reaches outside the region or allocation that should hold it.
+    /// A range that reaches outside its region or allocation.
     OutOfBounds = (22, "outside the bounds"),
     /// mr_mode bits that the application did not offer but the provider needs, or a forbidden mix.
     ModeMismatch = (61, "mr_mode not acceptable"),
@@ -80,42 +79,41 @@ kinds! {
     AccessDenied = (13, "access not granted"),
     /// The requested key is in use (`FI_ENOKEY`).
     NoKey = (266, "requested key is in use"),
-    /// The requested key cannot be had from this provider (`FI_EKEYREJECTED`).
+    /// The provider cannot use the requested key (`FI_EKEYREJECTED`).
     KeyRejected = (129, "requested key rejected"),
-    /// The key exists only as a raw key, or not before registration completes (`FI_KEY_NOTAVAIL`).
+    /// The region has only a raw key, or its registration has not completed (`FI_KEY_NOTAVAIL`).
     KeyNotAvailable = (126, "key not available"),
-    /// A key that no region answers to: forged, stale, foreign or dead.
+    /// A key that belongs to no region: it is forged, stale or of another domain.
     InvalidKey = (129, "key does not name a region"),
-    /// A transfer lacks a local descriptor, or has one that is not of this domain (`FI_ENOMR`).
+    /// A local segment has no descriptor, or one of another domain (`FI_ENOMR`).
     NoRegion = (270, "no valid local descriptor"),
     /// Serialised bytes (a key, a handle) that are truncated, altered, or of an unknown version.
     Malformed = (22, "malformed bytes"),
-    /// The given buffer is too small; the context says how much is needed (`FI_ETOOSMALL`).
+    /// A buffer is too small. The context value `needed` is the necessary size (`FI_ETOOSMALL`).
     TooSmall = (257, "buffer too small"),
-    /// Something still depends on the object (`FI_EBUSY`).
+    /// The object is still in use (`FI_EBUSY`).
     Busy = (16, "still in use"),
     /// The object is in a state that does not allow the operation (`FI_EOPBADSTATE`).
     BadState = (258, "wrong state"),
     /// The operation was cancelled before it ran (`FI_ECANCELED`).
     Canceled = (125, "canceled"),
-    /// Try again: a queue is full, or nothing is there yet (`FI_EAGAIN`).
+    /// The operation would succeed later, for example when a queue is no longer full (`FI_EAGAIN`).
     Again = (11, "try again"),
     /// A received message was longer than the posted buffer (`FI_ETRUNC`).
     Truncated = (265, "message truncated"),
-    /// A message longer than the provider transfers at once (`FI_EMSGSIZE`).
+    /// A message is longer than the provider's limit (`FI_EMSGSIZE`).
     MessageTooLong = (90, "message too long"),
-    /// Out of memory, pinnable memory, regions, or another bounded resource (`FI_ENOMEM`).
+    /// Memory, lockable memory, regions or another limited resource is used up (`FI_ENOMEM`).
     OutOfResources = (12, "out of resources"),
-    /// The driver, device or build lacks the operation, in whatever dialect it says so
-    /// (`FI_EOPNOTSUPP`).
+    /// The driver, the device or this build does not support the operation (`FI_EOPNOTSUPP`).
     Unsupported = (95, "not supported"),
     /// The provider has no such call (`FI_ENOSYS`).
     NoSys = (38, "not implemented by this provider"),
-    /// A library, driver or device that is not there (`FI_ENODEV`).
+    /// A library, driver or device is missing (`FI_ENODEV`).
     Unavailable = (19, "unavailable"),
     /// The process lacks a privilege (`FI_EPERM`).
     PermissionDenied = (1, "permission denied"),
-    /// The peer cannot be reached or is gone (`FI_ECONNREFUSED`).
+    /// The peer does not answer (`FI_ECONNREFUSED`).
     Unreachable = (111, "peer not reachable"),
     /// A call into a driver or the operating system failed in another way (`FI_EOTHER`).
     Driver = (256, "driver call failed"),
@@ -140,13 +138,13 @@ impl fmt::Display for ErrorKind {
 pub struct Errno(pub i32);
 
 impl Errno {
-    /// The error of the last failed call as `std` keeps it; 0 if it carries none.
+    /// Returns the number in an error of the standard library, or 0 if it has none.
     #[must_use]
     pub fn of(error: &std::io::Error) -> Self {
         Self(error.raw_os_error().unwrap_or(0))
     }
 
-    /// The symbolic name, where this library knows it.
+    /// Returns the symbolic name, if this library knows it.
     #[must_use]
     pub const fn name(self) -> Option<&'static str> {
         Some(match self.0 {
@@ -177,9 +175,9 @@ impl Errno {
         })
     }
 
-    /// The one place where the operating system's numbers become kinds.
+    /// Returns the kind of error for this number. All system calls of the library use this mapping.
     ///
-    /// 95 and the kernel-internal 524 are the same thing in two dialects.
+    /// 95 (EOPNOTSUPP) and the kernel-internal 524 (ENOTSUPP) are the same kind.
     #[must_use]
     pub const fn kind(self) -> ErrorKind {
         match self.0 {
@@ -222,10 +220,11 @@ impl From<rustix::io::Errno> for Errno {
     }
 }
 
-/// A driver's own code with the name that its header gives it: `CUDA_ERROR_NOT_SUPPORTED (801)`.
+/// A driver's own error code, with its name in the vendor's header: `CUDA_ERROR_NOT_SUPPORTED
+/// (801)`.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct DriverCode {
-    /// The name in the vendor's header, or an empty string if the code is not known.
+    /// The name in the vendor's header, or an empty string for an unknown code.
     pub name: Cow<'static, str>,
     /// The number as the driver returned it.
     pub code: i64,
@@ -250,13 +249,14 @@ impl fmt::Display for DriverCode {
     }
 }
 
-/// Operations of errors that several public calls share: they name no function of the caller's.
+/// Operations that several public calls share. [`Error::of_call`] replaces them by the public call.
 const SHARED_STEPS: [&str; 3] = ["regattr", "owner of range", "cached registration"];
 
-/// Why an operation was refused: kind, operation, who refused, its own code, context, remedy.
+/// The error of a failed operation.
 ///
-/// `Display` is one readable line; `Debug` is the whole record. A clone is for a second caller that
-/// waited for the same thing.
+/// An error has a kind and the name of the operation. It may also have the iface, device or
+/// provider that refused, its own error code, context values, a remedy, a source, and a trace of
+/// the paths that were tried. `Display` writes one readable line, `Debug` the whole record.
 #[derive(Clone)]
 pub struct Error(Box<Record>);
 
@@ -276,7 +276,7 @@ struct Record {
 }
 
 impl Error {
-    /// An error of `kind` raised by `operation` (the public call or the driver's symbol).
+    /// Creates an error. `operation` is the public call or the driver's function that failed.
     #[must_use]
     #[cold]
     pub fn new(kind: ErrorKind, operation: &'static str) -> Self {
@@ -295,7 +295,7 @@ impl Error {
         }))
     }
 
-    /// A failed system call: the kind follows from the number.
+    /// Creates the error of a failed system call. The number determines the kind.
     #[must_use]
     #[cold]
     pub fn os(errno: impl Into<Errno>, operation: &'static str) -> Self {
@@ -305,8 +305,8 @@ impl Error {
         error
     }
 
-    /// Names the public call, if a step that several calls share refused. The name of a driver's
-    /// function stays.
+    /// Replaces the operation by the public call, if the operation is a step that several calls
+    /// share. The name of a driver's function stays.
     #[must_use]
     #[cold]
     pub(crate) fn of_call(mut self, call: &'static str) -> Self {
@@ -316,63 +316,64 @@ impl Error {
         self
     }
 
-    /// Adds a name and value that help to find the cause.
+    /// Adds a named value that helps to find the cause.
     #[must_use]
     pub fn context(mut self, name: &'static str, value: impl fmt::Display) -> Self {
         self.0.context.push((name, value.to_string()));
         self
     }
 
-    /// Says what the caller can do about it.
+    /// Sets the remedy: an instruction for the caller.
     #[must_use]
     pub fn remedy(mut self, remedy: impl Into<Cow<'static, str>>) -> Self {
         self.0.remedy = Some(remedy.into());
         self
     }
 
-    /// Names the iface that refused.
+    /// Sets the iface that refused.
     #[must_use]
     pub fn iface(mut self, iface: IfaceKind) -> Self {
         self.0.iface = Some(iface);
         self
     }
 
-    /// Names the device that refused.
+    /// Sets the device that refused.
     #[must_use]
     pub fn device(mut self, device: DeviceId) -> Self {
         self.0.device = Some(device);
         self
     }
 
-    /// Names the provider that refused.
+    /// Sets the provider that refused.
     #[must_use]
     pub fn provider(mut self, provider: impl Into<Cow<'static, str>>) -> Self {
         self.0.provider = Some(provider.into());
         self
     }
 
-    /// Adds the operating system's number without changing the kind.
+    /// Sets the operating system's number. The kind stays.
     #[must_use]
     pub fn errno(mut self, errno: impl Into<Errno>) -> Self {
         self.0.errno = Some(errno.into());
         self
     }
 
-    /// Adds the driver's own code without changing the kind.
+    /// Sets the driver's own code. The kind stays.
     #[must_use]
     pub fn driver_code(mut self, name: impl Into<Cow<'static, str>>, code: i64) -> Self {
         self.0.driver = Some(DriverCode { name: name.into(), code });
         self
     }
 
-    /// Keeps the error that caused this one.
+    /// Sets the source: the error that caused this one.
     #[must_use]
     pub fn caused_by(mut self, source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
         self.0.source = Some(Arc::from(source.into()));
         self
     }
 
-    /// Keeps what was tried; its refusal ([`Trace::refusal`]) is the source, if there is no other.
+    /// Sets the trace of the paths that were tried. [`Trace::refusal`] becomes the source, unless
+    /// the error has one.
     #[must_use]
     pub fn with_trace(mut self, trace: Trace) -> Self {
         self.0.trace = trace;
@@ -385,31 +386,31 @@ impl Error {
         self.0.kind
     }
 
-    /// The call that refused.
+    /// Returns the operation that failed.
     #[must_use]
     pub fn operation(&self) -> &'static str {
         self.0.operation
     }
 
-    /// The operating system's number, where it was the one to refuse.
+    /// Returns the operating system's number, if a system call failed.
     #[must_use]
     pub fn os_errno(&self) -> Option<Errno> {
         self.0.errno
     }
 
-    /// The driver's code, where a driver was the one to refuse.
+    /// Returns the driver's code, if a driver's function failed.
     #[must_use]
     pub fn driver(&self) -> Option<&DriverCode> {
         self.0.driver.as_ref()
     }
 
-    /// The iface that refused, where known.
+    /// Returns the iface that refused, if known.
     #[must_use]
     pub fn iface_kind(&self) -> Option<IfaceKind> {
         self.0.iface
     }
 
-    /// The provider that refused, where known.
+    /// Returns the provider that refused, if known.
     #[must_use]
     pub fn provider_name(&self) -> Option<&str> {
         self.0.provider.as_deref()
@@ -421,31 +422,31 @@ impl Error {
         self.0.remedy.as_deref()
     }
 
-    /// The value recorded under `name`, where there is one.
+    /// Returns the context value `name`, if the error has it.
     #[must_use]
     pub fn context_value(&self, name: &str) -> Option<&str> {
         self.0.context.iter().find(|(n, _)| *n == name).map(|(_, v)| v.as_str())
     }
 
-    /// The ways that were tried, of a path decision that found none.
+    /// Returns the attempts of a path search that found no path. Empty for other errors.
     #[must_use]
     pub fn trace(&self) -> &Trace {
         &self.0.trace
     }
 
-    /// The line of `Display` without the remedy.
+    /// Returns the text of `Display` without the remedy.
     #[must_use]
     pub fn reason(&self) -> impl fmt::Display + '_ {
         Reason(self)
     }
 
-    /// The libfabric errno of the kind, as a positive number.
+    /// Returns libfabric's errno for the kind, as a positive number.
     #[must_use]
     pub fn fi_errno(&self) -> i32 {
         self.0.kind.fi_errno()
     }
 
-    /// Returns true if the operation is not supported (in any dialect) rather than failed.
+    /// Returns true if the operation is not supported, as opposed to having failed.
     #[must_use]
     pub fn is_unsupported(&self) -> bool {
         matches!(self.0.kind, ErrorKind::Unsupported | ErrorKind::NoSys)
@@ -457,7 +458,7 @@ impl Error {
         self.0.kind == ErrorKind::Unavailable
     }
 
-    /// Returns true if something still depends on the object.
+    /// Returns true if the object is still in use.
     #[must_use]
     pub fn is_busy(&self) -> bool {
         self.0.kind == ErrorKind::Busy
@@ -537,7 +538,7 @@ impl StdError for Error {
     }
 }
 
-/// A refused operation that took an object by value: the error, and the object back.
+/// The error of an operation that takes an object by value, together with the object.
 ///
 /// ```
 /// use hmem_core::{Error, ErrorKind, Rejected};
@@ -547,9 +548,9 @@ impl StdError for Error {
 /// assert_eq!(rejected.value, [1, 2]);
 /// ```
 pub struct Rejected<T> {
-    /// The object as it was, still usable.
+    /// The object, which is still usable.
     pub value: T,
-    /// Why the operation was refused.
+    /// The error.
     pub error: Error,
 }
 

@@ -1,4 +1,4 @@
-//! Event queues (`fi_eq`): where asynchronous registrations report.
+//! Event queues (`fi_eq`), which report the ends of asynchronous registrations.
 
 use std::{
     collections::VecDeque,
@@ -9,7 +9,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::Result;
 
-/// Names a region in events, for as long as the process runs.
+/// The name of a region in events. No two regions of a process have the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RegionId(pub u64);
 
@@ -18,13 +18,13 @@ pub struct RegionId(pub u64);
 pub struct Event {
     /// The region: [`MemoryRegion::id`](crate::MemoryRegion::id).
     pub region: RegionId,
-    /// The context given with the registration.
+    /// The context of the registration request.
     pub context: u64,
     /// The result of the registration.
     pub result: Result<()>,
 }
 
-/// A queue of [`Event`]s, unbounded: it holds at most one event for each registration under way.
+/// An unbounded queue of [`Event`]s. Each asynchronous registration adds one event.
 #[derive(Debug, Default)]
 pub struct EventQueue {
     events: Mutex<VecDeque<Event>>,
@@ -32,7 +32,7 @@ pub struct EventQueue {
 }
 
 impl EventQueue {
-    /// An empty queue.
+    /// Creates an empty queue.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -43,13 +43,14 @@ impl EventQueue {
         self.arrived.notify_one();
     }
 
-    /// The oldest event, if there is one.
+    /// Removes and returns the oldest event, if there is one.
     pub fn read(&self) -> Option<Event> {
         self.events.lock().pop_front()
     }
 
-    /// Waits up to `timeout` for an event and returns the oldest one. [`Duration::MAX`] waits
-    /// without end.
+    /// Waits up to `timeout` for an event, and removes and returns the oldest one.
+    ///
+    /// [`Duration::MAX`] waits forever.
     pub fn wait(&self, timeout: Duration) -> Option<Event> {
         let deadline = Instant::now().checked_add(timeout);
         let mut events = self.events.lock();

@@ -14,13 +14,13 @@ bitflags::bitflags! {
     /// Flags of a registration call (`fi_mr(3)`, "FLAGS").
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct MrFlags: u64 {
-        /// The memory is described by a dma-buf fd in the attributes instead of by addresses.
+        /// The attributes name the memory by a dma-buf fd instead of by addresses.
         const MR_DMABUF = 1 << 40;
-        /// The key dies with the first remote access that uses it.
+        /// The key becomes invalid with the first remote access that uses it.
         const MR_SINGLE_USE = 1 << 41;
-        /// Host memory from a device API's host allocator; `device` is ignored.
+        /// The memory comes from a device API's host allocator. `device` is ignored.
         const HMEM_HOST_ALLOC = 1 << 45;
-        /// Memory that only the named device can access.
+        /// The memory is accessible to the named device only.
         const HMEM_DEVICE_ONLY = 1 << 46;
         /// The memory is persistent and is a target of RMA. A remote write or atomic completes
         /// after its bytes are persistent, and fails if they cannot be made so.
@@ -43,7 +43,7 @@ bitflags::bitflags! {
     /// The operations that a domain reports through a bound event queue (`fi_domain_bind`).
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct DomainBindFlags: u64 {
-        /// Registrations complete asynchronously, by an event.
+        /// Registrations complete asynchronously, each with an event.
         const REG_MR = 1 << 59;
     }
 }

@@ -1,5 +1,7 @@
-//! Form of a serialised value that goes to peers: magic, version, payload, CRC-32 of all before it
-//! (little endian).
+//! The binary form of values that are sent to peers.
+//!
+//! The form is a magic number, a version, the payload, and the CRC-32 of these bytes in
+//! little-endian order.
 
 use serde::{Serialize, de::DeserializeOwned};
 
@@ -9,7 +11,7 @@ use crate::{Error, ErrorKind, Result};
 pub(crate) struct Frame {
     pub(crate) magic: [u8; 4],
     pub(crate) version: u8,
-    /// The operation that errors name.
+    /// The operation that errors report.
     pub(crate) operation: &'static str,
     /// The remedy of errors.
     pub(crate) remedy: &'static str,
@@ -28,7 +30,7 @@ impl Frame {
         bytes
     }
 
-    /// Reads what [`Frame::write`] wrote.
+    /// Reads a value that [`Frame::write`] serialised.
     pub(crate) fn read<T: DeserializeOwned>(&self, bytes: &[u8]) -> Result<T> {
         let refuse = |why| self.refuse(bytes, why);
         let (body, sum) = bytes.split_last_chunk::<4>().ok_or_else(|| refuse("too short"))?;
@@ -47,7 +49,7 @@ impl Frame {
         }
     }
 
-    /// Returns the error for bytes that are not this form.
+    /// Returns the error for bytes that are not a value of this form.
     pub(crate) fn refuse(&self, bytes: &[u8], why: &'static str) -> Error {
         Error::new(ErrorKind::Malformed, self.operation)
             .context("wrong", why)

@@ -1,11 +1,11 @@
-//! Handles by which a provider names its objects.
+//! Handles, by which a provider names its regions and windows.
 
 use crate::LocalKey;
 
 /// A provider's handle of a registered region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProviderRegion {
-    /// The provider's own reference.
+    /// The provider's own identifier.
     pub token: u64,
     /// The local descriptor.
     pub local: LocalKey,
@@ -16,7 +16,7 @@ pub struct ProviderRegion {
 /// A provider's handle of a memory window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProviderWindow {
-    /// The provider's own reference.
+    /// The provider's own identifier.
     pub token: u64,
     /// The window's current key.
     pub key: u64,

@@ -1,4 +1,4 @@
-//! Numbers of ifaces and of their devices.
+//! The numbers of ifaces and of their devices.
 //!
 //! ```
 //! use hmem_core::IfaceKind;
@@ -10,7 +10,8 @@
 
 use std::{fmt, str::FromStr};
 
-/// A memory interface: `enum fi_hmem_iface` for 0..=5, plug-ins from 0x100 up.
+/// The number of a memory interface: libfabric's `enum fi_hmem_iface` for 0 to 5, and 0x100 and up
+/// for plug-ins.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct IfaceKind(pub u32);
 
@@ -45,7 +46,7 @@ impl IfaceKind {
         self.0 >= Self::FIRST_PLUG_IN.0
     }
 
-    /// The name, for the kinds that libfabric numbers.
+    /// Returns the name, or `None` for a number that libfabric does not define.
     #[must_use]
     pub fn name(self) -> Option<&'static str> {
         Self::NAMED.iter().find(|(kind, _)| *kind == self).map(|(_, name)| *name)
@@ -70,14 +71,14 @@ impl fmt::Debug for IfaceKind {
 impl FromStr for IfaceKind {
     type Err = UnknownIfaceName;
 
-    /// Parses the name of an iface that libfabric numbers.
+    /// Parses the name of an iface that libfabric defines.
     fn from_str(name: &str) -> Result<Self, UnknownIfaceName> {
         let named = Self::NAMED.iter().find(|(_, known)| *known == name);
         named.map(|(kind, _)| *kind).ok_or_else(|| UnknownIfaceName(name.to_owned()))
     }
 }
 
-/// The error of a name that no iface of libfabric has.
+/// The error for a name that is not the name of a libfabric iface.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnknownIfaceName(pub String);
 
@@ -93,7 +94,7 @@ impl fmt::Display for UnknownIfaceName {
 
 impl std::error::Error for UnknownIfaceName {}
 
-/// A device of an iface, by the iface's own ordinal, from 0.
+/// A device of an iface: the iface's own number for it, from 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct DeviceId(pub u32);
 

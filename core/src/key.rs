@@ -1,7 +1,7 @@
-//! Keys: a local descriptor is not a remote key, and neither is a number.
+//! Local descriptors, remote keys and authorization keys, each a type of its own.
 //!
-//! A [`RemoteKey`] travels to the peer in a versioned, checksummed form that is refused when
-//! altered:
+//! A [`RemoteKey`] is sent to a peer in a versioned form with a checksum. Altered bytes are
+//! refused:
 //!
 //! ```
 //! use hmem_core::{Addressing, ErrorKind, Iova, RemoteKey};
@@ -19,19 +19,20 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, ErrorKind, Iova, Result, frame::Frame};
 
-/// The local descriptor of a region (`fi_mr_desc`, verbs `lkey`): goes into local segments of
-/// transfers.
+/// The local descriptor of a region (`fi_mr_desc`, verbs `lkey`).
+///
+/// The local segments of a transfer carry it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LocalKey(u64);
 
 impl LocalKey {
-    /// For providers: the descriptor in their own numbering.
+    /// Creates a descriptor from a provider's own number. For providers.
     #[must_use]
     pub const fn from_provider(raw: u64) -> Self {
         Self(raw)
     }
 
-    /// For providers: their own number back.
+    /// Returns the provider's own number. For providers.
     #[must_use]
     pub const fn to_provider(self) -> u64 {
         self.0
@@ -44,30 +45,30 @@ impl fmt::Debug for LocalKey {
     }
 }
 
-/// The addresses by which peers reach a region.
+/// The kind of addresses by which peers reach a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Addressing {
-    /// By an offset that starts at 0 (default), over all ranges as one run of bytes.
+    /// Offsets from the start of the region, which count through all its ranges.
     ZeroBased,
-    /// By the target's virtual address (VIRT_ADDR).
+    /// Virtual addresses of the target (VIRT_ADDR mode).
     Virtual,
 }
 
-/// One piece of a remote key: `len` bytes from `base`, reached with `key`.
+/// One piece of a remote key: `key` gives access to `len` bytes from `base`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct RemotePiece {
     /// The first address that the key covers.
     pub base: Iova,
-    /// Bytes.
+    /// The length in bytes.
     pub len: u64,
     /// The provider's key for this piece.
     pub key: u64,
 }
 
-/// The data by which a peer reaches a region: its keys and its addressing.
+/// The key by which a peer reaches a region, with the region's addresses.
 ///
-/// One piece in almost every case; a region that the provider had to split lists one piece per part
-/// (VRB-07).
+/// A key has one piece in almost every case. If the provider split the registration, the key has
+/// one piece for each part (VRB-07).
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct RemoteKey {
     addressing: Addressing,
@@ -83,29 +84,31 @@ const FRAME: Frame = Frame {
     remedy: "send the bytes of RemoteKey::to_bytes unchanged and whole",
 };
 
-/// The reason for refusing a key from a peer whose length cannot be counted.
+/// The reason for refusing a peer's key whose pieces together have 2^64 bytes or more.
 pub(crate) const TOO_LONG: &str = "pieces with more bytes than an address space";
 
 impl RemoteKey {
-    /// A key of one piece.
+    /// Creates a key of one piece.
     #[must_use]
     pub const fn new(addressing: Addressing, base: Iova, len: u64, key: u64) -> Self {
         Self { addressing, mapped: false, first: RemotePiece { base, len, key }, rest: Vec::new() }
     }
 
-    /// A key of several pieces, in address order.
+    /// Creates a key of several pieces, which are in address order.
     #[must_use]
     pub const fn split(addressing: Addressing, first: RemotePiece, rest: Vec<RemotePiece>) -> Self {
         Self { addressing, mapped: false, first, rest }
     }
 
-    /// For providers: a key that `map_raw` made, valid only in the domain that mapped it.
+    /// Creates a key that [`Domain::map_raw`](crate::Domain::map_raw) returns. For providers.
+    ///
+    /// Such a key is valid only in the domain that mapped it.
     #[must_use]
     pub const fn mapped(addressing: Addressing, base: Iova, len: u64, key: u64) -> Self {
         Self { addressing, mapped: true, first: RemotePiece { base, len, key }, rest: Vec::new() }
     }
 
-    /// Returns true if `map_raw` made this key.
+    /// Returns true if [`Domain::map_raw`](crate::Domain::map_raw) returned this key.
     #[must_use]
     pub const fn is_mapped(&self) -> bool {
         self.mapped
@@ -117,27 +120,28 @@ impl RemoteKey {
         self.addressing
     }
 
-    /// The first address to use.
+    /// Returns the address of the region's first byte.
     #[must_use]
     pub const fn base(&self) -> Iova {
         self.first.base
     }
 
-    /// The length of the first piece, in bytes; of the whole region if there is one piece.
+    /// Returns the length of the first piece in bytes. That is the whole region, unless it is
+    /// split.
     #[must_use]
     pub const fn first_len(&self) -> u64 {
         self.first.len
     }
 
-    /// All pieces in address order.
+    /// Returns all pieces in address order.
     pub fn pieces(&self) -> impl Iterator<Item = &RemotePiece> + Clone {
         std::iter::once(&self.first).chain(&self.rest)
     }
 
-    /// The single number that libfabric and verbs call the key.
+    /// Returns the number that libfabric and verbs call the key.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] for a split region, which has several.
+    /// [`ErrorKind::Unsupported`] for a split region, which has several numbers.
     #[inline]
     pub fn as_u64(&self) -> Result<u64> {
         if self.rest.is_empty() {
@@ -149,12 +153,12 @@ impl RemoteKey {
         }
     }
 
-    /// Returns the key of `len` bytes from `offset` of the region, to send to a peer that needs no
-    /// more.
+    /// Returns the key of `len` bytes from `offset` of the region.
     ///
-    /// The result describes a part and grants the whole: it has this key's numbers, and the NIC
-    /// lets a peer that ignores the bounds reach the rest of the region.
-    /// [`MemoryRegion::sub`](crate::MemoryRegion::sub) makes keys whose bounds the NIC enforces.
+    /// **The NIC does not enforce the new bounds.** The result has the same key numbers, so a peer
+    /// that ignores the bounds can reach the rest of the region.
+    /// [`MemoryRegion::sub`](crate::MemoryRegion::sub) makes keys with bounds that the NIC
+    /// enforces.
     ///
     /// ```
     /// use hmem_core::{Addressing, Iova, RemoteKey};
@@ -167,15 +171,15 @@ impl RemoteKey {
     ///
     /// # Errors
     /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the region.
-    /// - [`ErrorKind::ZeroLength`] if there are none.
-    /// - [`ErrorKind::Unsupported`] for part of a split region with zero-based addresses, whose
-    ///   pieces are reached from their own starts.
+    /// - [`ErrorKind::ZeroLength`] if `len` is 0.
+    /// - [`ErrorKind::Unsupported`] for part of a split region with zero-based addresses. Offsets
+    ///   count from the start of each of its pieces, so a key cannot describe a part.
     pub fn narrow(&self, offset: u64, len: u64) -> Result<Self> {
         let total = self.check_part("narrow", offset, len)?;
         if len == 0 {
             return Err(Error::new(ErrorKind::ZeroLength, "narrow")
                 .context("offset", offset)
-                .remedy("a key is of at least one byte"));
+                .remedy("name at least one byte"));
         }
         if len == total {
             return Ok(self.clone());
@@ -199,7 +203,7 @@ impl RemoteKey {
         Ok(Self { addressing: self.addressing, mapped: self.mapped, first, rest })
     }
 
-    /// Returns the bytes of the whole region, or an error if a part lies outside.
+    /// Checks that a part lies in the region, and returns the length of the whole region.
     pub(crate) fn check_part(&self, operation: &'static str, offset: u64, len: u64) -> Result<u64> {
         let total = self.pieces().fold(0_u64, |sum, piece| sum.saturating_add(piece.len));
         if offset <= total && len <= total - offset {
@@ -212,18 +216,37 @@ impl RemoteKey {
             .remedy("offset + length must lie in the bytes of the key"))
     }
 
-    /// The bytes to send to a peer: magic `hmRK`, version, payload, CRC-32 of all before it (little
-    /// endian).
+    /// Returns the bytes to send to a peer.
+    ///
+    /// They are the magic number `hmRK`, a version, the payload, and the CRC-32 of all these bytes
+    /// in little-endian order. Later versions of this crate read them too.
+    /// [`RemoteKey::from_bytes`] has an example.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         FRAME.write(self)
     }
 
-    /// Reads what [`RemoteKey::to_bytes`] wrote.
+    /// Reads a key from the bytes that [`RemoteKey::to_bytes`] returned.
+    ///
+    /// ```
+    /// use hmem_core::{Addressing, Iova, RemoteKey};
+    ///
+    /// let key = RemoteKey::new(Addressing::Virtual, Iova(0x7f00_0000_1000), 4096, 0x1234);
+    /// assert_eq!(RemoteKey::from_bytes(&key.to_bytes())?, key);
+    /// # Ok::<(), hmem_core::Error>(())
+    /// ```
+    ///
+    /// A piece whose addresses wrap around the address space is read as it is: earlier versions
+    /// wrote such keys. The NIC that gave out the key enforces its own bounds.
     ///
     /// # Errors
-    /// [`ErrorKind::Malformed`] that says what is wrong: magic, version, checksum, payload, bytes
-    /// left over, or pieces with more bytes than an address space.
+    /// [`ErrorKind::Malformed`] with the reason as the context value `wrong`:
+    ///
+    /// - the magic number, version, checksum or payload is wrong;
+    /// - bytes are left over;
+    /// - the pieces together have 2^64 bytes or more;
+    /// - the key was mapped by [`Domain::map_raw`](crate::Domain::map_raw), which makes it useless
+    ///   to other domains.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let key: Self = FRAME.read(bytes)?;
         if key.mapped {
@@ -236,14 +259,14 @@ impl RemoteKey {
         Ok(key)
     }
 
-    /// Returns true if the bytes of all pieces can be counted.
+    /// Returns true if the pieces together have fewer than 2^64 bytes.
     pub(crate) fn has_countable_len(&self) -> bool {
         let add = |sum: u64, piece: &RemotePiece| sum.checked_add(piece.len);
         self.pieces().try_fold(0, add).is_some()
     }
 }
 
-/// A raw key as `fi_mr_raw_attr` gives it: provider bytes that a peer maps before use.
+/// A raw key (`fi_mr_raw_attr`): bytes of a provider that a peer maps before use.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct RawKey(pub Vec<u8>);
 
@@ -253,18 +276,17 @@ impl fmt::Debug for RawKey {
     }
 }
 
-/// An authorization key: peers reach a region only if their endpoint carries the same one.
+/// An authorization key. A peer reaches a region only if its endpoint has the same key.
 ///
-/// Empty means "no key". Its bytes are not printed.
+/// An empty key means "no key". `Debug` does not print the bytes.
 #[derive(Clone, Default, Eq)]
 pub struct AuthKey(pub Vec<u8>);
 
 impl PartialEq for AuthKey {
     #[inline]
     fn eq(&self, other: &Self) -> bool {
-        // Empty keys, which most domains have, must not reach memcmp: comparing no bytes at a
-        // dangling pointer costs a microcode assist on some processors, several times what
-        // a registration costs.
+        // Empty keys, which most domains have, must not reach memcmp. On some processors, comparing
+        // zero bytes at a dangling pointer costs several times as much as a registration.
         self.0.len() == other.0.len() && (self.0.is_empty() || self.0 == other.0)
     }
 }

@@ -1,13 +1,36 @@
-//! Words and rules of memory registration, without any vendor's code.
+//! The vocabulary, the traits and the rules of memory registration, without any vendor's code.
 //!
-//! An [`Iface`] knows memory: which allocation an address lies in, how to copy it, how to export
-//! it. A [`provider`] knows a NIC: registering, keys, transfers. A [`Domain`] ties them together
-//! and implements the semantics of libfabric's `fi_mr(3)` once, above both. How memory is reached
-//! is a [`Decision`] that stays with the region.
+//! The types to know are:
+//!
+//! - [`Iface`] is a kind of memory (host, CUDA, ROCr, ...). It knows the allocation of an address,
+//!   copies memory and exports it.
+//! - [`provider::Provider`] is a kind of NIC. Its domains register memory, have keys, and transfer
+//!   data.
+//! - [`Domain`] connects the two, and implements the semantics of libfabric's `fi_mr(3)` once for
+//!   all ifaces and providers.
+//! - [`MemoryRegion`] is registered memory. Its [`Decision`] tells how the NIC reaches the memory,
+//!   and why.
+//!
+//! Applications use the crate `hmem`, which re-exports these types and opens domains. Authors of
+//! ifaces and providers use this crate.
+//!
+//! ```no_run
+//! use hmem_core::{Access, Domain, RemoteKey, Result};
+//!
+//! /// Registers a buffer for peers to read, and returns its key.
+//! fn publish(domain: &Domain, bytes: Vec<u8>) -> Result<RemoteKey> {
+//!     let region = domain.register(bytes, Access::REMOTE_READ)?;
+//!     println!("{}", region.decision()?);
+//!     let key = region.key();
+//!     // Until here peers can read the buffer. Closing the region returns it.
+//!     let _bytes = region.close()?;
+//!     key
+//! }
+//! ```
 //!
 //! # Layers
 //!
-//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//! A module imports only from modules on earlier lines (`tests/layers` checks this):
 //!
 //! - `access`, `counter`, `dma_buf`, `iface_kind`, `nic`
 //! - `error`, `flags`
@@ -23,8 +46,8 @@
 //!
 //! # Things this crate does not do
 //!
-//! It loads no library, starts no thread until an event queue is bound, opens no device, and prints
-//! nothing: it logs through `tracing`.
+//! It loads no library and opens no device. It starts a thread only for a bound event queue and for
+//! a registration cache. It prints nothing, and logs through `tracing`.
 
 #![deny(unsafe_code)]
 

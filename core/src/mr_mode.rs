@@ -3,12 +3,12 @@
 //! ```
 //! use hmem_core::MrMode;
 //!
-//! // The application offers four; the provider needs two of them and clears the rest.
+//! // The application offers four bits. The provider needs two of them and clears the rest.
 //! let offered = MrMode::LOCAL | MrMode::VIRT_ADDR | MrMode::ALLOCATED | MrMode::PROV_KEY;
 //! let needed = MrMode::VIRT_ADDR | MrMode::PROV_KEY;
 //! assert_eq!(offered.negotiate(needed).unwrap(), needed);
 //!
-//! // What the provider needs and the application does not offer is an error that names it.
+//! // A bit that the provider needs and the application does not offer is an error.
 //! let error = MrMode::LOCAL.negotiate(needed).unwrap_err();
 //! assert!(error.to_string().contains("VIRT_ADDR|PROV_KEY"));
 //! ```
@@ -18,32 +18,31 @@ use std::fmt;
 use crate::{Error, ErrorKind, Result, access::write_names};
 
 bitflags::bitflags! {
-    /// Duties that an application agrees to, or that a provider requires (`fi_mr(3)`, "MR MODE
-    /// BITS").
+    /// Requirements of a provider that an application agrees to meet (`fi_mr(3)`, "MR MODE BITS").
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct MrMode: u32 {
-        /// Deprecated: exactly VIRT_ADDR, ALLOCATED and PROV_KEY. Stands alone, or beside LOCAL for
-        /// a provider that needs LOCAL.
+        /// Deprecated. Means VIRT_ADDR, ALLOCATED and PROV_KEY. Cannot be combined with other bits,
+        /// except with LOCAL if the provider needs LOCAL.
         const BASIC = 1 << 0;
-        /// Deprecated: no bit at all; stands alone.
+        /// Deprecated. Means no bit at all. Cannot be combined with other bits.
         const SCALABLE = 1 << 1;
-        /// Local buffers need a descriptor.
+        /// Transfers need a descriptor for each local buffer.
         const LOCAL = 1 << 2;
-        /// Keys are exchanged raw and mapped at the peer.
+        /// Peers exchange raw keys and map them before use.
         const RAW = 1 << 3;
-        /// Peers address by the target's virtual address.
+        /// Peers use the target's virtual addresses.
         const VIRT_ADDR = 1 << 4;
-        /// Pages must back a range when it is registered.
+        /// Memory must have physical pages when it is registered.
         const ALLOCATED = 1 << 5;
-        /// The provider chooses keys.
+        /// The provider chooses the keys.
         const PROV_KEY = 1 << 6;
-        /// The application refreshes a region after its pages changed.
+        /// The application must refresh a region after its pages changed.
         const MMU_NOTIFY = 1 << 7;
-        /// Regions with counters are created disabled.
+        /// Regions with counters start disabled.
         const RMA_EVENT = 1 << 8;
-        /// Regions are bound to an endpoint before use.
+        /// Regions must be bound to an endpoint before use.
         const ENDPOINT = 1 << 9;
-        /// Device buffers need a descriptor.
+        /// Transfers need a descriptor for each buffer in device memory.
         const HMEM = 1 << 10;
         /// Regions of collective operations need the COLLECTIVE access bit.
         const COLLECTIVE = 1 << 11;
@@ -54,18 +53,14 @@ impl MrMode {
     /// The bits that BASIC stands for.
     pub const BASIC_MEANS: Self = Self::VIRT_ADDR.union(Self::ALLOCATED).union(Self::PROV_KEY);
 
-    /// The mode a domain runs in when the application offers `self` and the provider needs
+    /// Returns the mode of a domain if the application offers `self` and the provider needs
     /// `needed`.
     ///
-    /// Bits that the provider does not need are cleared. BASIC is kept and implies
-    /// [`Self::BASIC_MEANS`]; SCALABLE is kept and implies nothing (see [`Self::effective`]).
+    /// Bits that the provider does not need are cleared. BASIC and SCALABLE are kept;
+    /// [`MrMode::effective`] replaces them by the bits that they mean.
     ///
-    /// # Errors
-    /// [`ErrorKind::ModeMismatch`] that names the bits: a needed bit that is not offered, BASIC or
-    /// SCALABLE beside another bit, or an unknown bit.
-    ///
-    /// LOCAL may stand beside BASIC if the provider needs it. The man pages of libfabric 1.6 and
-    /// 1.8 allow the pair. That of 1.17 has BASIC alone, and FI_LOCAL_MR among the `fi_info` modes.
+    /// LOCAL may be combined with BASIC if the provider needs LOCAL. The man pages of libfabric 1.6
+    /// and 1.8 allow this. The man page of 1.17 does not, and has the mode bit FI_LOCAL_MR instead.
     ///
     /// ```
     /// use hmem_core::MrMode;
@@ -76,6 +71,13 @@ impl MrMode {
     /// assert_eq!(basic.effective(), needed);
     /// assert!(MrMode::BASIC.negotiate(needed).unwrap_err().to_string().contains("LOCAL"));
     /// ```
+    ///
+    /// # Errors
+    /// [`ErrorKind::ModeMismatch`], which names the bits:
+    ///
+    /// - a needed bit that is not offered;
+    /// - BASIC or SCALABLE combined with another bit;
+    /// - an unknown bit.
     pub fn negotiate(self, needed: Self) -> Result<Self> {
         let refuse = |why: &'static str, bits: Self| {
             Error::new(ErrorKind::ModeMismatch, "mr_mode")
@@ -108,7 +110,7 @@ impl MrMode {
         Ok(self.intersection(needed))
     }
 
-    /// The behaviour that the bits ask for: BASIC replaced by what it means, SCALABLE removed.
+    /// Returns the bits without BASIC and SCALABLE. BASIC is replaced by [`MrMode::BASIC_MEANS`].
     #[must_use]
     pub const fn effective(self) -> Self {
         let plain = self.difference(Self::BASIC.union(Self::SCALABLE));

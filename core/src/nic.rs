@@ -2,14 +2,14 @@
 
 use std::fmt;
 
-/// A NIC of a provider.
+/// The name of a NIC: its provider, its device name and its place on the PCI bus.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Nic {
     /// The provider's name.
     pub provider: String,
-    /// The device name, such as `mlx5_0`; unique within the provider.
+    /// The device name, for example `mlx5_0`. It is unique within the provider.
     pub name: String,
-    /// PCI bus id as `domain:bus:device.function`, for hardware.
+    /// The PCI bus id as `domain:bus:device.function`, if the NIC is hardware.
     pub pci_bus_id: Option<String>,
 }
 

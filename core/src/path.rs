@@ -1,4 +1,4 @@
-//! Decisions: the path of a registration with its reasons, kept with the region.
+//! Decisions: the path of a registration and the reasons for it, which the region keeps.
 
 use std::{fmt, sync::Arc};
 
@@ -30,31 +30,30 @@ fn display_option<T: fmt::Display, S: Serializer>(
     }
 }
 
-/// The path of a registration, with the attempts in order, the last of which succeeded.
+/// The path of a registration, with all attempts in order. The last attempt succeeded.
 #[derive(Clone, Debug, Serialize)]
 pub struct Decision {
-    /// The way taken.
+    /// The path that the registration uses.
     pub path: Path,
-    /// Why that way, in a sentence.
+    /// The reason for the path, in one sentence.
     pub reason: String,
     /// The iface of the memory.
     #[serde(serialize_with = "display")]
     pub iface: IfaceKind,
-    /// The device, for device memory.
+    /// The device, if the memory belongs to one.
     #[serde(serialize_with = "display_option")]
     pub device: Option<DeviceId>,
-    /// The NIC that it was decided for.
+    /// The name of the NIC.
     pub nic: String,
-    /// The policy that it was decided under.
+    /// The domain's policy for direct access.
     pub policy: P2pPolicy,
-    /// The mapping of the dma-buf, where one was made.
+    /// The mapping of the dma-buf. Only meaningful for [`Path::DmaBuf`].
     pub mapping: DmaBufMapping,
-    /// Set if an earlier registration of the same iface, device, kind of memory, NIC and policy
-    /// made the decision. The attempts then begin with that registration's refusals,
-    /// whose calls name its range; how ranges of several segments went is this registration's
-    /// own and follows.
+    /// Set if the path comes from an earlier registration with the same iface, device, kind of
+    /// memory, NIC and policy. The list of attempts then begins with the refusals of that
+    /// registration, which name its memory range. The attempts of this registration follow.
     pub from_cache: bool,
-    /// Everything that was tried.
+    /// All attempts, in order.
     pub attempts: Trace,
 }
 
@@ -75,17 +74,17 @@ impl fmt::Display for Decision {
     }
 }
 
-/// A registered region with the reason for its path.
+/// A registered region and the decision about its path.
 #[derive(Clone, Debug)]
 pub struct PathRegistration {
     /// The provider's handle.
     pub region: ProviderRegion,
-    /// The decision; `None` for that of [`PathSelector::plain_host`], which every registration of
-    /// host memory shares.
+    /// The decision. `None` stands for the one of [`PathSelector::plain_host`], which all
+    /// registrations of host memory share.
     pub decision: Option<Arc<Decision>>,
 }
 
-/// One NIC that a registration is for.
+/// A NIC to register with, and the inputs for it.
 #[derive(Clone, Copy, Debug)]
 pub struct Target<'a> {
     /// The registration.
@@ -94,32 +93,31 @@ pub struct Target<'a> {
     pub provider: &'a dyn ProviderDomain,
 }
 
-/// Finds the path of device memory and registers over it. Implemented by `hmem-p2p`.
+/// Finds the path of device memory and registers the memory. `hmem-p2p` implements it.
 ///
 /// # Safety
-/// The library closes a region by the handle that the selector returned for it, and then frees the
-/// memory. So an implementation promises:
+/// To close a region, the library deregisters the handle that the selector returned, and then frees
+/// the memory. So an implementation must guarantee:
 ///
-/// - Each [`PathRegistration`] holds the handle of a registration of the target's own ranges, with
-///   its rights, at its provider.
-/// - Nothing else is registered for the targets when the call returns, fails or panics.
+/// - The handle in each [`PathRegistration`] is of a registration with the target's provider, of
+///   the target's ranges and with its rights.
+/// - When the call returns, fails or panics, nothing else is registered for the targets.
 pub unsafe trait PathSelector: fmt::Debug + Send + Sync {
     /// Returns the decision for host memory on `nic`.
     fn plain_host(&self, nic: &Nic) -> Decision;
 
     /// Finds a path for each target, exports what it needs and registers.
     ///
-    /// The targets name the same device memory or dma-buf, and all NICs register from the same
-    /// exports. `done` receives the regions in the order of the targets. On an error it has
-    /// received those that came before, which stay registered until the caller closes them.
-    /// Nothing stays exported.
+    /// The targets name the same device memory or dma-buf, and all NICs register the same exports.
+    /// `done` receives the regions in the order of the targets. If a target fails, `done` has
+    /// received the regions of the targets before it. They stay registered until the caller closes
+    /// them. No export stays open.
     ///
     /// # Safety
-    /// As [`ProviderDomain::register`], for the ranges of each target.
+    /// The conditions of [`ProviderDomain::register`], for the ranges of each target.
     ///
     /// # Errors
-    /// The error of the last attempt, with the whole trace in its context, if every path was
-    /// refused.
+    /// The error of the last attempt, with the trace of all attempts, if every path was refused.
     unsafe fn register(
         &self,
         targets: &[Target<'_>],

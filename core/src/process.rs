@@ -1,8 +1,8 @@
 //! Process marks, which tell a forked child from its parent.
 //!
 //! A forked child has copies of its parent's objects, and shares the resources behind them: files,
-//! rings, a driver's registrations. The child must leave those alone. So each object that owns such
-//! a resource keeps a [`ProcessMark`].
+//! queues, a driver's registrations. The child must not use those. So each object that owns such a
+//! resource stores a [`ProcessMark`] and checks it.
 
 use std::{
     ptr::{self, NonNull},
@@ -13,8 +13,8 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 use crate::{Error, ErrorKind, Result};
 
-/// A mark of one process. A forked child has another mark than each of its ancestors, however the
-/// fork was made.
+/// A mark of one process. A forked child never has the mark of one of its ancestors, by whatever
+/// system call the fork was made.
 ///
 /// ```
 /// use hmem_core::ProcessMark;
@@ -31,8 +31,8 @@ pub struct ProcessMark(u64);
 /// in a forked child. It is mapped once and never unmapped.
 static NUMBER: AtomicPtr<AtomicU64> = AtomicPtr::new(ptr::null_mut());
 
-/// The next number. A forked child continues from its parent's value at the fork, so that its
-/// number is above those of all its ancestors.
+/// The next number. A forked child continues from its parent's value at the fork, so its number is
+/// greater than those of all its ancestors.
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
 fn number() -> Option<&'static AtomicU64> {
@@ -56,16 +56,18 @@ impl ProcessMark {
     /// Returns the mark of the calling process.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfResources`] if memory is short. The operating system's own error if it
-    /// cannot wipe memory in a fork (before Linux 4.14). After one success the call never fails in
-    /// that process, nor in its children.
+    /// - [`ErrorKind::OutOfResources`] if memory is short.
+    /// - The operating system's own error if it cannot wipe memory in a fork (before Linux 4.14).
+    ///
+    /// After one success the call never fails in that process or in its children.
     pub fn current() -> Result<Self> {
         if let Some(word) = number() {
             return Ok(numbered(word));
         }
         let word = WipedWord::new()?;
         let new = word.0.as_ptr();
-        // No lock is taken: a forked child could find it held by a thread that it does not have.
+        // No lock: a forked child could find the lock held by a thread that exists only in the
+        // parent.
         match NUMBER.compare_exchange(ptr::null_mut(), new, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => std::mem::forget(word),
             Err(_) => drop(word),
@@ -78,7 +80,7 @@ impl ProcessMark {
         number().map_or(self, numbered)
     }
 
-    /// Returns whether the calling process is the marked one, and not a child of it.
+    /// Returns true if the calling process is the marked one, and not a child of it.
     #[inline]
     #[must_use]
     pub fn is_current(self) -> bool {
@@ -100,8 +102,8 @@ fn in_a_child(operation: &'static str) -> Error {
     Error::new(ErrorKind::BadState, operation)
         .context("why", "this process was forked from the one that opened the NIC or domain")
         .remedy(
-            "build an `Hmem`, or open the provider, anew in this process: a child shares no NIC \
-             with its parent",
+            "build a new `Hmem`, or open the provider again, in this process: a child cannot use \
+             its parent's NIC",
         )
 }
 
@@ -128,7 +130,7 @@ impl WipedWord {
         unsafe { madvise(page, LEN, Advice::LinuxWipeOnFork) }.map_err(|errno| {
             Error::os(errno, "madvise")
                 .context("advice", "MADV_WIPEONFORK")
-                .remedy("a forked child must be told from its parent: that needs Linux 4.14")
+                .remedy("use Linux 4.14 or newer, where a library can detect a forked child")
         })?;
         Ok(word)
     }

@@ -1,10 +1,10 @@
-//! Keys of one range on several NICs, each with the name of its NIC.
+//! The keys of one memory range on several NICs, each with the name of its NIC.
 
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, ErrorKind, RemoteKey, Result, frame::Frame, key::TOO_LONG, nic::Nic};
 
-/// The key of a range on one NIC.
+/// The key of a memory range on one NIC.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct RailKey {
@@ -15,19 +15,18 @@ pub struct RailKey {
 }
 
 impl RailKey {
-    /// Returns the key of a range on a NIC.
+    /// Creates the key of a memory range on a NIC.
     #[must_use]
     pub const fn new(nic: Nic, key: RemoteKey) -> Self {
         Self { nic, key }
     }
 }
 
-/// The keys by which peers reach one range through several NICs, called rails.
+/// The keys by which peers reach one memory range through several NICs, called rails.
 ///
-/// [`MultiRegion::rail_keys`](crate::MultiRegion::rail_keys) returns it. There is at least one
-/// rail, no NIC is there twice, and the rails keep their order, so that two processes may use equal
-/// numbers for rails that belong together. Like a [`RemoteKey`] it travels to the peer in a
-/// versioned, checksummed form that is refused when altered.
+/// [`MultiRegion::rail_keys`](crate::MultiRegion::rail_keys) returns it. The list has at least one
+/// rail and no NIC twice. The order of the rails is kept, so two processes can pair their rails by
+/// position. Like a [`RemoteKey`], the list is sent to a peer in a versioned form with a checksum.
 ///
 /// # Examples
 ///
@@ -65,7 +64,7 @@ const FRAME: Frame = Frame {
     remedy: "send the bytes of RailKeys::to_bytes unchanged and whole",
 };
 
-/// A rail as version 1 has it, whatever else [`Nic`] may come to hold.
+/// A rail in the binary form of version 1, which does not change if [`Nic`] gets more fields.
 #[derive(Serialize, Deserialize)]
 struct WireRail {
     provider: String,
@@ -75,11 +74,12 @@ struct WireRail {
 }
 
 impl RailKeys {
-    /// Joins the keys of one range.
+    /// Creates a list from the keys of one memory range.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for no rail, for a NIC that is there twice, and for a key
-    /// that `map_raw` made, which no other process can use.
+    /// [`ErrorKind::InvalidArgument`] for an empty list, for a NIC that is in the list twice, and
+    /// for a key that [`Domain::map_raw`](crate::Domain::map_raw) returned, which no other process
+    /// can use.
     pub fn new(rails: Vec<RailKey>) -> Result<Self> {
         if let Some((what, remedy)) = problem(&rails) {
             return Err(Error::new(ErrorKind::InvalidArgument, FRAME.operation)
@@ -96,16 +96,18 @@ impl RailKeys {
         &self.rails
     }
 
-    /// Returns the key on the NIC of this name, such as `mlx5_0`, or of this provider and name,
-    /// such as `verbs/mlx5_0`.
+    /// Returns the key on a NIC. `nic` is a device name (`mlx5_0`), or a provider and a device name
+    /// (`verbs/mlx5_0`).
     #[must_use]
     pub fn of(&self, nic: &str) -> Option<&RemoteKey> {
         let is_meant = |rail: &&RailKey| rail.nic.name == nic || rail.nic.to_string() == nic;
         self.rails.iter().find(is_meant).map(|rail| &rail.key)
     }
 
-    /// Returns the bytes to send to a peer: magic `hmRL`, version, payload, CRC-32 of all before it
-    /// (little endian).
+    /// Returns the bytes to send to a peer.
+    ///
+    /// They are the magic number `hmRL`, a version, the payload, and the CRC-32 of all these bytes
+    /// in little-endian order. A later version of this crate reads them too.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let wire = |RailKey { nic, key }: &RailKey| WireRail {
@@ -117,12 +119,15 @@ impl RailKeys {
         FRAME.write(&self.rails.iter().map(wire).collect::<Vec<_>>())
     }
 
-    /// Reads what [`RailKeys::to_bytes`] wrote.
+    /// Reads a list from the bytes that [`RailKeys::to_bytes`] returned.
     ///
     /// # Errors
-    /// [`ErrorKind::Malformed`] that says what is wrong: magic, version, checksum, payload, bytes
-    /// left over, pieces with more bytes than an address space, or rails that [`RailKeys::new`]
-    /// refuses.
+    /// [`ErrorKind::Malformed`] with the reason as the context value `wrong`:
+    ///
+    /// - the magic number, version, checksum or payload is wrong;
+    /// - bytes are left over;
+    /// - the pieces of a key together have 2^64 bytes or more;
+    /// - [`RailKeys::new`] refuses the rails.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let rails: Vec<WireRail> = FRAME.read(bytes)?;
         let rails: Vec<_> = rails
@@ -141,7 +146,7 @@ impl RailKeys {
     }
 }
 
-/// Returns the reason why rails cannot go together, with the remedy.
+/// Returns the reason why [`RailKeys::new`] refuses the rails, with the remedy.
 fn problem(rails: &[RailKey]) -> Option<(&'static str, &'static str)> {
     let twice = |(at, rail): (usize, &RailKey)| {
         let same = |other: &RailKey| {

@@ -1,17 +1,18 @@
-//! Unguessable numbers, from which providers make keys.
+//! Random numbers, from which providers make keys that peers cannot guess.
 
 use crate::{Error, ErrorKind, Result};
 
 /// Returns a number from the operating system's random generator.
 ///
-/// # Errors
+/// Errors name `provider`.
 ///
-/// `Unavailable`, with `provider` as the provider, if the operating system gives no random numbers.
+/// # Errors
+/// [`ErrorKind::Unavailable`] if the operating system's generator fails.
 pub fn random_u64(provider: &'static str) -> Result<u64> {
     getrandom::u64().map_err(|error| {
         Error::new(ErrorKind::Unavailable, "getrandom")
             .provider(provider)
             .caused_by(error)
-            .remedy("keys need the operating system's random numbers")
+            .remedy("let the process call getrandom(2), from which keys are made")
     })
 }

@@ -1,4 +1,4 @@
-//! The inputs of one registration, which the domain builds once and every later step borrows.
+//! The inputs of a registration. The domain creates them once, and all later steps borrow them.
 
 use std::{fmt, os::fd::BorrowedFd, sync::Arc};
 
@@ -9,42 +9,44 @@ use crate::{
     handle::ProviderRegion, registry::AddressOwner,
 };
 
-/// The memory of one registration and what to register it for.
+/// The inputs of a registration: the memory, the rights, the key and the settings.
 #[derive(Clone, Copy, Debug)]
 pub struct Registration<'a> {
-    /// The ranges, at least one. All of them belong to the owner of `memory`.
+    /// The ranges, at least one. All belong to the owner of `memory`.
     pub ranges: &'a [AddressRange],
     /// The memory, whose owner was resolved once.
     pub memory: Memory<'a>,
-    /// Rights of local and remote accesses.
+    /// The rights of local and remote accesses.
     pub access: Access,
-    /// Flags; only those in [`ProviderAttr::flags`](crate::provider::ProviderAttr::flags).
+    /// The flags. All are in [`ProviderAttr::flags`](crate::provider::ProviderAttr::flags).
     pub flags: MrFlags,
-    /// The key.
+    /// The requested key.
     pub key: KeyRequest,
-    /// The authorization key: the domain's if the application gave none.
+    /// The authorization key: the request's own, or else the domain's.
     pub auth_key: &'a AuthKey,
     /// The addressing for peers.
     pub addressing: Addressing,
-    /// The page size to use, in bytes; 0 leaves it to the provider.
+    /// The page size to use, in bytes. With 0 the provider chooses.
     pub page_size: usize,
-    /// Set if the region can be used at once. Otherwise the domain enables it later. A provider
-    /// without [`Enabling`](crate::provider::Enabling) ignores this: its regions are usable at
-    /// once.
+    /// Set if the region is usable at once. Otherwise the domain enables it later. A provider
+    /// without [`Enabling`](crate::provider::Enabling) ignores this field, and its regions are
+    /// usable at once.
     pub enabled: bool,
-    /// Set if host memory may be registered in parts, several at once. A provider that does not
-    /// register in parts reports the whole range as done at the end.
+    /// Set if host memory may be registered in several parts at once. A provider that does not do
+    /// this reports the progress of the whole range at the end.
     pub parallel: Option<&'a Parallel<'a>>,
     /// The domain's policy for device memory.
     pub policy: P2pPolicy,
-    /// The order in which the bytes that the NIC writes become visible. A provider without the
-    /// choice keeps the strict order.
+    /// The order in which the NIC's writes become visible. A provider without relaxed ordering uses
+    /// the strict order.
     pub ordering: WriteOrdering,
 }
 
 impl<'a> Registration<'a> {
-    /// Creates the inputs for host memory that the caller keeps allocated: no flags, a key that the
-    /// provider picks, virtual addresses, enabled at once, strict ordering.
+    /// Creates the inputs for host memory that the caller keeps allocated.
+    ///
+    /// The defaults are: no flags, a key that the provider chooses, virtual addresses, enabled at
+    /// once, strict ordering.
     #[must_use]
     pub fn new(ranges: &'a [AddressRange], access: Access, auth_key: &'a AuthKey) -> Self {
         Self {
@@ -64,17 +66,15 @@ impl<'a> Registration<'a> {
     }
 }
 
-/// The order in which the bytes that a NIC writes into a region become visible.
+/// The order in which a NIC's writes to a region become visible.
 ///
-/// A domain registers with [`Relaxed`](Self::Relaxed) unless
-/// [`DomainAttr::ordering`](crate::DomainAttr::ordering) or
-/// [`MrAttr::ordering`](crate::MrAttr::ordering) says otherwise. That is the right choice for bulk
-/// transfers, whose end a completion tells.
+/// The default is [`Relaxed`](Self::Relaxed), which suits bulk transfers that end with a
+/// completion. [`DomainAttr::ordering`](crate::DomainAttr::ordering) and
+/// [`MrAttr::ordering`](crate::MrAttr::ordering) change it.
 ///
-/// **Register memory that software polls with [`Strict`](Self::Strict).** A program that waits for
-/// a flag in memory to change, instead of for a completion, relies on the order: with relaxed
-/// ordering the flag may be visible before the data that was written ahead of it. The same holds
-/// for the last byte of one transfer, and for a device's kernel that polls.
+/// **Use [`Strict`](Self::Strict) for memory that software polls.** With relaxed ordering a flag in
+/// memory may become visible before the data that was written ahead of it. The same holds for the
+/// last byte of a transfer, and for a kernel on a device that polls.
 ///
 /// ```
 /// use hmem_core::{Access, AddressRange, MrAttr, WriteOrdering};
@@ -88,12 +88,12 @@ impl<'a> Registration<'a> {
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum WriteOrdering {
-    /// Writes may pass each other on their way through the machine (relaxed ordering of PCI
-    /// Express), which is faster on many of them. A completion is visible after the bytes that it
-    /// stands for. Whether the NIC, the driver and the machine make use of it is not known.
+    /// Writes may overtake each other (relaxed ordering of PCI Express), which is faster on many
+    /// machines. A completion still becomes visible after its bytes. The NIC, the driver and the
+    /// machine may ignore this setting.
     #[default]
     Relaxed,
-    /// Bytes become visible in the order in which the NIC writes them.
+    /// Writes become visible in the order in which the NIC issues them.
     Strict,
 }
 
@@ -102,59 +102,60 @@ pub enum WriteOrdering {
 pub enum Memory<'a> {
     /// Host pages at the ranges' own addresses.
     Host {
-        /// Set if the region owns the pages or a scope borrows them: they stay mapped until the
-        /// region is closed.
+        /// Set if the region owns the pages or a scope borrows them. They then stay mapped until
+        /// the region is closed.
         owned: bool,
     },
     /// Memory of a device iface.
     Device {
         /// The iface.
         iface: &'a Arc<dyn Iface>,
-        /// The owner of the first range. The others have the same iface and device.
+        /// The owner of the first range. The other ranges have the same iface and device.
         owner: AddressOwner,
-        /// As for [`Memory::Host`].
+        /// Set if the region owns the memory, which then stays allocated until the region is
+        /// closed.
         owned: bool,
     },
-    /// A dma-buf of the application, for the one range.
+    /// A dma-buf of the application. The registration has one range.
     DmaBuf {
         /// The dma-buf.
         fd: BorrowedFd<'a>,
-        /// The offset of the range in it.
+        /// The offset of the range in the dma-buf.
         offset: DmaBufOffset,
-        /// The owner as the application names it.
+        /// The owner that the application named.
         owner: AddressOwner,
     },
-    /// Part of a registered region.
+    /// A part of a registered region.
     Part {
         /// The region.
         base: ProviderRegion,
-        /// The offset of the part in it, in bytes.
+        /// The offset of the part in the region, in bytes.
         offset: u64,
     },
 }
 
-/// The key that a region should get.
+/// The request for a region's key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyRequest {
-    /// This number (`requested_key`).
+    /// The number that the application requested (`requested_key`).
     Application(u64),
-    /// Any number that the provider picks.
+    /// Any number, chosen by the provider.
     Provider,
 }
 
-/// A policy for direct access to device memory (`FI_OPT_FI_HMEM_P2P`).
+/// A policy for direct access of NICs to device memory (`FI_OPT_FI_HMEM_P2P`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[repr(u32)]
 pub enum P2pPolicy {
-    /// Direct where possible, staged otherwise.
+    /// Use direct access if possible, and staged copies otherwise.
     #[default]
     Enabled = 0,
-    /// Direct, or an error.
+    /// Use direct access, or fail.
     Required = 1,
-    /// Direct where possible, with a warning when it is not.
+    /// Use direct access if possible. Otherwise log a warning and use staged copies.
     Preferred = 2,
-    /// Never: always staged.
+    /// Always use staged copies.
     Disabled = 3,
 }
 
@@ -162,7 +163,7 @@ impl P2pPolicy {
     /// Every policy.
     pub const ALL: [Self; 4] = [Self::Enabled, Self::Required, Self::Preferred, Self::Disabled];
 
-    /// The name as it is printed.
+    /// Returns the name, as it is printed.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -180,24 +181,25 @@ impl fmt::Display for P2pPolicy {
     }
 }
 
-/// A callback of a long registration. It takes the bytes done and the bytes in all.
+/// A progress callback of a long registration. Its arguments are the bytes done so far and the
+/// total.
 pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 
-/// Registering a long range of host memory by several calls of the driver at once, each for a part:
-/// pinning takes one CPU per call, 0.06 ns a byte or more.
+/// The settings for registering a long range of host memory in several parts at once.
 ///
-/// The region is one to its owner and has a key for each part: [`RemoteKey`](crate::RemoteKey)
-/// lists them, and transfers are cut at the seams. Its single key is Unsupported. A provider that
-/// registers in one call whatever the length does so.
+/// A driver pins memory on one CPU per call, at 0.06 ns per byte or more. Several calls at once use
+/// several CPUs. The result is one region with a key for each part. Its
+/// [`RemoteKey`](crate::RemoteKey) lists these keys, and transfers are split at the boundaries.
+/// [`RemoteKey::as_u64`](crate::RemoteKey::as_u64) fails with Unsupported. Some providers ignore
+/// these settings.
 #[derive(Clone, Copy, Default)]
 pub struct Parallel<'a> {
-    /// Calls in flight at once; 0 for one per CPU.
+    /// The number of calls at once. 0 means one per CPU.
     pub threads: usize,
-    /// Bytes of a part, a page at least; 0 leaves it to the provider, which then cuts only what
-    /// gains by it.
+    /// The length of a part in bytes, at least a page. With 0 the provider chooses, and splits only
+    /// ranges that become faster to register.
     pub chunk: u64,
-    /// Called after each part, from any of the threads, with the bytes registered and the bytes in
-    /// all.
+    /// A callback that any of the threads calls after each part.
     pub progress: Option<Progress<'a>>,
 }
 

@@ -1,7 +1,7 @@
 //! The ifaces of a process, and the owner of each address.
 //!
-//! Ifaces that could not start are kept with their reasons, so that asking for one names the
-//! library or the cargo feature instead of failing later with a bare errno.
+//! The registry also keeps the reason why an iface could not start. An application that asks for
+//! such an iface gets that reason, which names the library or the cargo feature.
 
 use std::{fmt, sync::Arc};
 
@@ -10,19 +10,19 @@ use crate::{
     IfaceKind, Result,
 };
 
-/// The owner of a range: iface, device if it has one, and allocation if the iface keeps them.
+/// The owner of a memory range: the iface, the device and the allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AddressOwner {
     /// The iface.
     pub iface: IfaceKind,
-    /// The device, for device memory.
+    /// The device, if the memory belongs to one.
     pub device: Option<DeviceId>,
-    /// The allocation; `None` for system memory.
+    /// The allocation. `None` for system memory.
     pub allocation: Option<Allocation>,
 }
 
 impl AddressOwner {
-    /// Host memory of the operating system.
+    /// The owner of ordinary host memory.
     pub const SYSTEM: Self = Self { iface: IfaceKind::SYSTEM, device: None, allocation: None };
 
     /// Returns the owner of an allocation.
@@ -33,15 +33,15 @@ impl AddressOwner {
     }
 }
 
-/// An iface of devices, and the addresses that it is asked about.
-struct Asked {
+/// A device iface, and the addresses for which it is queried.
+struct DeviceIface {
     first: Address,
-    /// Bytes from the first address to the last.
+    /// The difference between the last address and the first.
     span: u64,
     iface: Arc<dyn Iface>,
 }
 
-impl Asked {
+impl DeviceIface {
     fn new(iface: Arc<dyn Iface>) -> Self {
         let (first, span) = match iface.address_span() {
             Some(span) => (span.start(), span.len().saturating_sub(1)),
@@ -57,18 +57,18 @@ impl Asked {
     }
 }
 
-/// The ifaces of this process: those that started, and why the others did not.
+/// The ifaces of a process: those that started, and the reasons why the others did not.
 ///
-/// Built once and then read by every thread without a lock.
+/// A registry does not change after it was built, so all threads read it without a lock.
 #[derive(Default)]
 pub struct Registry {
     system: Option<Arc<dyn Iface>>,
-    devices: Vec<Asked>,
+    devices: Vec<DeviceIface>,
     absent: Vec<(IfaceKind, Error)>,
 }
 
 impl Registry {
-    /// A registry without ifaces.
+    /// Creates a registry without ifaces.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -77,7 +77,7 @@ impl Registry {
     /// Adds an iface.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] if its kind is taken.
+    /// [`ErrorKind::InvalidArgument`] if the registry has an iface of the same kind.
     pub fn add(&mut self, iface: Arc<dyn Iface>) -> Result<()> {
         let kind = iface.kind();
         if self.iter().any(|known| known.kind() == kind) {
@@ -91,31 +91,32 @@ impl Registry {
         if kind == IfaceKind::SYSTEM {
             self.system = Some(iface);
         } else {
-            self.devices.push(Asked::new(iface));
+            self.devices.push(DeviceIface::new(iface));
         }
         Ok(())
     }
 
-    /// Records why an iface is not here.
+    /// Records the reason why an iface did not start.
     pub fn add_absent(&mut self, kind: IfaceKind, why: Error) {
         self.absent.push((kind, why));
     }
 
-    /// Every iface that started, system first.
+    /// Returns the ifaces that started, the system iface first.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<dyn Iface>> {
         self.system.iter().chain(self.devices.iter().map(|device| &device.iface))
     }
 
-    /// The ifaces that did not start, with the reason.
+    /// Returns the ifaces that did not start, each with the reason.
     pub fn absent(&self) -> impl Iterator<Item = (IfaceKind, &Error)> {
         self.absent.iter().map(|(kind, error)| (*kind, error))
     }
 
-    /// The iface of a kind.
+    /// Returns the iface of a kind.
     ///
     /// # Errors
-    /// Unavailable or Unsupported with the reason that the iface gave when it did not start;
-    /// InvalidArgument for a kind that nobody added.
+    /// - [`ErrorKind::Unavailable`] or [`ErrorKind::Unsupported`] for an iface that did not start,
+    ///   with the reason.
+    /// - [`ErrorKind::InvalidArgument`] for a kind that was never added.
     pub fn get(&self, kind: IfaceKind) -> Result<&Arc<dyn Iface>> {
         self.iter().find(|iface| iface.kind() == kind).ok_or_else(|| {
             match self.absent.iter().find(|(absent, _)| *absent == kind) {
@@ -133,9 +134,10 @@ impl Registry {
         })
     }
 
-    /// The owner of one address: the device iface that knows it, or the system. Host memory of the
-    /// application that a device API page-locked stays the system's: the device knows a part of
-    /// it, and may cease to at any time.
+    /// Returns the owner of one address: the device iface that claims it, or else the system.
+    ///
+    /// Host memory of the application that a device API page-locked belongs to the system. The
+    /// page-locked part may be smaller than the memory, and the page-lock may end at any time.
     ///
     /// # Errors
     /// A failed driver call.
@@ -143,8 +145,8 @@ impl Registry {
     pub fn owner_of(&self, address: Address) -> Result<AddressOwner> {
         for device in self.devices.iter().filter(|device| device.may_hold(address)) {
             let answer = device.iface.query(address);
-            // By reference: moving the answer would be a wide load right behind the narrow stores
-            // that made it.
+            // By reference: a move would be a wide load right after the narrow stores of the
+            // answer, which stalls.
             match &answer {
                 Ok(Some(allocation)) if is_claimed(allocation) => {
                     return Ok(AddressOwner::of(allocation));
@@ -158,8 +160,7 @@ impl Registry {
         Ok(AddressOwner::SYSTEM)
     }
 
-    /// Returns the error for memory that is not of the iface which a caller claims: another iface
-    /// has it, or none knows it.
+    /// Returns the error for memory that does not belong to the iface that a caller named.
     #[cold]
     pub(crate) fn refuse_claim(
         &self,
@@ -177,15 +178,19 @@ impl Registry {
             .context("range", range);
         if owner.iface == IfaceKind::SYSTEM && known.is_none() {
             return error
-                .context("why", "the iface does not know the address: it was freed, belongs to another process, or is host memory")
+                .context(
+                    "why",
+                    "the iface does not know the address: it was freed, belongs to another \
+                     process, or is host memory",
+                )
                 .remedy(
-                    "register memory that this process allocated and has not freed, or opened by an IPC handle; for host \
-                     memory name the system iface, or none",
+                    "register memory that this process allocated and has not freed, or opened by \
+                     an IPC handle; for host memory name the system iface, or none",
                 );
         }
-        error.context("owner", owner.iface).remedy(
-            "the memory belongs to another iface: name that one, or none to have it found out",
-        )
+        error
+            .context("owner", owner.iface)
+            .remedy("the memory belongs to another iface: name that iface, or none to detect it")
     }
 
     /// Returns the owner of a whole range.

@@ -1,7 +1,7 @@
-//! Data transfer: work requests, their segments, and their completions.
+//! Transfers: work requests, their segments, and their completions.
 //!
-//! Addresses on the local side are the application's own; on the remote side they are [`Iova`]s of
-//! the region that the key names.
+//! Local addresses are the application's own. Remote addresses are [`Iova`]s of the region that the
+//! key belongs to.
 
 use std::fmt;
 
@@ -13,18 +13,18 @@ use crate::{
 /// A piece of local memory in a work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LocalSegment {
-    /// The first address, as the application knows it. This holds for zero-based verbs regions too.
+    /// The first address in this process. Also for zero-based regions of verbs.
     pub address: Address,
     /// The length in bytes.
     pub len: u64,
-    /// The descriptor of the region in which the segment lies. `None` if it lies in no region.
+    /// The descriptor of the region that contains the segment. `None` if no region does.
     pub desc: Option<LocalKey>,
 }
 
 /// A piece of a peer's memory in a work request.
 #[derive(Clone, Copy, Debug)]
 pub struct RemoteSegment<'a> {
-    /// The first byte, in the addressing of the key.
+    /// The address of the first byte, in the addressing of the key.
     pub address: Iova,
     /// The length in bytes.
     pub len: u64,
@@ -33,7 +33,7 @@ pub struct RemoteSegment<'a> {
 }
 
 impl RemoteKey {
-    /// Returns the segment of `len` bytes from `offset` of the region, in the key's addressing.
+    /// Returns the segment of `len` bytes from `offset` of the region, for a transfer.
     ///
     /// ```
     /// use hmem_core::{Addressing, ErrorKind, Iova, RemoteKey};
@@ -47,8 +47,8 @@ impl RemoteKey {
     ///
     /// # Errors
     /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the region.
-    /// - [`ErrorKind::Unsupported`] if they are in several pieces of a split region whose addresses
-    ///   do not adjoin. One segment is one run of addresses.
+    /// - [`ErrorKind::Unsupported`] if the bytes are in several pieces of a split region whose
+    ///   addresses are not contiguous. A segment is one contiguous range of addresses.
     pub fn slice(&self, offset: u64, len: u64) -> Result<RemoteSegment<'_>> {
         self.check_part("slice", offset, len)?;
         let (mut skip, mut left) = (offset, len);
@@ -79,7 +79,7 @@ impl RemoteKey {
     }
 }
 
-/// An endpoint's name in the provider's own bytes, to send to a peer.
+/// The name of an endpoint, to send to a peer. Only the provider can interpret the bytes.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct EndpointName(pub Vec<u8>);
 
@@ -93,11 +93,11 @@ impl fmt::Debug for EndpointName {
     }
 }
 
-/// A resolved peer (`fi_addr_t`), valid for the endpoint that resolved it.
+/// A resolved peer (`fi_addr_t`). Valid only for the endpoint that resolved it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PeerId(pub u64);
 
-/// `enum fi_op` of `rdma/fi_atomic.h`, with its values.
+/// An atomic operation, with the values of libfabric's `enum fi_op`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 #[allow(missing_docs, reason = "the names are those of fi_atomic(3), which defines them")]
@@ -147,7 +147,7 @@ impl AtomicOp {
         Self::Mswap,
     ];
 
-    /// Returns true if the operation takes a compare operand (`fi_compare_atomic`).
+    /// Returns true if the operation has a compare operand (`fi_compare_atomic`).
     #[must_use]
     pub const fn compares(self) -> bool {
         matches!(
@@ -163,7 +163,7 @@ impl AtomicOp {
     }
 }
 
-/// Integer datatypes of atomics (`enum fi_datatype`), with its values.
+/// An integer type of atomics, with the values of libfabric's `enum fi_datatype`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 #[allow(missing_docs, reason = "the names say it")]
@@ -178,7 +178,7 @@ impl AtomicType {
     /// Every datatype.
     pub const ALL: [Self; 4] = [Self::I32, Self::U32, Self::I64, Self::U64];
 
-    /// Bytes of one element.
+    /// Returns the size of one element in bytes.
     #[must_use]
     pub const fn size(self) -> u64 {
         match self {
@@ -190,8 +190,8 @@ impl AtomicType {
 
 /// The operation of a work request.
 ///
-/// Local and remote lists of a write or read are runs of bytes of the same total length; the seams
-/// need not agree.
+/// The local and the remote segments of a write or read have the same total length. The lengths of
+/// the single segments may differ.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum Operation<'a> {
@@ -203,9 +203,9 @@ pub enum Operation<'a> {
     /// RMA write that also completes a receive of the peer, with immediate data
     /// ([`ProviderAttr::cq_data_size`](crate::provider::ProviderAttr::cq_data_size)).
     ///
-    /// It takes the peer's next receive for a message without a tag, and waits for one as a message
-    /// does. The bytes are in the peer's memory before that receive completes, and its own buffer
-    /// stays as it was.
+    /// The write consumes the peer's next receive without a tag, and waits for one like a message.
+    /// The bytes are in the peer's memory before that receive completes. The buffer of the receive
+    /// is not changed.
     WriteImmediate {
         /// The destination.
         remote: &'a [RemoteSegment<'a>],
@@ -217,28 +217,28 @@ pub enum Operation<'a> {
         /// The source.
         remote: &'a [RemoteSegment<'a>],
     },
-    /// Atomic over an array of elements: operands in the local segments. A fetching one gives
-    /// `result`, a comparing one gives `result` and `compare`.
+    /// Atomic operation on an array of elements, with the operands in the local segments. A
+    /// fetching operation has `result`; a comparing operation has `result` and `compare`.
     Atomic {
         /// The operation.
         op: AtomicOp,
-        /// The element.
+        /// The type of the elements.
         datatype: AtomicType,
-        /// The target elements; aligned to the element size.
+        /// The target elements, aligned to the size of an element.
         remote: RemoteSegment<'a>,
-        /// The destination of the old values, for fetching and comparing forms.
+        /// The destination of the old values, for fetching and comparing operations.
         result: Option<LocalSegment>,
-        /// The value to compare with, for comparing forms.
+        /// The values to compare with, for comparing operations.
         compare: Option<LocalSegment>,
     },
-    /// A message; a tagged one matches receives by tag.
+    /// A message. A tagged message matches receives by its tag.
     Send {
         /// The tag, for tagged messages.
         tag: Option<u64>,
-        /// A window key that the receiver's NIC invalidates (send with invalidate).
+        /// The key of a window that the receiver's NIC invalidates (send with invalidate).
         invalidate: Option<&'a RemoteKey>,
     },
-    /// A message with immediate data, which the completion of its receive carries
+    /// A message with immediate data, which the completion of the receive has
     /// ([`ProviderAttr::cq_data_size`](crate::provider::ProviderAttr::cq_data_size)).
     SendImmediate {
         /// The tag, for tagged messages.
@@ -248,29 +248,29 @@ pub enum Operation<'a> {
     },
     /// A buffer for one message.
     Receive {
-        /// Tag and ignore mask, for tagged messages.
+        /// The tag to match and a mask of bits to ignore, for tagged messages.
         tag: Option<(u64, u64)>,
-        /// Only from this peer, where given.
+        /// Receives only from this peer, if given.
         from: Option<PeerId>,
     },
-    /// Binds a type 2 window. The key is the window's index with the given low 8 bits.
+    /// Binds a type 2 window. The new key is the window's index with `tag` as its low 8 bits.
     BindWindow {
         /// The window.
         window: ProviderWindow,
         /// The region to bind it to.
         region: ProviderRegion,
-        /// First byte, from the start of the region.
+        /// The offset of the first byte in the region.
         offset: u64,
-        /// Bytes, more than 0.
+        /// The length in bytes, more than 0.
         len: u64,
-        /// Remote rights.
+        /// The rights of peers.
         access: Access,
         /// The addressing for peers.
         addressing: Addressing,
         /// The low 8 bits of the new key.
         tag: u8,
     },
-    /// Kills the current key of a type 2 window.
+    /// Invalidates the current key of a type 2 window.
     InvalidateWindow {
         /// The window.
         window: ProviderWindow,
@@ -280,13 +280,13 @@ pub enum Operation<'a> {
 /// One request to an endpoint.
 #[derive(Clone, Copy, Debug)]
 pub struct WorkRequest<'a> {
-    /// The operation, with its remote side.
+    /// The operation, with its remote segments.
     pub operation: Operation<'a>,
-    /// The local memory, as one run of bytes.
+    /// The local memory, as a sequence of bytes.
     pub local: &'a [LocalSegment],
-    /// The peer; ignored by receives and window operations.
+    /// The peer. Ignored by receives and window operations.
     pub peer: PeerId,
-    /// Returned with the completion.
+    /// A number that the completion carries.
     pub context: u64,
 }
 
@@ -300,9 +300,9 @@ pub enum CompletionKind {
     Atomic,
     Send,
     Receive,
-    /// A receive that a peer's write with immediate data took. Its context is that of the receive.
-    /// The bytes lie where the peer's key leads. A NIC that cut the write into several counts those
-    /// of the last.
+    /// A receive that a peer's write with immediate data consumed. The context is that of the
+    /// receive. The bytes are where the peer wrote them, not in the buffer of the receive. If a NIC
+    /// split the write, the number of bytes is that of the last part.
     RemoteWrite,
     BindWindow,
     InvalidateWindow,
@@ -310,7 +310,7 @@ pub enum CompletionKind {
 
 /// The end of a request.
 ///
-/// A provider builds one with [`Completion::new`] and sets the other fields.
+/// A provider creates a completion with [`Completion::new`] and sets the other fields.
 ///
 /// ```
 /// use hmem_core::transfer::{Completion, CompletionKind};
@@ -326,19 +326,21 @@ pub struct Completion {
     pub context: u64,
     /// The kind of the request.
     pub kind: CompletionKind,
-    /// The number of bytes that were moved, or why none may be relied on.
+    /// The number of bytes that were transferred, or an error. After an error any part of the bytes
+    /// may have been transferred.
     ///
-    /// Errors of the target side: InvalidKey, AccessDenied, OutOfBounds, BadAddress, Unsupported
-    /// (atomics on staged memory). Errors of the local side: NoRegion, AccessDenied, BadAddress.
-    /// Errors of both: Canceled, Truncated, Unreachable.
+    /// - Errors of the target: InvalidKey, AccessDenied, OutOfBounds, BadAddress, Unsupported
+    ///   (atomics on staged memory).
+    /// - Errors of this side: NoRegion, AccessDenied, BadAddress.
+    /// - Errors of both: Canceled, Truncated, Unreachable.
     pub result: Result<u64>,
     /// The tag of the message, for receives of tagged messages.
     pub tag: Option<u64>,
-    /// The immediate data of the peer's message or write, for receives. A receive that failed may
-    /// have none.
+    /// The immediate data of the peer's message or write, for receives. May be `None` if the
+    /// receive failed.
     pub data: Option<u64>,
-    /// The window's key that the NIC invalidated at the sender's request (send with invalidate),
-    /// for receives. [`RemoteKey::as_u64`] of the window's key is the same number.
+    /// The number of the window key that the NIC invalidated for the sender (send with invalidate),
+    /// for receives. [`RemoteKey::as_u64`] returns the same number for the window's key.
     pub invalidated: Option<u64>,
 }
 

@@ -1,4 +1,4 @@
-//! Parts of remote keys: segments for transfers, and keys of a part.
+//! Segments of remote keys for transfers, and keys of a part.
 
 use hmem_core::{Addressing, ErrorKind, Iova, RemoteKey, RemotePiece};
 use proptest::prelude::*;
@@ -11,14 +11,14 @@ fn pieces(key: &RemoteKey) -> Vec<(u64, u64, u64)> {
     key.pieces().map(|piece| (piece.base.0, piece.len, piece.key)).collect()
 }
 
-/// Three pieces, of which the last lies elsewhere.
+/// Returns a key of three pieces: two adjacent ones, and one at other addresses.
 fn split(addressing: Addressing) -> RemoteKey {
     let rest = vec![piece(0x1100, 0x200, 2), piece(0x9000, 0x80, 3)];
     RemoteKey::split(addressing, piece(0x1000, 0x100, 1), rest)
 }
 
 #[test]
-fn slices_of_a_split_key_are_runs_of_addresses() {
+fn slice_of_a_split_key_is_a_contiguous_range() {
     let key = split(Addressing::Virtual);
     for (offset, len, address) in [
         (0, 0x380 - 0x80, 0x1000),
@@ -43,7 +43,7 @@ fn slices_of_a_split_key_are_runs_of_addresses() {
 }
 
 #[test]
-fn a_part_of_a_split_key_has_the_parts_of_its_pieces() {
+fn narrowed_split_key_has_parts_of_its_pieces() {
     let key = split(Addressing::Virtual);
     assert_eq!(
         pieces(&key.narrow(0x80, 0x90).expect("two")),
@@ -59,7 +59,7 @@ fn a_part_of_a_split_key_has_the_parts_of_its_pieces() {
 }
 
 #[test]
-fn a_part_keeps_what_a_mapped_key_is() {
+fn narrowed_mapped_key_stays_mapped() {
     let key = RemoteKey::mapped(Addressing::ZeroBased, Iova(0), 4096, 7);
     let part = key.narrow(100, 8).expect("inside");
     assert!(part.is_mapped() && part.as_u64().is_ok_and(|number| number == 7));
@@ -67,7 +67,7 @@ fn a_part_keeps_what_a_mapped_key_is() {
 
 /// KEY-06
 #[test]
-fn keys_with_more_bytes_than_an_address_space_are_refused() {
+fn keys_of_2_to_the_64_bytes_or_more_are_refused() {
     let keys = |first, rest| RemoteKey::split(Addressing::Virtual, first, rest);
     for key in [
         keys(piece(1, u64::MAX, 1), vec![piece(1, u64::MAX, 2)]),
@@ -78,11 +78,11 @@ fn keys_with_more_bytes_than_an_address_space_are_refused() {
         assert_eq!(refused.kind(), ErrorKind::Malformed);
         let wrong = refused.context_value("wrong");
         assert_eq!(wrong, Some("pieces with more bytes than an address space"), "{key:?}");
-        // One that this process made is no reason to panic either.
+        // This process can create such a key too. Using it does not panic.
         key.narrow(u64::MAX - 2, 2).expect("a part");
         let _ = (key.narrow(3, 9), key.slice(3, 9));
     }
-    // A piece that wraps around was never refused. It does no harm.
+    // A single piece that wraps around the address space is read: earlier versions wrote some.
     let key = keys(piece(u64::MAX, 4, 1), vec![piece(3, u64::MAX - 4, 2)]);
     let key = RemoteKey::from_bytes(&key.to_bytes()).expect("bytes that can be counted");
     assert_eq!(pieces(&key.narrow(2, 3).expect("a part")), [(1, 2, 1), (3, 1, 2)]);
@@ -91,7 +91,7 @@ fn keys_with_more_bytes_than_an_address_space_are_refused() {
 
 proptest! {
     #[test]
-    fn a_slice_of_a_part_is_the_slice_of_the_whole(
+    fn slice_of_a_narrowed_key_equals_slice_of_the_whole(
         base in 0..u64::MAX / 2, len in 1..1_u64 << 40,
         cut in any::<[u64; 4]>(),
     ) {
@@ -100,8 +100,8 @@ proptest! {
         let part = key.narrow(offset, 1 + cut[1] % (len - offset)).expect("inside");
         let inner = inner % part.first_len();
         let inner_len = cut[3] % (part.first_len() - inner + 1);
-        let (of_part, of_whole) =
-            (part.slice(inner, inner_len).expect("in"), key.slice(offset + inner, inner_len).expect("in"));
+        let of_part = part.slice(inner, inner_len).expect("inside the part");
+        let of_whole = key.slice(offset + inner, inner_len).expect("inside the key");
         prop_assert_eq!(of_part.address, of_whole.address);
         prop_assert_eq!(RemoteKey::from_bytes(&part.to_bytes()).expect("bytes"), part);
     }

@@ -1,11 +1,11 @@
-//! Keys of one range on several NICs, as bytes.
+//! The binary form of the keys of one range on several NICs.
 
 use hmem_core::{
     Addressing, ErrorKind, Iova, RailKey, RailKeys, RemoteKey, RemotePiece, provider::Nic,
 };
 use proptest::{collection, option, prelude::*};
 
-/// Pieces of which four have fewer bytes than the address space.
+/// Pieces of which any four together are shorter than the address space.
 fn piece() -> impl Strategy<Value = RemotePiece> {
     let (base, len) = (..=u64::MAX - u64::MAX / 4, ..=u64::MAX / 4);
     (base, len, any::<u64>()).prop_map(|(base, len, key)| RemotePiece {
@@ -43,7 +43,7 @@ fn wrong(bytes: &[u8]) -> String {
 proptest! {
     /// KEY-06
     #[test]
-    fn rail_keys_survive_unchanged_and_are_refused_when_altered(
+    fn rail_keys_are_read_back_and_refused_when_altered(
         keys in rails(),
         cut in any::<prop::sample::Index>(),
         flips in collection::vec((any::<prop::sample::Index>(), 1_u8..), 1..4),
@@ -69,7 +69,7 @@ proptest! {
 
     /// KEY-06
     #[test]
-    fn bytes_of_any_kind_are_never_read_as_rail_keys(bytes in collection::vec(any::<u8>(), 0..200)) {
+    fn random_bytes_are_refused_as_rail_keys(bytes in collection::vec(any::<u8>(), 0..200)) {
         wrong(&bytes);
         // Behind a sound header and with a sound checksum, the payload decides.
         let body = [b"hmRL\x01", &bytes[..]].concat();
@@ -82,7 +82,7 @@ proptest! {
 
 /// KEY-06
 #[test]
-fn every_bit_of_rail_keys_is_guarded() {
+fn any_flipped_bit_of_rail_keys_is_detected() {
     let nic = |name: &str| Nic { provider: "verbs".into(), name: name.into(), pci_bus_id: None };
     let key = |key| RemoteKey::new(Addressing::Virtual, Iova(0x7f00_0000_1000), 4096, key);
     let keys = RailKeys::new(vec![
@@ -105,7 +105,7 @@ fn every_bit_of_rail_keys_is_guarded() {
 
 /// KEY-06
 #[test]
-fn rails_that_do_not_go_together_are_refused_by_sender_and_receiver() {
+fn invalid_rail_lists_are_refused_by_sender_and_receiver() {
     let nic = |name: &str| Nic { provider: "verbs".into(), name: name.into(), pci_bus_id: None };
     let key = RemoteKey::new(Addressing::ZeroBased, Iova(0), 64, 7);
     let mapped = RemoteKey::mapped(Addressing::ZeroBased, Iova(0), 64, 7);
@@ -128,7 +128,7 @@ fn rails_that_do_not_go_together_are_refused_by_sender_and_receiver() {
 
 /// KEY-06
 #[test]
-fn rails_with_more_bytes_than_an_address_space_are_refused() {
+fn rails_of_2_to_the_64_bytes_or_more_are_refused() {
     let piece = |base, len| RemotePiece { base: Iova(base), len, key: 1 };
     let keys = |first, rest| {
         let nic = Nic { provider: "verbs".into(), name: "mlx5_0".into(), pci_bus_id: None };

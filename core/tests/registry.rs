@@ -1,4 +1,4 @@
-//! Which ifaces a registry asks about an address.
+//! The ifaces that a registry queries for an address.
 
 #![allow(unsafe_code, reason = "implementing `Iface` takes unsafe functions")]
 
@@ -14,7 +14,7 @@ use hmem_core::{
 
 const KIND: IfaceKind = IfaceKind(0x123);
 
-/// One allocation, and a count of the questions about addresses.
+/// An iface with one allocation, which counts its queries.
 #[derive(Debug)]
 struct One {
     allocation: Allocation,
@@ -40,8 +40,8 @@ fn lacks<T>() -> Result<T> {
     Err(Error::new(ErrorKind::Unsupported, "test"))
 }
 
-// SAFETY: it allocates, copies and exports nothing. The addresses that it claims are never used, and
-// lie in its span where it says that it has one.
+// SAFETY: it allocates, copies and exports nothing. The addresses that it claims are never used,
+// and lie in its span if it has one.
 unsafe impl Iface for One {
     fn kind(&self) -> IfaceKind {
         KIND
@@ -75,7 +75,7 @@ fn registry(iface: &Arc<One>) -> Registry {
     registry
 }
 
-/// How often an address is asked about, and whether it is the iface's.
+/// Returns the number of queries for an address, and true if the iface owns the address.
 fn seen(iface: &Arc<One>, registry: &Registry, address: u64) -> (usize, bool) {
     let before = iface.asked.load(Ordering::Relaxed);
     let owner = registry.owner_of(Address(address)).unwrap();
@@ -84,7 +84,7 @@ fn seen(iface: &Arc<One>, registry: &Registry, address: u64) -> (usize, bool) {
 }
 
 #[test]
-fn an_iface_without_an_address_span_is_asked_about_every_address() {
+fn iface_without_a_span_is_queried_for_every_address() {
     let iface = One::new(0x10000, 0x1000, None);
     let registry = registry(&iface);
     for (address, mine) in
@@ -96,8 +96,7 @@ fn an_iface_without_an_address_span_is_asked_about_every_address() {
 }
 
 #[test]
-fn an_iface_is_asked_about_its_address_span_from_the_first_address_to_the_last_and_about_no_other()
-{
+fn iface_with_a_span_is_queried_only_for_addresses_in_it() {
     let iface = One::new(0x10000, 0x1000, Some((0xf000, 0x3000)));
     let registry = registry(&iface);
     for address in [0, 0xefff, 0x12000, u64::MAX] {
@@ -109,7 +108,7 @@ fn an_iface_is_asked_about_its_address_span_from_the_first_address_to_the_last_a
 }
 
 #[test]
-fn an_address_span_may_reach_to_the_end_of_the_address_space() {
+fn address_span_may_end_with_the_address_space() {
     let last = u64::MAX;
     let iface = One::new(last - 0xfff, 0x1000, Some((last - 0xffff, 0x10000)));
     let registry = registry(&iface);

@@ -86,16 +86,28 @@ const TASKS: &[Task] = &[
     Task {
         name: "cudarc",
         about: "slices of the crate cudarc, over the fake CUDA driver",
-        steps: &[step(&[
-            "cargo",
-            "test",
-            "-p",
-            "hmem-iface-cuda",
-            "--features",
-            "cudarc",
-            "--test",
-            "cudarc",
-        ])],
+        steps: &[
+            step(&[
+                "cargo",
+                "test",
+                "-p",
+                "hmem-iface-cuda",
+                "--features",
+                "cudarc",
+                "--test",
+                "cudarc",
+            ]),
+            step(&[
+                "cargo",
+                "test",
+                "-p",
+                "hmem",
+                "--features",
+                "cudarc",
+                "--test",
+                "cudarc_slices",
+            ]),
+        ],
     },
     Task {
         name: "allocators",
@@ -219,6 +231,11 @@ const TASKS: &[Task] = &[
                 "--bins",
             ],
         }],
+    },
+    Task {
+        name: "package",
+        about: "the packages as they would be published, without publishing them",
+        steps: &[step(&["cargo", "publish", "--workspace", "--dry-run", "--allow-dirty"])],
     },
     Task {
         name: "docs",

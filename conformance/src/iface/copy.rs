@@ -1,4 +1,4 @@
-//! Copies, blocking and started.
+//! Copies: blocking and asynchronous.
 
 use std::{sync::Arc, thread};
 
@@ -23,7 +23,8 @@ pub(super) fn copy_moves_exactly_the_named_bytes(iface: &Arc<dyn Iface>) -> Outc
 
 pub(super) fn started_copy_moves_exactly_the_named_bytes(iface: &Arc<dyn Iface>) -> Outcome {
     need(&**iface, iface.copy_engine(), Facet::CopyEngine)?;
-    // SAFETY: `assert_copies` names memory that it owns, and the copy has ended when this returns.
+    // SAFETY: `assert_copies` names memory that it owns, and `wait` returns after the copy has
+    // ended.
     let copy = |to, from, len| unsafe { iface.start_copy(to, from, len) }?.wait();
     for buffer in buffers(iface)? {
         assert_copies(&buffer, &copy);
@@ -31,8 +32,8 @@ pub(super) fn started_copy_moves_exactly_the_named_bytes(iface: &Arc<dyn Iface>)
     Ok(())
 }
 
-/// Copies parts in, out, and from one end of the buffer to the other. Each time the bytes around
-/// the part stay.
+/// Copies parts in, out, and from one end of the buffer to the other. Asserts each time that the
+/// bytes around the part stay the same.
 fn assert_copies(buffer: &DeviceBuffer, copy: Copy<'_>) {
     let kind = buffer.allocation().kind.name();
     for (seed, (offset, len)) in PARTS.into_iter().enumerate() {
@@ -86,8 +87,8 @@ pub(super) fn copy_past_an_allocation_is_refused(iface: &Arc<dyn Iface>) -> Outc
         let mut host = vec![0xEE; 16];
         let (near_end, own) =
             (at(&buffer, whole(&**iface, &buffer).len() - 8), Address::of_ptr(host.as_mut_ptr()));
-        // SAFETY: the host side is 16 bytes of a vector that nothing else uses. The other side
-        // is owned, and its end is what the copy must notice.
+        // SAFETY: the host side is 16 bytes of a vector that nothing else uses. The other side is
+        // an owned allocation. The iface must refuse the bytes after its end.
         let refused = unsafe { [iface.copy(near_end, own, 16), iface.copy(own, near_end, 16)] };
         for result in refused {
             let error = result.expect_err("the copy leaves the allocation");
@@ -101,7 +102,7 @@ pub(super) fn copy_past_an_allocation_is_refused(iface: &Arc<dyn Iface>) -> Outc
 
 pub(super) fn copy_of_unknown_memory_is_refused(iface: &Arc<dyn Iface>) -> Outcome {
     if iface.kind() == IfaceKind::SYSTEM {
-        return skip("all host memory is this iface's");
+        return skip("all host memory belongs to this iface");
     }
     drop(buffer(iface)?);
     let (from, mut to) = (vec![1u8; 64], vec![0xEE; 64]);

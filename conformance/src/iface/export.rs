@@ -18,12 +18,12 @@ use super::{
 };
 use crate::trial::{Outcome, Skipped, skip};
 
-/// The NIC that exports are for.
+/// Returns the NIC for which memory is exported.
 fn nic() -> Nic {
     Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None }
 }
 
-/// The exporter of an iface, and a buffer of each kind of memory that it exports.
+/// Returns the exporter of an iface, and a buffer of each kind of memory that it exports.
 fn exportable(iface: &Arc<dyn Iface>) -> Result<(&dyn DmaBufExporter, Vec<DeviceBuffer>), Skipped> {
     let exporter = need(&**iface, iface.dma_buf(), Facet::DmaBuf)?;
     let mut exported = Vec::new();
@@ -87,8 +87,8 @@ pub(super) fn dma_buf_past_an_allocation_is_refused(iface: &Arc<dyn Iface>) -> O
     Ok(())
 }
 
-/// With allocations of their own pages: drivers place small ones side by side, in memory that they
-/// keep.
+/// Uses allocations with pages of their own. Drivers place small allocations side by side in pages
+/// that they keep.
 pub(super) fn dma_buf_of_freed_memory_shows_no_other_memory(iface: &Arc<dyn Iface>) -> Outcome {
     const OWN_PAGES: u64 = 2 << 20;
     let (exporter, exported) = exportable(iface)?;
@@ -132,7 +132,7 @@ fn exported_bytes(exporter: &dyn DmaBufExporter, range: AddressRange) -> Result<
     bytes
 }
 
-/// Returns the bytes of a dma-buf through a mapping of its fd. Not every driver's can be mapped.
+/// Returns the bytes of a dma-buf by mapping its fd. Not every driver's dma-bufs can be mapped.
 fn mapped_bytes(export: &DmaBufExport) -> Result<Vec<u8>, Skipped> {
     assert_in_bounds(export);
     let page = rustix::param::page_size() as u64;
@@ -146,16 +146,16 @@ fn mapped_bytes(export: &DmaBufExport) -> Result<Vec<u8>, Skipped> {
         Ok(base) => base,
         Err(errno) => return skip(format!("the dma-buf cannot be mapped by the CPU: {errno}")),
     };
-    // SAFETY: the mapping is readable and `len` bytes long, which the dma-buf has, and nothing
-    // writes the memory meanwhile.
+    // SAFETY: the mapping above is readable and `len` bytes long. The iface exported these bytes, and
+    // a dma-buf ends with a whole page. Nothing writes the memory while the slice lives.
     let bytes = unsafe { slice::from_raw_parts(base.cast::<u8>(), len) };
     let bytes = bytes[in_page as usize..][..export.len as usize].to_vec();
-    // SAFETY: mapped above, and no reference into it is left.
+    // SAFETY: the mapping was made above, and no reference into it is left.
     unsafe { munmap(base, len) }.expect("munmap");
     Ok(bytes)
 }
 
-/// Checks that a dma-buf holds its range, as far as its size can be found out.
+/// Asserts that a dma-buf holds its range, if its size can be read.
 fn assert_in_bounds(export: &DmaBufExport) {
     if let Ok(size) = seek(&export.fd, SeekFrom::End(0)) {
         let end = export.offset.0 + export.len;

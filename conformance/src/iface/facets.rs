@@ -12,7 +12,7 @@ use crate::trial::{Outcome, skip};
 
 pub(super) fn segments_cover_the_range(iface: &Arc<dyn Iface>) -> Outcome {
     let Some(map) = iface.segments() else {
-        return skip("the iface says that each allocation is one segment");
+        return skip("each allocation of the iface is one segment");
     };
     for buffer in buffers(iface)? {
         for extent in PARTS {
@@ -20,11 +20,15 @@ pub(super) fn segments_cover_the_range(iface: &Arc<dyn Iface>) -> Outcome {
             let segments = map.segments(range).expect("segments of an allocation");
             let mut next = range.start().0;
             for segment in &segments {
-                assert_eq!(segment.range.start().0, next, "a gap before it: {segments:?}");
+                assert_eq!(segment.range.start().0, next, "a gap before a segment: {segments:?}");
                 assert!(!segment.range.is_empty(), "{segments:?}");
                 next += segment.range.len();
             }
-            assert_eq!(next, range.start().0 + range.len(), "{range} ends otherwise: {segments:?}");
+            assert_eq!(
+                next,
+                range.start().0 + range.len(),
+                "the segments end elsewhere than {range}: {segments:?}"
+            );
         }
     }
     Ok(())
@@ -45,24 +49,30 @@ pub(super) fn ipc_handle_opens_the_allocation(iface: &Arc<dyn Iface>) -> Outcome
             }
         };
         assert_eq!(opened.range.len(), LEN);
-        assert_eq!(iface.query(opened.base()).expect("query"), Some(opened), "it is claimed");
+        assert_eq!(
+            iface.query(opened.base()).expect("query"),
+            Some(opened),
+            "opened memory is not claimed"
+        );
         let mut found = vec![0; LEN as usize];
         // SAFETY: the allocation is open until `close` below.
-        unsafe { iface.read(opened.base(), &mut found) }.expect("copy from what was opened");
+        unsafe { iface.read(opened.base(), &mut found) }.expect("copy from opened memory");
         assert_bytes(&found, &bytes, "opened memory");
         // SAFETY: nothing uses the memory any longer.
         unsafe { ipc.close(&opened) }.expect("close");
-        let left = iface.query(opened.base()).expect("query what was closed");
+        let left = iface.query(opened.base()).expect("query closed memory");
         assert_ne!(left, Some(opened), "closed memory is claimed");
         return Ok(());
     }
     skip(format!("no handle opens in the process that made it: {}", refusals.join("; ")))
 }
 
-pub(super) fn bytes_that_are_no_ipc_handle_are_refused(iface: &Arc<dyn Iface>) -> Outcome {
+pub(super) fn malformed_ipc_handle_is_refused(iface: &Arc<dyn Iface>) -> Outcome {
     let ipc = need(&**iface, iface.ipc(), Facet::Ipc)?;
     for bytes in [Vec::new(), vec![0xA5; 7], vec![0xA5; 1000]] {
-        let error = ipc.open(&IpcHandle { iface: iface.kind(), bytes }).expect_err("no handle");
+        let error = ipc
+            .open(&IpcHandle { iface: iface.kind(), bytes })
+            .expect_err("the bytes are no handle");
         assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
     }
     Ok(())
@@ -82,7 +92,7 @@ pub(super) fn host_memory_is_registered_and_unregistered_once(iface: &Arc<dyn If
             Err(why) => panic!("register a page: {why}"),
         }
         registrar.unregister(range).expect("unregister");
-        let error = registrar.unregister(range).expect_err("it is not registered");
+        let error = registrar.unregister(range).expect_err("the page is not registered");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     }
     Ok(())
@@ -90,14 +100,14 @@ pub(super) fn host_memory_is_registered_and_unregistered_once(iface: &Arc<dyn If
 
 pub(super) fn inbound_flush_succeeds_on_every_device(iface: &Arc<dyn Iface>) -> Outcome {
     let Some(flush) = iface.inbound_flush() else {
-        return skip("the iface says that inbound writes are visible without a flush");
+        return skip("inbound writes are visible without a flush on this iface");
     };
-    // A device that nothing was allocated on may not be in use.
+    // A device without allocations may be inactive.
     let buffers = buffers(iface)?;
     for buffer in &buffers {
         if let Some(device) = buffer.allocation().device {
             match flush.flush(device) {
-                // It says that the device may need a flush, and that it has none.
+                // The device may need a flush, and its driver has none.
                 Err(why) if why.kind() == ErrorKind::Unsupported => return skip(why.to_string()),
                 flushed => flushed.expect("flush"),
             }

@@ -1,4 +1,4 @@
-//! Allocations, and the queries that find them.
+//! Allocations and queries.
 
 use std::{collections::HashSet, fs, sync::Arc};
 
@@ -26,9 +26,9 @@ pub(super) fn query_claims_exactly_the_allocation(iface: &Arc<dyn Iface>) -> Out
     Ok(())
 }
 
-pub(super) fn memory_of_nobody_is_not_claimed(iface: &Arc<dyn Iface>) -> Outcome {
+pub(super) fn address_of_no_allocation_is_not_claimed(iface: &Arc<dyn Iface>) -> Outcome {
     let (heap, stack) = (vec![1u8; 64], 1u8);
-    let code: fn(&Arc<dyn Iface>) -> Outcome = memory_of_nobody_is_not_claimed;
+    let code: fn(&Arc<dyn Iface>) -> Outcome = address_of_no_allocation_is_not_claimed;
     let addresses = [
         Address::of_ptr(heap.as_ptr()),
         Address::of_ptr(&raw const stack),
@@ -37,7 +37,7 @@ pub(super) fn memory_of_nobody_is_not_claimed(iface: &Arc<dyn Iface>) -> Outcome
         Address(u64::MAX),
     ];
     for address in addresses {
-        let found = iface.query(address).expect("query memory of nobody");
+        let found = iface.query(address).expect("query an address of no allocation");
         assert_eq!(found, None, "{address} is claimed");
     }
     Ok(())
@@ -87,10 +87,10 @@ pub(super) fn allocation_on_an_unknown_device_is_refused(iface: &Arc<dyn Iface>)
     Ok(())
 }
 
-/// Frees and allocates again, so that addresses come again where they can.
+/// Frees and allocates again, so that addresses are reused if the driver reuses them.
 pub(super) fn identities_are_never_reused(iface: &Arc<dyn Iface>) -> Outcome {
     if !iface.has_identities() {
-        return skip("the iface says that it has no identities");
+        return skip("the iface has no identities");
     }
     let mut seen = HashSet::new();
     for _ in 0..16 {
@@ -106,7 +106,7 @@ pub(super) fn identities_are_never_reused(iface: &Arc<dyn Iface>) -> Outcome {
 
 pub(super) fn address_span_holds_every_allocation(iface: &Arc<dyn Iface>) -> Outcome {
     let Some(span) = iface.address_span() else {
-        return skip("the iface names no span, and is asked about every address");
+        return skip("the iface has no span, and is asked about every address");
     };
     let mut live = Vec::new();
     for _ in 0..4 {
@@ -135,15 +135,15 @@ pub(super) fn second_free_is_refused(iface: &Arc<dyn Iface>) -> Outcome {
     for buffer in buffers(iface)? {
         let freed = *buffer.allocation();
         drop(buffer);
-        // SAFETY: nothing uses the memory, which is not even allocated.
-        let error = unsafe { iface.free(&freed) }.expect_err("it was freed already");
+        // SAFETY: nothing uses the memory, which is no longer allocated.
+        let error = unsafe { iface.free(&freed) }.expect_err("the allocation was freed already");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     }
     Ok(())
 }
 
-/// Allocates and frees, one after the other, more than the device has and the address space
-/// may grow by.
+/// Allocates and frees in turns. In all, that is more memory than the device has, and more than the
+/// limit for the growth of the address space.
 pub(super) fn freed_memory_can_be_allocated_again(iface: &Arc<dyn Iface>) -> Outcome {
     const PARTS: u64 = 16;
     need(&**iface, iface.allocator(), Facet::Allocator)?;
@@ -157,15 +157,15 @@ pub(super) fn freed_memory_can_be_allocated_again(iface: &Arc<dyn Iface>) -> Out
             Err(why) if round == 0 => {
                 return skip(format!("a sixteenth of the memory is not free: {why}"));
             }
-            Err(why) => panic!("{len} bytes cannot be allocated after {round} times: {why}"),
+            Err(why) => panic!("{len} bytes cannot be allocated after {round} rounds: {why}"),
         }
     }
     let grown = address_space().saturating_sub(before);
-    assert!(grown < PARTS * len, "{grown} bytes of address space were not given back");
+    assert!(grown < PARTS * len, "{grown} bytes of address space were not released");
     Ok(())
 }
 
-/// Bytes of address space that the process has mapped.
+/// Returns the bytes of address space that the process has mapped.
 fn address_space() -> u64 {
     let statm = fs::read_to_string("/proc/self/statm").expect("read /proc/self/statm");
     let pages = statm.split(' ').next().and_then(|pages| pages.parse::<u64>().ok());
@@ -180,7 +180,7 @@ pub(super) fn allocating_and_freeing_leaks_no_fd(iface: &Arc<dyn Iface>) -> Outc
     Ok(())
 }
 
-/// Returns the part of a buffer's range.
+/// Returns a part of a buffer's range.
 pub(super) fn part(buffer: &DeviceBuffer, (offset, len): (u64, u64)) -> AddressRange {
     buffer.allocation().range.slice(offset, len).expect("inside the allocation")
 }

@@ -30,7 +30,7 @@ behaviours! {
     /// HM-01 HM-02
     query_claims_exactly_the_allocation,
     /// HM-02
-    memory_of_nobody_is_not_claimed,
+    address_of_no_allocation_is_not_claimed,
     /// HM-01
     allocation_has_the_length_kind_and_device_asked_for,
     /// HM-01
@@ -74,7 +74,7 @@ behaviours! {
     /// HM-10
     ipc_handle_opens_the_allocation,
     /// HM-10
-    bytes_that_are_no_ipc_handle_are_refused,
+    malformed_ipc_handle_is_refused,
     /// HM-15
     host_memory_is_registered_and_unregistered_once,
     /// HM-14
@@ -82,27 +82,27 @@ behaviours! {
     /// HM-15
     missing_facet_is_an_unsupported_error,
     /// MON-07
-    monitor_notices_a_free,
+    monitor_detects_a_free,
     /// MON-08
     monitor_is_silent_after_unsubscribing,
     /// P2P-06
-    registration_in_the_middle_moves_its_bytes_by_the_default_path,
+    part_of_an_allocation_is_reached_by_the_default_path,
     /// P2P-06
-    registration_in_the_middle_moves_its_bytes_by_the_direct_path,
+    part_of_an_allocation_is_reached_by_a_direct_path,
     /// P2P-06 BNC-03
-    registration_in_the_middle_moves_its_bytes_by_staged_copies,
+    part_of_an_allocation_is_reached_by_staged_copies,
     /// HM-01
     registration_queries_the_iface_once_per_end,
 }
 
-/// Bytes of the allocations: several pages of every size but huge.
+/// Length of the allocations: several pages of every page size except huge pages.
 const LEN: u64 = 256 << 10;
 
-/// Parts of an allocation, as offset and length: all of it, whole pages in the middle, and bytes
-/// in the middle of pages.
+/// Parts of an allocation, as offset and length: all of it, whole pages in the middle, and a range
+/// that starts and ends inside pages.
 const PARTS: [(u64, u64); 3] = [(0, LEN), (64 << 10, 64 << 10), (70_001, 10_007)];
 
-/// The kinds that an iface may allocate.
+/// The kinds of memory that an iface may allocate.
 const KINDS: [AllocationKind; 6] = [
     AllocationKind::Device,
     AllocationKind::Host,
@@ -133,7 +133,7 @@ fn buffers(iface: &Arc<dyn Iface>) -> Result<Vec<DeviceBuffer>, Skipped> {
             Err(why) => panic!("allocate {} memory: {why}", kind.name()),
         };
     let buffers: Vec<_> = KINDS.into_iter().filter_map(allocate).collect();
-    assert!(!buffers.is_empty(), "the iface has an allocator, which allocates no kind of memory");
+    assert!(!buffers.is_empty(), "the iface's allocator allocates no kind of memory");
     Ok(buffers)
 }
 
@@ -148,7 +148,7 @@ fn request(iface: &Arc<dyn Iface>, len: u64) -> Result<AllocRequest, Skipped> {
     Ok(AllocRequest { len, device: first_device(&**iface), kind })
 }
 
-/// Returns true if an error says that the iface does not have what was asked for.
+/// Returns true if an error says that the iface lacks the kind of memory or the facet.
 fn is_missing(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::Unavailable)
 }
@@ -160,12 +160,12 @@ fn contents(buffer: &DeviceBuffer) -> Vec<u8> {
     bytes
 }
 
-/// Returns the address of a byte that is `offset` bytes in.
+/// Returns the address `offset` bytes after the start of a buffer.
 fn at(buffer: &DeviceBuffer, offset: u64) -> Address {
     Address(buffer.allocation().base().0 + offset)
 }
 
-/// Returns the range of a buffer's allocation as a query names it. Drivers round virtual memory up.
+/// Returns the range of a buffer's allocation from a query. Drivers round virtual memory up.
 fn whole(iface: &dyn Iface, buffer: &DeviceBuffer) -> AddressRange {
     let own = buffer.allocation();
     let found = iface.query(own.base()).expect("query").expect("an allocation is claimed");

@@ -1,4 +1,4 @@
-//! The monitor that notices frees.
+//! The monitor that detects frees.
 
 use std::sync::{
     Arc,
@@ -14,7 +14,7 @@ use hmem_core::{
 use super::{buffers, is_missing, need};
 use crate::trial::{Outcome, Skipped, skip};
 
-/// Counts what it is told about a range.
+/// Counts the notifications about a range.
 #[derive(Debug)]
 struct Listener {
     range: AddressRange,
@@ -61,12 +61,12 @@ fn start(iface: &dyn Iface) -> Result<Arc<dyn Monitor>, Skipped> {
     }
 }
 
-/// By its callback, or by an identity that is no longer the one at the address.
-pub(super) fn monitor_notices_a_free(iface: &Arc<dyn Iface>) -> Outcome {
+/// Detects the free by a callback, or by another identity at the address.
+pub(super) fn monitor_detects_a_free(iface: &Arc<dyn Iface>) -> Outcome {
     let monitor = start(&**iface)?;
     for buffer in buffers(iface)? {
         let allocation = *buffer.allocation();
-        let valid = || monitor.valid(&allocation).expect("ask for the identity");
+        let valid = || monitor.valid(&allocation).expect("validate the identity");
         let listener = Listener::of(allocation.range);
         let subscription = match monitor.subscribe(allocation.range, listener.clone()) {
             Ok(subscription) => subscription,
@@ -74,7 +74,7 @@ pub(super) fn monitor_notices_a_free(iface: &Arc<dyn Iface>) -> Outcome {
             Err(why) => panic!("watch {allocation:?}: {why}"),
         };
         assert!(valid(), "live memory is not valid: {allocation:?}");
-        assert_eq!(listener.notices(), 0, "nothing was freed");
+        assert_eq!(listener.notices(), 0, "notified before a free");
         drop(buffer);
         match monitor.detection() {
             DetectionMethod::Callback => {
@@ -82,7 +82,7 @@ pub(super) fn monitor_notices_a_free(iface: &Arc<dyn Iface>) -> Outcome {
             }
             DetectionMethod::Identity => {
                 assert!(!valid(), "freed memory is valid: {allocation:?}");
-                // The address may come again, with another identity.
+                // The address may be reused, with another identity.
                 let again = buffers(iface)?;
                 assert!(!valid(), "{allocation:?} is valid beside {again:?}");
             }
@@ -102,7 +102,7 @@ pub(super) fn monitor_is_silent_after_unsubscribing(iface: &Arc<dyn Iface>) -> O
             Err(why) => panic!("watch {:?}: {why}", buffer.allocation()),
         }
         drop(buffer);
-        assert_eq!(listener.notices(), 0, "told of a free after it unsubscribed");
+        assert_eq!(listener.notices(), 0, "notified of a free after the unsubscription");
     }
     Ok(())
 }

@@ -25,21 +25,17 @@ use crate::trial::{Outcome, skip};
 
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
-pub(super) fn registration_in_the_middle_moves_its_bytes_by_the_default_path(
+pub(super) fn part_of_an_allocation_is_reached_by_the_default_path(
     iface: &Arc<dyn Iface>,
 ) -> Outcome {
     registered_by(iface, P2pPolicy::Enabled)
 }
 
-pub(super) fn registration_in_the_middle_moves_its_bytes_by_the_direct_path(
-    iface: &Arc<dyn Iface>,
-) -> Outcome {
+pub(super) fn part_of_an_allocation_is_reached_by_a_direct_path(iface: &Arc<dyn Iface>) -> Outcome {
     registered_by(iface, P2pPolicy::Required)
 }
 
-pub(super) fn registration_in_the_middle_moves_its_bytes_by_staged_copies(
-    iface: &Arc<dyn Iface>,
-) -> Outcome {
+pub(super) fn part_of_an_allocation_is_reached_by_staged_copies(iface: &Arc<dyn Iface>) -> Outcome {
     registered_by(iface, P2pPolicy::Disabled)
 }
 
@@ -57,11 +53,11 @@ fn open(iface: &Arc<dyn Iface>, p2p: P2pPolicy) -> Domain {
         .expect("open a domain")
 }
 
-/// Registers parts of each kind of memory under a policy, writes and reads them by the NIC, and
-/// compares the bytes, those around the part too.
+/// Registers parts of each kind of memory under a policy. Writes and reads them through the NIC,
+/// and compares the bytes of the part and those around it.
 fn registered_by(iface: &Arc<dyn Iface>, policy: P2pPolicy) -> Outcome {
     if iface.kind() == IfaceKind::SYSTEM && policy != P2pPolicy::Enabled {
-        return skip("host memory is registered in one way, whatever the policy for devices");
+        return skip("host memory has one path, whatever the policy for devices");
     }
     let domain = open(iface, policy);
     let (mut shown, mut refusals) = (false, Vec::new());
@@ -82,7 +78,7 @@ fn registered_by(iface: &Arc<dyn Iface>, policy: P2pPolicy) -> Outcome {
         refusals.dedup();
         return skip(format!("no direct path: {}", refusals.join("; ")));
     }
-    assert_eq!(domain.live(), LiveObjects::default(), "registrations are left");
+    assert_eq!(domain.live(), LiveObjects::default(), "a registration is left");
     Ok(())
 }
 
@@ -128,21 +124,21 @@ fn moves_bytes(
     endpoint.close().map_err(Error::from)
 }
 
-/// Waits for a transfer. Reading the queue of this NIC executes it.
+/// Waits for a transfer. A read of this NIC's queue executes it.
 fn moved(cq: &dyn CompletionQueue) -> Result<u64> {
     let mut done = Vec::new();
     while cq.read(&mut done, 1)? == 0 {}
     done.remove(0).result
 }
 
-/// Counts the queries of an iface.
+/// An iface that counts the queries of another one.
 #[derive(Debug)]
 struct Counting {
     iface: Arc<dyn Iface>,
     queries: AtomicU64,
 }
 
-// SAFETY: each answer and facet is those of the iface, or `None`.
+// SAFETY: each answer and facet is that of the counted iface, or `None`.
 unsafe impl Iface for Counting {
     fn kind(&self) -> IfaceKind {
         self.iface.kind()

@@ -1,4 +1,4 @@
-//! Completions: waiting for them, their file descriptor, and the immediate data that they carry.
+//! Completions: waits, the file descriptor of a queue, immediate data.
 
 use std::{
     sync::Arc,
@@ -23,7 +23,7 @@ fn post_write(link: &Link, context: u64) {
     let (key, slice) = (link.key(&region), source.slice(0, 8).expect("inside"));
     let there = [remote(&key, 0, 8)];
     link.initiator.endpoint.write(&[slice], &there, link.peer, context).expect("post a write");
-    // Both regions stay until the write has ended.
+    // Both regions live until the write has completed.
     let mut done = Vec::new();
     let count = link.initiator.cq.wait(&mut done, 4, Duration::MAX).expect("wait");
     assert_eq!((count, done[0].context), (1, context), "{done:?}");
@@ -37,8 +37,12 @@ pub(super) fn wait_ends_with_a_completion_or_its_timeout(provider: &Arc<dyn Prov
     assert_eq!(cq.wait(&mut done, 4, Duration::ZERO).expect("wait"), 0, "{done:?}");
     let (short, before) = (Duration::from_millis(5), Instant::now());
     assert_eq!(cq.wait(&mut done, 4, short).expect("wait"), 0, "{done:?}");
-    assert!(before.elapsed() >= short, "it did not wait");
-    assert_eq!(cq.wait(&mut done, 0, Duration::MAX).expect("wait"), 0, "nothing was asked for");
+    assert!(before.elapsed() >= short, "the wait returned early");
+    assert_eq!(
+        cq.wait(&mut done, 0, Duration::MAX).expect("wait"),
+        0,
+        "a wait for no completion returns at once"
+    );
     for context in 5..8 {
         post_write(&link, context);
     }
@@ -64,10 +68,10 @@ pub(super) fn channel_is_readable_from_the_next_completion_on(
     let key = link.key(&region);
     for context in 0..3 {
         assert!(channel.arm().expect("arm"), "the queue is empty");
-        assert!(!readable(Duration::ZERO), "nothing has completed");
+        assert!(!readable(Duration::ZERO), "readable before anything completed");
         let (slice, there) = (source.slice(0, 8).expect("inside"), [remote(&key, 0, 8)]);
         link.initiator.endpoint.write(&[slice], &there, link.peer, context).expect("post a write");
-        assert!(readable(LONG), "the completion made nothing readable");
+        assert!(readable(LONG), "not readable after a completion");
         assert!(!channel.arm().expect("arm"), "there is a completion to read");
         let mut done = Vec::new();
         assert_eq!(cq.read(&mut done, 4).expect("read"), 1);
@@ -93,7 +97,7 @@ pub(super) fn write_with_immediate_data_completes_a_receive(
     let slice = source.slice(0, LEN).expect("inside");
     if bytes == 0 {
         let error = link.initiator.endpoint.write_immediate(&[slice], &there, 0, link.peer, 1);
-        let error = error.expect_err("a NIC without immediate data carries some");
+        let error = error.expect_err("a NIC without immediate data accepted some");
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
         return skip("the NIC carries no immediate data");
     }
@@ -110,11 +114,11 @@ pub(super) fn write_with_immediate_data_completes_a_receive(
     Ok(())
 }
 
-pub(super) fn immediate_data_that_is_too_wide_is_refused(provider: &Arc<dyn Provider>) -> Outcome {
+pub(super) fn too_wide_immediate_data_is_refused(provider: &Arc<dyn Provider>) -> Outcome {
     let link = Link::open(provider);
     let bytes = link.initiator.domain.provider_attr().cq_data_size;
     if !(1..8).contains(&bytes) {
-        return skip("the NIC carries no immediate data, or that of any width");
+        return skip("the NIC carries no immediate data, or 64 bits of it");
     }
     let source = link.initiator.register(vec![1; 8], LOCAL);
     let region = link.target.register(vec![0; 8], REMOTE);

@@ -1,4 +1,4 @@
-//! Keys and names.
+//! Keys, and names of endpoints.
 
 use std::{collections::HashSet, sync::Arc};
 
@@ -76,7 +76,7 @@ pub(super) fn raw_key_is_mapped_used_and_unmapped(provider: &Arc<dyn Provider>) 
         return skip("the provider has no raw keys");
     }
     let region = link.target.register(pattern(1, 4096), REMOTE);
-    let error = region.raw_attr(&mut []).expect_err("no room for the key");
+    let error = region.raw_attr(&mut []).expect_err("the buffer is too small for the key");
     assert_eq!(error.kind(), ErrorKind::TooSmall, "{error}");
     let mut room = vec![0; link.target.domain.provider_attr().raw_key_size];
     let (base, len) = region.raw_attr(&mut room).expect("raw key");
@@ -88,15 +88,19 @@ pub(super) fn raw_key_is_mapped_used_and_unmapped(provider: &Arc<dyn Provider>) 
     assert_eq!(domain.live().mapped_keys, 1);
     domain.unmap_key(&key).expect("unmap");
     assert_eq!(domain.live().mapped_keys, 0);
-    let error = domain.unmap_key(&key).expect_err("it is not mapped");
+    let error = domain.unmap_key(&key).expect_err("the key is not mapped");
     assert_eq!(error.kind(), ErrorKind::InvalidKey, "{error}");
     Ok(())
 }
 
-pub(super) fn name_that_is_none_is_refused(provider: &Arc<dyn Provider>) -> Outcome {
+pub(super) fn malformed_endpoint_name_is_refused(provider: &Arc<dyn Provider>) -> Outcome {
     let link = Link::open(provider);
     for bytes in [Vec::new(), vec![0xA5; 3]] {
-        let error = link.initiator.endpoint.resolve(&EndpointName(bytes)).expect_err("no name");
+        let error = link
+            .initiator
+            .endpoint
+            .resolve(&EndpointName(bytes))
+            .expect_err("the bytes are no name");
         assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
     }
     Ok(())

@@ -44,12 +44,12 @@ impl Side {
         Self { endpoint, cq, domain, next_key: Cell::new(100) }
     }
 
-    /// A key that was not requested yet.
+    /// Returns a number that was not requested as a key before.
     pub(super) fn fresh_key(&self) -> u64 {
         self.next_key.replace(self.next_key.get() + 1)
     }
 
-    /// Registers a buffer and makes the region usable.
+    /// Registers a buffer, and makes the region usable.
     pub(super) fn try_register<B: OwnedBuffer>(
         &self,
         buffer: B,
@@ -65,7 +65,7 @@ impl Side {
         self.try_register(bytes, access).expect("register")
     }
 
-    /// Binds and enables a region where the mode wants it.
+    /// Binds and enables a region if the mode requires it.
     pub(super) fn make_usable(&self, region: &MemoryRegion) -> Result<()> {
         if region.state() == RegionState::Disabled {
             if self.domain.mr_mode().contains(MrMode::ENDPOINT) {
@@ -76,7 +76,7 @@ impl Side {
         Ok(())
     }
 
-    /// Waits for the next completion, with progress on the other side too.
+    /// Waits for the next completion. Makes progress on the other side too.
     pub(super) fn wait(&self, other: &Self) -> Completion {
         let mut done = Vec::new();
         eventually("the end of a transfer", || {
@@ -87,21 +87,21 @@ impl Side {
     }
 }
 
-/// Waits for a state that another thread or the NIC brings about. A minute without it is a failure
-/// instead of a hang.
+/// Waits until another thread or the NIC has reached a state. Panics after a minute, so that a test
+/// fails instead of hanging.
 pub(super) fn eventually(what: &str, mut reached: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !reached() {
-        assert!(Instant::now() < deadline, "{what} never came about");
+        assert!(Instant::now() < deadline, "{what} did not happen within a minute");
         std::thread::yield_now();
     }
 }
 
-/// The fixture of the behaviours.
+/// The fixture of the behaviours: both sides, and a device for the target's memory.
 pub(super) struct Link {
     pub(super) initiator: Side,
     pub(super) target: Side,
-    /// The target, as the initiator knows it.
+    /// The target's endpoint, as the initiator resolved it.
     pub(super) peer: PeerId,
     pub(super) device: Arc<Simulated>,
 }
@@ -111,7 +111,7 @@ impl Link {
         Self::with(provider, P2pPolicy::Enabled)
     }
 
-    /// Opens both sides on the provider's first NIC, in the mode that it needs.
+    /// Opens both sides on the provider's first NIC, in the mode that the NIC requires.
     pub(super) fn with(provider: &Arc<dyn Provider>, p2p: P2pPolicy) -> Self {
         let nics = provider.nics().expect("list the NICs");
         let nic = nics.first().expect("the provider has a NIC");
@@ -131,7 +131,7 @@ impl Link {
         self.target.domain.mr_mode().effective().contains(mode)
     }
 
-    /// The key of a region as the initiator uses it: mapped there in RAW mode.
+    /// Returns the key of a region for the initiator. In RAW mode the initiator maps it.
     pub(super) fn key(&self, region: &MemoryRegion) -> RemoteKey {
         if !self.has(MrMode::RAW) {
             return region.key().expect("key");
@@ -164,8 +164,8 @@ impl Link {
         moved.map(|_| bytes)
     }
 
-    /// Waits for the next completion of the target, and returns it with those of the initiator that
-    /// came before it. A request of the initiator that failed fails the wait.
+    /// Waits for the next completion of the target. Returns it with the completions of the
+    /// initiator that came before it. Panics if a request of the initiator failed.
     pub(super) fn arrived(&self) -> (Completion, Vec<Completion>) {
         let (mut arrived, mut ended) = (Vec::new(), Vec::new());
         eventually("the end of a receive", || {
@@ -178,21 +178,21 @@ impl Link {
         (arrived.remove(0), ended)
     }
 
-    /// Waits for the initiator's one request.
+    /// Waits for the one request of the initiator, and returns its result.
     pub(super) fn ended(&self) -> Result<u64> {
         let completion = self.initiator.wait(&self.target);
         assert_eq!(completion.context, 1, "a completion of another request");
         completion.result
     }
 
-    /// Checks that neither a write nor a read through the key reaches memory.
+    /// Asserts that neither a write nor a read through the key reaches memory.
     #[track_caller]
     pub(super) fn assert_dead(&self, key: &RemoteKey, offset: u64, what: &str) {
         assert_refused(self.push(key, offset, &[0xFF]), what);
         assert_refused(self.pull(key, offset, 1), what);
     }
 
-    /// Checks that a region is written and read through its key.
+    /// Asserts that a write and a read through the key succeed.
     #[track_caller]
     pub(super) fn assert_works(&self, key: &RemoteKey) {
         let bytes = pattern(9, 19);
@@ -201,12 +201,12 @@ impl Link {
     }
 }
 
-/// `len` bytes from an offset of the region behind `key`.
+/// Returns the segment of `len` bytes from an offset of the region behind `key`.
 pub(super) fn remote(key: &RemoteKey, offset: u64, len: u64) -> RemoteSegment<'_> {
     RemoteSegment { address: Iova(key.base().0.wrapping_add(offset)), len, key }
 }
 
-/// Checks that an access failed because the target refused it. RDMA devices do not say why.
+/// Asserts that the target refused an access. RDMA devices do not return the reason.
 #[track_caller]
 pub(super) fn assert_refused<T>(result: Result<T>, what: &str) {
     match result {
@@ -224,7 +224,7 @@ pub(super) fn assert_refused<T>(result: Result<T>, what: &str) {
     }
 }
 
-/// Reads all bytes that a region owns.
+/// Returns the bytes of a region.
 pub(super) fn contents<B: OwnedBuffer>(region: &OwnedRegion<B>) -> Vec<u8> {
     let mut bytes = vec![0; region.len() as usize];
     region.read(0, &mut bytes).expect("copy from the memory");

@@ -36,7 +36,7 @@ behaviours! {
     /// EVT-04
     write_with_immediate_data_completes_a_receive,
     /// EVT-04
-    immediate_data_that_is_too_wide_is_refused,
+    too_wide_immediate_data_is_refused,
     /// P2P-06
     device_memory_is_reached_by_its_dma_buf,
     /// P2P-06 BNC-03
@@ -48,7 +48,7 @@ behaviours! {
     /// MR-09
     one_byte_past_either_end_is_refused,
     /// MR-05
-    closed_region_is_out_of_reach,
+    closed_region_is_unreachable,
     /// MR-05
     transfers_in_flight_leave_a_closed_region_alone,
     /// MR-09
@@ -72,7 +72,7 @@ behaviours! {
     /// KEY-03 KEY-04
     raw_key_is_mapped_used_and_unmapped,
     /// MODE-10
-    name_that_is_none_is_refused,
+    malformed_endpoint_name_is_refused,
     /// SUB-01
     sub_region_reaches_its_part_only,
     /// SUB-02

@@ -1,4 +1,4 @@
-//! Facets of a domain: sub-regions, windows, counters, refresh; and registration by events.
+//! Facets of a domain: sub-regions, windows, counters, refresh. Also asynchronous registration.
 
 use std::{sync::Arc, time::Duration};
 
@@ -30,7 +30,11 @@ pub(super) fn sub_region_reaches_its_part_only(provider: &Arc<dyn Provider>) -> 
     let part = base.range().slice(1000, 50).expect("inside");
     let sub = base.sub(part, REMOTE, link.target.fresh_key()).expect("sub-region");
     link.target.make_usable(&sub).expect("bind and enable");
-    assert_eq!(link.target.domain.live().page_registrations, pinned, "it registered pages");
+    assert_eq!(
+        link.target.domain.live().page_registrations,
+        pinned,
+        "the sub-region registered pages"
+    );
     let key = link.key(&sub);
     link.push(&key, 0, &[0xAA; 50]).expect("write");
     expected[1000..1050].fill(0xAA);
@@ -57,10 +61,10 @@ pub(super) fn region_with_a_sub_region_is_busy(provider: &Arc<dyn Provider>) -> 
     Ok(())
 }
 
-/// The types of windows, or the outcome of a behaviour that needs one.
+/// Returns the types of windows of the NIC, or the outcome of a behaviour that needs one.
 fn window_types(link: &Link) -> Result<Vec<WindowType>, Skipped> {
     if link.has(MrMode::RAW) {
-        return skip("windows have no raw keys, and no other key works in this mode");
+        return skip("windows have no raw keys, and this mode has no other keys");
     }
     match link.target.domain.provider_domain().windows() {
         Some(windows) => Ok(windows.window_types().to_vec()),
@@ -206,7 +210,7 @@ pub(super) fn asynchronous_registration_ends_in_one_event(provider: &Arc<dyn Pro
     let event = queue.wait(Duration::from_secs(60)).expect("an event");
     event.result.expect("registered");
     assert_eq!((event.context, Some(event.region)), (42, region.id()));
-    assert!(queue.read().is_none(), "an event too many");
+    assert!(queue.read().is_none(), "a second event");
     link.target.make_usable(&region).expect("bind and enable");
     link.assert_works(&link.key(&region));
     region.close().map_err(Error::from).expect("close");

@@ -1,4 +1,4 @@
-//! Rights, bounds and the end of regions.
+//! Rights and bounds of regions, and their close.
 
 use std::{sync::Arc, thread};
 
@@ -81,7 +81,7 @@ pub(super) fn one_byte_past_either_end_is_refused(provider: &Arc<dyn Provider>) 
     Ok(())
 }
 
-pub(super) fn closed_region_is_out_of_reach(provider: &Arc<dyn Provider>) -> Outcome {
+pub(super) fn closed_region_is_unreachable(provider: &Arc<dyn Provider>) -> Outcome {
     let link = Link::open(provider);
     let region = link.target.register(pattern(4, 4096), REMOTE);
     let key = link.key(&region);
@@ -93,7 +93,7 @@ pub(super) fn closed_region_is_out_of_reach(provider: &Arc<dyn Provider>) -> Out
     Ok(())
 }
 
-/// Some of the writes may end well, before the region is closed.
+/// Some of the writes may succeed before the region is closed.
 pub(super) fn transfers_in_flight_leave_a_closed_region_alone(
     provider: &Arc<dyn Provider>,
 ) -> Outcome {
@@ -113,7 +113,7 @@ pub(super) fn transfers_in_flight_leave_a_closed_region_alone(
         let mut bytes = region.close().map_err(Error::from).expect("close");
         bytes.fill(0x11);
         for _ in 0..posted {
-            // One that did not end before the close was refused.
+            // A write that did not complete before the close was refused.
             if let Ok(moved) = link.ended() {
                 assert_eq!(moved, LEN, "a completed write moves all of its bytes");
             }
@@ -130,10 +130,10 @@ pub(super) fn descriptor_of_a_closed_region_is_refused(provider: &Arc<dyn Provid
     let key = link.key(&region);
     let source = link.initiator.register(vec![0xFF; 64], LOCAL);
     let slice = source.slice(0, 64).expect("inside");
-    // Kept, so that the bytes are still there.
+    // Keeps the bytes allocated.
     let _bytes = source.close().map_err(Error::from).expect("close");
     let posted = link.initiator.endpoint.write(&[slice], &[remote(&key, 0, 64)], link.peer, 1);
-    posted.and_then(|()| link.ended()).expect_err("its region is closed");
+    posted.and_then(|()| link.ended()).expect_err("the region of the source is closed");
     assert_bytes(&contents(&region), &before, "the target");
     Ok(())
 }
@@ -227,7 +227,7 @@ pub(super) fn opening_and_closing_leaks_no_fd(provider: &Arc<dyn Provider>) -> O
     Ok(())
 }
 
-/// Checks that a region which something depends on is refused to close, and still works.
+/// Asserts that a region with dependents refuses to close, and still works.
 pub(super) fn assert_busy(
     link: &Link,
     region: hmem_core::OwnedRegion<Vec<u8>>,

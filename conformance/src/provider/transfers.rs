@@ -1,4 +1,4 @@
-//! Transfers: every byte arrives, and no other byte changes.
+//! Transfers. Every byte arrives, and no other byte changes.
 
 use std::sync::Arc;
 
@@ -83,7 +83,7 @@ pub(super) fn message_arrives_in_the_posted_buffer(provider: &Arc<dyn Provider>)
 
 pub(super) fn atomic_returns_the_old_value_and_adds(provider: &Arc<dyn Provider>) -> Outcome {
     let link = Link::open(provider);
-    // Atomics want an aligned element, which a vector of bytes does not promise.
+    // Atomics need an aligned element. A vector of bytes may start at any address.
     let bytes = pattern(3, 64);
     let before = bytes.clone();
     let region = link.target.register(bytes, REMOTE);
@@ -151,19 +151,19 @@ pub(super) fn transfers_progress_by_the_declared_agent(provider: &Arc<dyn Provid
     let has_arrived = || contents(&region) == [7; 64];
     match link.initiator.domain.provider_attr().progress {
         ProgressModel::Manual => {
-            assert!(!has_arrived(), "it moved without a call");
+            assert!(!has_arrived(), "the bytes moved without a call");
             let domain = &link.initiator.domain;
             if domain.provider_domain().manual_progress().is_some() {
                 assert_eq!(domain.progress().expect("progress"), 1, "requests ended by the call");
-                assert!(has_arrived(), "the call did not move it");
+                assert!(has_arrived(), "the call moved nothing");
             }
         }
         ProgressModel::Nic | ProgressModel::Thread => {
-            eventually("a transfer that nobody calls for", has_arrived);
+            eventually("a transfer without calls", has_arrived);
         }
     }
     assert_eq!(link.ended().expect("write"), 64, "bytes written");
-    assert!(has_arrived(), "it completed and moved nothing");
+    assert!(has_arrived(), "the transfer completed and moved nothing");
     Ok(())
 }
 
@@ -195,7 +195,7 @@ pub(super) fn requests_take_effect_in_the_declared_order(provider: &Arc<dyn Prov
         for _ in 0..2 + u64::from(reads) {
             link.ended().expect("transfer");
         }
-        assert_bytes(&contents(&region), &contents(&second), "a write overtook one");
+        assert_bytes(&contents(&region), &contents(&second), "a write overtook another write");
         if reads {
             assert_bytes(&contents(&sink), &contents(&second), "the read overtook a write");
         }

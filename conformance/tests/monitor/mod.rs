@@ -9,15 +9,15 @@ use hmem_core::{
 
 /// The fault of a monitor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(dead_code, reason = "each test binary that has this module uses one of them")]
+#[allow(dead_code, reason = "each test binary with this module uses one variant")]
 pub(crate) enum MonitorFault {
-    /// It watches nothing.
+    /// The monitor watches nothing.
     Deaf,
-    /// All memory at an address is the same to it.
+    /// The monitor reports every identity as current.
     Confused,
 }
 
-/// A monitor that works, but for one thing.
+/// A monitor with one fault.
 #[derive(Debug)]
 pub(crate) struct FaultyMonitor {
     pub(crate) monitor: Arc<dyn Monitor>,

@@ -1,4 +1,4 @@
-//! The interface between the cache and the code that registers, and the cache's limits.
+//! The backend of a cache, which registers the memory, and the cache's limits.
 
 use std::sync::Arc;
 
@@ -7,8 +7,7 @@ use crate::{Rejected, Result, monitor::Invalidator};
 
 /// Registers, deregisters and watches memory for a [`Cache`](super::Cache).
 ///
-/// The cache may call the methods from any thread and from several threads at once. It holds no
-/// lock of its own during a call.
+/// Any threads may call the methods at once. The cache holds none of its locks during a call.
 pub trait CacheBackend: Send + Sync + 'static {
     /// A registration.
     type Region: Send + Sync + 'static;
@@ -18,9 +17,9 @@ pub trait CacheBackend: Send + Sync + 'static {
 
     /// Starts to watch the key's memory.
     ///
-    /// From now on `invalidator` is notified of changes, or [`CacheBackend::is_current`] detects
-    /// them. The entry is in the table already, where invalidations find it. It is not registered
-    /// yet.
+    /// From now on, changes are reported to `invalidator`, or [`CacheBackend::is_current`] detects
+    /// them. The cache's entry exists already, so that invalidations find it. The memory is not
+    /// registered yet.
     ///
     /// # Errors
     /// The reason why no monitor can watch the memory. The cache then registers it uncached.
@@ -56,7 +55,7 @@ pub trait CacheBackend: Send + Sync + 'static {
     fn deregister(&self, region: Self::Region) -> Result<(), Rejected<Self::Region>>;
 }
 
-/// Limits of a cache, and whether it merges.
+/// The limits of a cache, and the switch for merging.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Largest number of entries, in use or idle. Invalidated entries do not count. 0 turns caching

@@ -15,7 +15,8 @@ use crate::{
     monitor::{InvalidationCause, InvalidationToken, Invalidator},
 };
 
-/// Entries beyond the limit: invalidated ones in use, and new ones while others are evicted.
+/// The number of entries beyond the limit, for invalidated entries with leases and for new entries
+/// during an eviction.
 #[cfg(not(loom))]
 const SPARE_ENTRIES: usize = 4096;
 #[cfg(loom)]
@@ -115,8 +116,8 @@ impl<S: CacheBackend> CacheCore<S> {
         })
     }
 
-    /// Takes a block for a new owner. Returns `None` if the cache can have no more. Takes the lock,
-    /// so that a thread that ends entries under the lock knows all owners.
+    /// Takes a block for a new owner. Returns `None` if all blocks are in use. Takes the lock, so
+    /// that a thread that ends entries under the lock knows all owners.
     pub(super) fn take_block(&self) -> Option<&LeaseBlock> {
         let _ends_no_entries = self.state.lock();
         self.leases.blocks.take_first()

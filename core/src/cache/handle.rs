@@ -86,7 +86,7 @@ impl<S: CacheBackend> Cache<S> {
     /// not find. Skips the search without the lock.
     ///
     /// # Errors
-    /// As for [`Cache::get_or_register`].
+    /// The errors of [`Cache::get_or_register`].
     pub fn register_missing(&self, key: &Key) -> Result<Lease<'_, S>> {
         self.lookup_slow(key, Some(NOT_FOUND))
     }
@@ -151,7 +151,7 @@ impl<S: CacheBackend> Cache<S> {
     /// Calls [`Cache::get_or_register`] and returns a lease that keeps the cache alive.
     ///
     /// # Errors
-    /// As for [`Cache::get_or_register`].
+    /// The errors of [`Cache::get_or_register`].
     pub fn get_or_register_owned(self: &Arc<Self>, key: &Key) -> Result<OwnedLease<S>> {
         Ok(OwnedLease::new(self, self.get_or_register(key)?))
     }
@@ -159,12 +159,12 @@ impl<S: CacheBackend> Cache<S> {
     /// Calls [`Cache::register_missing`] and returns a lease that keeps the cache alive.
     ///
     /// # Errors
-    /// As for [`Cache::get_or_register`].
+    /// The errors of [`Cache::get_or_register`].
     pub fn register_missing_owned(self: &Arc<Self>, key: &Key) -> Result<OwnedLease<S>> {
         Ok(OwnedLease::new(self, self.register_missing(key)?))
     }
 
-    /// Creates a handle for many lookups from one place. It finds the thread's lease block once.
+    /// Creates a handle for many lookups on one thread. Its lookups need not find the lease block.
     #[must_use]
     pub fn lookup_handle(&self) -> LookupHandle<'_, S> {
         let usable = !self.core.leases.gate.is_forked();
@@ -277,7 +277,8 @@ impl<S: CacheBackend> fmt::Debug for Cache<S> {
     }
 }
 
-/// Looks up for one thread; see [`Cache::lookup_handle`]. Its leases may outlive it.
+/// A handle for lookups of one thread, which [`Cache::lookup_handle`] returns. Its leases may
+/// outlive it.
 pub struct LookupHandle<'c, S: CacheBackend> {
     cache: &'c Cache<S>,
     own: Option<HandleBlock<'c>>,
@@ -295,7 +296,7 @@ impl<'c, S: CacheBackend> LookupHandle<'c, S> {
     /// Returns a region like [`Cache::get_or_register`].
     ///
     /// # Errors
-    /// As for [`Cache::get_or_register`].
+    /// The errors of [`Cache::get_or_register`].
     #[inline(always)]
     pub fn get_or_register(&self, key: &Key) -> Result<Lease<'c, S>> {
         let found = match self.lookup_fast(key) {
@@ -310,7 +311,7 @@ impl<'c, S: CacheBackend> LookupHandle<'c, S> {
     /// Returns a region like [`Cache::register_missing`].
     ///
     /// # Errors
-    /// As for [`Cache::get_or_register`].
+    /// The errors of [`Cache::get_or_register`].
     pub fn register_missing(&self, key: &Key) -> Result<Lease<'c, S>> {
         self.lookup_slow(key, Some(NOT_FOUND))
     }

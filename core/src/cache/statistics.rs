@@ -11,23 +11,24 @@ use super::{
 };
 use crate::monitor::InvalidationCause;
 
-/// Counts of a cache's lookups, and its current content.
+/// The counts of a cache's lookups, and its current content.
 ///
 /// `lookups` is `hits` + `misses`, and `misses` is `registrations` + `uncached` + `failures`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CacheStatistics {
-    /// Calls that asked for a region.
+    /// Lookups that may register: hits and misses.
     pub lookups: u64,
-    /// Lookups that got a cached region, also after waiting for another thread's registration.
+    /// Lookups that returned a cached region, including those that waited for another thread's
+    /// registration.
     pub hits: u64,
-    /// Lookups that did not.
+    /// Lookups that found no cached region.
     pub misses: u64,
     /// Misses that made an entry, those in progress included.
     pub registrations: u64,
-    /// Misses that got an uncached region.
+    /// Misses that returned an uncached region.
     pub uncached: u64,
-    /// Misses that got an error.
+    /// Misses that failed.
     pub failures: u64,
     /// Entries evicted to make room.
     pub evictions: u64,

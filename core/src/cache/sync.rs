@@ -85,7 +85,7 @@ impl Barrier {
         match membarrier(MembarrierCommand::RegisterPrivateExpedited) {
             Ok(()) => Self::Expedited,
             Err(errno) => {
-                tracing::debug!(%errno, "membarrier refused: lookups of the registration cache fence");
+                tracing::debug!(%errno, "membarrier refused: cache lookups use fences");
                 Self::Fences
             }
         }

@@ -1,7 +1,7 @@
-//! Asynchronous registration: one worker thread for each domain with an event queue bound.
+//! Asynchronous registration, by one worker thread for each domain with a bound event queue.
 //!
-//! A job holds the region, so that a region dropped while it waits is registered and deregistered
-//! by the worker alone, or not at all; nothing calls back into freed state (EVT-03).
+//! A job keeps its region alive. If the application drops the region while the job waits, the
+//! worker registers and deregisters it, or does neither. So no callback uses freed state (EVT-03).
 
 use std::{
     collections::VecDeque,
@@ -34,7 +34,7 @@ impl RegionId {
     }
 }
 
-/// A registration to do, with nothing borrowed.
+/// A pending registration, which borrows nothing.
 pub(super) struct Job {
     region: Arc<RegionInner>,
     attr: MrAttr<'static>,
@@ -42,7 +42,7 @@ pub(super) struct Job {
     dma_buf: Option<OwnedDmaBuf>,
 }
 
-/// A copy of [`DmaBufAttr`] with a file of its own.
+/// A copy of [`DmaBufAttr`] that owns its file descriptor.
 struct OwnedDmaBuf {
     fd: OwnedFd,
     offset: DmaBufOffset,
@@ -79,8 +79,8 @@ impl Worker {
         Ok(Self { queue, events, thread: Some(thread), process })
     }
 
-    /// Makes a pending region and the job that registers it, with copies of what the request
-    /// borrows. Progress callbacks are left out: they would outlive the call.
+    /// Creates a pending region and the job that registers it. The job copies all data that the
+    /// request borrows, except progress callbacks, which must not outlive the call.
     pub(super) fn job(
         &self,
         domain: &Arc<DomainInner>,
@@ -125,39 +125,37 @@ impl Worker {
 }
 
 impl Worker {
-    /// Takes back a job that did not begin, for a region that was given up; `false` if the thread
-    /// has it already.
+    /// Cancels the pending job of a closed region. Returns false if the thread has started the job.
     pub(super) fn withdraw(&self, id: RegionId) -> bool {
         let withdrawn = {
             let jobs = &mut self.queue.jobs.lock().0;
             let at = jobs.iter().position(|job| job.region.id() == Some(id));
             at.and_then(|at| jobs.remove(at))
         };
-        // Outside the lock: the job may hold the last reference to what it would have registered.
+        // Outside the lock, because the job may have the last reference to the memory.
         let Some(job) = withdrawn else { return false };
         let context = job.region.context();
         drop(job);
-        self.events.push(Event { region: id, context, result: Err(given_up()) });
+        self.events.push(Event { region: id, context, result: Err(canceled()) });
         true
     }
 }
 
-fn given_up() -> Error {
+fn canceled() -> Error {
     Error::new(ErrorKind::Canceled, "regattr").context("why", "closed before it was registered")
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
         if !self.process.is_current() {
-            // A forked child has no such thread, and a thread of the parent may have held the lock
-            // at the fork.
+            // A forked child does not have the thread. A thread of the parent may have held the
+            // lock at the fork.
             std::mem::forget(self.thread.take());
             return;
         }
         self.queue.jobs.lock().1 = true;
         self.queue.arrived.notify_one();
-        // The last region of a domain may be dropped by the worker itself, which cannot wait for
-        // its own end.
+        // The worker itself may drop the last region of a domain. It cannot join itself.
         if let Some(thread) = self.thread.take()
             && thread.thread().id() != std::thread::current().id()
             && thread.join().is_err()
@@ -192,21 +190,21 @@ impl Job {
         let id = self.region.id().unwrap_or(RegionId(0));
         let context = self.region.context();
         let result = if self.region.start_registering() {
-            // A backend that panics must not leave a close waiting, nor the jobs behind this one.
+            // A panic of the backend must not block a waiting close or later jobs.
             catch_unwind(AssertUnwindSafe(|| self.register())).unwrap_or_else(|_| {
-                // The NIC may have the memory.
+                // The NIC may have registered the memory, so it is leaked.
                 std::mem::forget(self.region.release());
                 Err(Error::new(ErrorKind::Driver, "regattr")
                     .context("why", "the iface or provider panicked"))
             })
         } else {
-            Err(given_up())
+            Err(canceled())
         };
         if result.is_err() {
             self.region.fail();
         }
-        // In this order: once the region is let go, nothing of the job keeps it or its domain busy;
-        // then a waiting close goes on; then the event can be read.
+        // The order matters. First the job is dropped, so that it keeps neither the region nor the
+        // domain busy. Then a waiting close continues. Then the event can be read.
         let ended = self.region.ended();
         drop(self);
         if let Some(ended) = ended {

@@ -14,28 +14,30 @@ use crate::{
 /// Attributes of a domain (`fi_domain_attr` and the capabilities of `fi_getinfo`).
 #[derive(Clone, Debug)]
 pub struct DomainAttr {
-    /// The NIC's name; `None` for the provider's first.
+    /// The NIC's name. `None` means the provider's first NIC.
     pub nic: Option<String>,
-    /// The mr_mode bits that the application is ready for.
+    /// The mr_mode bits that the application supports.
     pub mr_mode: MrMode,
-    /// Set if the application uses device memory (`FI_HMEM`). Without it `MrAttr::iface` is
+    /// Set if the application uses device memory (`FI_HMEM`). Otherwise [`MrAttr::iface`] is
     /// ignored.
     pub hmem: bool,
-    /// The authorization key of regions and endpoints that name none.
+    /// The authorization key of regions and endpoints that do not have their own.
     pub auth_key: AuthKey,
-    /// Caches registrations in [`Domain::cache`](crate::Domain::cache); `None` leaves it out.
+    /// The settings of the registration cache ([`Domain::cache`](crate::Domain::cache)). `None`
+    /// means no cache.
     pub cache: Option<CacheAttr>,
     /// The policy for direct access to device memory.
     pub p2p: P2pPolicy,
-    /// The buffers through which device memory is copied that the NIC cannot reach.
+    /// The size and number of staging buffers, for device memory that the NIC cannot reach.
     pub staging: StagingAttr,
-    /// The ordering of regions whose [`MrAttr::ordering`] is `None`, and of cached ones. Default:
-    /// relaxed.
+    /// The write ordering of cached regions, and of regions whose [`MrAttr::ordering`] is `None`.
+    /// The default is relaxed.
     pub ordering: WriteOrdering,
 }
 
 impl Default for DomainAttr {
-    /// Ready for what hardware usually needs, with device memory, direct where possible.
+    /// Returns attributes that suit most hardware: the mr_mode bits that NICs usually need, device
+    /// memory, direct access where possible, no cache.
     fn default() -> Self {
         Self {
             nic: None,
@@ -54,22 +56,22 @@ impl Default for DomainAttr {
     }
 }
 
-/// Settings of a domain's registration cache.
+/// The settings of a domain's registration cache.
 ///
-/// A setting that is `None` is libfabric's environment variable if the domain is opened through
-/// `hmem::Hmem`, and the default of [`Limits`] otherwise.
+/// A domain opened through `hmem::Hmem` takes a setting that is `None` from libfabric's environment
+/// variable. Otherwise the default of [`Limits`] applies.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CacheAttr {
-    /// Largest number of entries; 0 turns caching off.
+    /// The largest number of entries. 0 disables caching.
     pub max_count: Option<usize>,
-    /// Largest number of bytes; 0 turns caching off.
+    /// The largest number of bytes of all entries together. 0 disables caching.
     pub max_bytes: Option<u64>,
     /// Merges registrations that overlap or touch.
     pub merge: Option<bool>,
-    /// Lets a miss register more than the range that was looked up, so that later lookups of the
-    /// same allocation hit. [`Growth`] says what this exposes to peers. The entry counts with all
-    /// its bytes. No environment variable sets it.
+    /// Lets a miss register more than the range of the lookup, so that later lookups in the same
+    /// allocation are hits. [`Growth`] explains what this exposes to peers. All bytes of an entry
+    /// count for the limit. There is no environment variable for this setting.
     pub growth: Option<Growth>,
     /// Ifaces whose monitors are disabled. Their memory is registered uncached.
     pub without_monitors: Option<Vec<IfaceKind>>,
@@ -119,23 +121,23 @@ impl CacheAttr {
 /// A dma-buf to register (`struct fi_mr_dmabuf`).
 #[derive(Clone, Copy, Debug)]
 pub struct DmaBufAttr<'a> {
-    /// The dma-buf; the registration outlives it.
+    /// The dma-buf. It may be closed after the registration.
     pub fd: BorrowedFd<'a>,
     /// The offset of the region in the dma-buf.
     pub offset: DmaBufOffset,
-    /// Bytes, more than 0.
+    /// The length in bytes, more than 0.
     pub len: u64,
-    /// The address that the application knows the buffer's start by; `None` counts as 0. In
-    /// VIRT_ADDR mode peers address from `base_addr + offset`.
+    /// The application's address of the start of the dma-buf. `None` means 0. In VIRT_ADDR mode the
+    /// region starts at `base_addr + offset` for peers.
     pub base_addr: Option<Address>,
 }
 
-/// Touching pages before they are registered.
+/// The settings for populating pages before they are registered.
 #[derive(Clone, Copy)]
 pub struct Prefault<'a> {
-    /// Threads to use; 0 for one per CPU. Ranges under 64 MiB use one.
+    /// The number of threads. 0 means one per CPU. Ranges under 64 MiB use one thread.
     pub threads: usize,
-    /// Told after each chunk, from any of the threads.
+    /// A callback that any of the threads calls after each part.
     pub progress: Option<Progress<'a>>,
 }
 
@@ -148,45 +150,43 @@ impl fmt::Debug for Prefault<'_> {
 /// A request to register memory (`struct fi_mr_attr`).
 #[derive(Clone, Copy, Debug)]
 pub struct MrAttr<'a> {
-    /// The ranges, 1 to `mr_iov_limit`; none with [`MrAttr::dma_buf`].
+    /// The ranges: 1 to `mr_iov_limit`, or none with [`MrAttr::dma_buf`].
     pub ranges: &'a [AddressRange],
-    /// Rights.
+    /// The rights of local and remote accesses.
     pub access: Access,
-    /// Reserved: 0.
+    /// Reserved: must be 0.
     pub offset: u64,
-    /// The key to use; ignored in PROV_KEY mode. `None` (which `fi_mr_attr` cannot say) leaves it
-    /// to the provider.
+    /// The requested key. Ignored in PROV_KEY mode. With `None` the provider chooses the key.
     pub requested_key: Option<u64>,
-    /// Returned with the event of an asynchronous registration.
+    /// A number that the event of an asynchronous registration carries.
     pub context: u64,
-    /// The authorization key; `None` for the domain's.
+    /// The authorization key. `None` means the domain's.
     pub auth_key: Option<&'a AuthKey>,
-    /// The owner of the memory, if the caller knows it; found out otherwise. Ignored without the
-    /// HMEM capability.
+    /// The iface that owns the memory. `None` detects it. Ignored without [`DomainAttr::hmem`].
     pub iface: Option<IfaceKind>,
-    /// The device, if the caller knows it.
+    /// The device that owns the memory. `None` detects it.
     pub device: Option<DeviceId>,
-    /// Reserved: 0.
+    /// Reserved: must be 0.
     pub hmem_data: u64,
-    /// The page size that the provider should use, in bytes; 0 leaves it to the provider.
+    /// The page size that the provider should use, in bytes. With 0 the provider chooses.
     pub page_size: usize,
-    /// Registers inside this region instead of on its own.
+    /// Registers part of this region instead of new memory.
     pub base: Option<&'a MemoryRegion>,
-    /// A hint: how many sub-regions will follow.
+    /// A hint for the provider: the expected number of sub-regions.
     pub sub_mr_count: usize,
-    /// The buffer, with [`MrFlags::MR_DMABUF`](crate::MrFlags::MR_DMABUF).
+    /// The dma-buf to register, if [`MrFlags::MR_DMABUF`](crate::MrFlags::MR_DMABUF) is set.
     pub dma_buf: Option<DmaBufAttr<'a>>,
-    /// Touches host pages first, in parallel.
+    /// Populates host pages first, on several CPUs.
     pub prefault: Option<Prefault<'a>>,
-    /// Lets the provider register host memory in parts, several at once.
+    /// Lets the provider register host memory in several parts at once.
     pub parallel: Option<Parallel<'a>>,
-    /// The order in which the bytes that the NIC writes become visible; `None` for the domain's.
-    /// Memory that software polls needs the strict order.
+    /// The order in which the NIC's writes become visible. `None` means the domain's. Memory that
+    /// software polls needs the strict order.
     pub ordering: Option<WriteOrdering>,
 }
 
 impl<'a> MrAttr<'a> {
-    /// Registers `ranges` with `access`, and nothing else asked for.
+    /// Creates a request for `ranges` with `access`, and defaults for everything else.
     #[must_use]
     pub const fn new(ranges: &'a [AddressRange], access: Access) -> Self {
         Self {
@@ -209,7 +209,7 @@ impl<'a> MrAttr<'a> {
         }
     }
 
-    /// With a requested key.
+    /// Sets the requested key.
     #[must_use]
     pub const fn key(mut self, requested_key: u64) -> Self {
         self.requested_key = Some(requested_key);

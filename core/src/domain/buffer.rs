@@ -1,4 +1,4 @@
-//! Regions that own their memory, which are registered without `unsafe`.
+//! Regions that own their memory, so that registering it needs no `unsafe`.
 
 use std::{
     fmt,
@@ -19,54 +19,59 @@ use crate::{
 
 /// A buffer that a region can own.
 ///
-/// # Safety
-/// An implementation promises, for as long as the parts live:
+/// Registering splits the buffer into its parts, which are plain addresses. Closing the region
+/// rebuilds the buffer from the parts.
 ///
-/// - The range that [`OwnedBuffer::range`] returns is the same each time. It is valid memory of the
-///   iface that [`OwnedBuffer::iface`] names, and belongs to the parts alone. Host memory is mapped
+/// # Safety
+/// An implementation must guarantee, while the parts live:
+///
+/// - [`OwnedBuffer::range`] always returns the same range. The range is valid memory of the iface
+///   that [`OwnedBuffer::iface`] returns, and belongs to the parts alone. Host memory is mapped
 ///   readable and writable.
-/// - No Rust reference to the memory exists: the parts are plain addresses.
+/// - No Rust reference to the memory exists.
 /// - Any bytes in the memory are a valid value of the buffer, which peers may have written.
 pub unsafe trait OwnedBuffer: Sized {
-    /// The buffer taken apart. Dropping the parts frees the memory.
+    /// The parts of the buffer. Dropping them frees the memory.
     type Parts: Send + Sync + 'static;
 
-    /// Takes the buffer apart.
+    /// Splits the buffer into its parts.
     fn into_parts(self) -> Self::Parts;
 
-    /// Puts it together again.
+    /// Rebuilds the buffer from its parts.
     fn from_parts(parts: Self::Parts) -> Self;
 
-    /// The memory. May be empty; registering it is then refused.
+    /// Returns the memory of the buffer. An empty range cannot be registered.
     fn range(parts: &Self::Parts) -> AddressRange;
 
-    /// Returns the iface of the memory: the system's, unless an implementation says otherwise. A
-    /// domain that does not have this iface refuses to register the buffer.
+    /// Returns the iface of the memory. The default is the system iface.
+    ///
+    /// A domain without this iface refuses to register the buffer.
     fn iface(parts: &Self::Parts) -> IfaceKind {
         let _ = parts;
         IfaceKind::SYSTEM
     }
 
-    /// Copies bytes out, from `offset` bytes in.
+    /// Copies bytes of the buffer to `into`, from `offset` on.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
+    /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the buffer.
+    /// - The error of the device that the memory belongs to.
     fn read(parts: &Self::Parts, offset: u64, into: &mut [u8]) -> Result<()>;
 
-    /// Copies bytes in, from `offset` bytes in.
+    /// Copies `from` into the buffer, from `offset` on.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
+    /// The errors of [`OwnedBuffer::read`].
     fn write(parts: &Self::Parts, offset: u64, from: &[u8]) -> Result<()>;
 }
 
-/// Keeps a buffer's memory allocated for as long as a region is registered.
+/// Returns the reference by which a region keeps a buffer's memory allocated.
 pub(super) fn keep_alive<B: OwnedBuffer>(parts: &Arc<B::Parts>) -> KeepAlive {
     KeepAlive::Region { iface: Some(B::iface(parts)), memory: Arc::clone(parts) as _ }
 }
 
-/// Copies host bytes that a NIC may be writing. Byte-wise atomics make a race a mixture of old and
-/// new bytes instead of undefined behaviour.
+/// Copies bytes of host memory that a NIC may be writing. Atomic loads of single bytes turn a race
+/// into a mixture of old and new bytes instead of undefined behaviour.
 pub(super) fn copy_out(from: Address, into: &mut [u8]) {
     for (at, byte) in into.iter_mut().enumerate() {
         *byte = cell(from, at).load(Ordering::Relaxed);
@@ -74,7 +79,7 @@ pub(super) fn copy_out(from: Address, into: &mut [u8]) {
     std::sync::atomic::fence(Ordering::Acquire);
 }
 
-/// The other way.
+/// Copies bytes into host memory that a NIC may be reading, like [`copy_out`].
 pub(super) fn copy_in(to: Address, from: &[u8]) {
     for (at, byte) in from.iter().enumerate() {
         cell(to, at).store(*byte, Ordering::Relaxed);
@@ -83,13 +88,12 @@ pub(super) fn copy_in(to: Address, from: &[u8]) {
 }
 
 fn cell<'a>(base: Address, at: usize) -> &'a AtomicU8 {
-    // SAFETY: callers pass addresses inside memory that a region owns (or borrows for a scope) as
-    // host memory, checked to be in bounds; nobody holds a non-atomic reference to it
-    // meanwhile.
+    // SAFETY: the callers checked that the address lies in host memory that a region owns, or
+    // borrows for a scope. So the memory is valid, and no non-atomic reference to it exists.
     unsafe { AtomicU8::from_ptr((base.0 as usize + at) as *mut u8) }
 }
 
-/// A `Vec<u8>` taken apart: pointer, length and capacity, freed on drop.
+/// The parts of a `Vec<u8>`: pointer, length and capacity. Dropping them frees the memory.
 #[derive(Debug)]
 pub struct VecParts {
     pointer: NonNull<u8>,
@@ -97,9 +101,10 @@ pub struct VecParts {
     capacity: usize,
 }
 
-// SAFETY: the parts own their heap block exclusively and hand out no references into it.
+// SAFETY: the parts own their heap block exclusively and return no references into it.
 unsafe impl Send for VecParts {}
-// SAFETY: through a shared reference the block is only accessed by byte-wise atomics.
+// SAFETY: through a shared reference the block is only accessed by atomic loads and stores of
+// bytes.
 unsafe impl Sync for VecParts {}
 
 impl VecParts {
@@ -113,8 +118,8 @@ impl VecParts {
 
     fn into_vec(self) -> Vec<u8> {
         let parts = ManuallyDrop::new(self);
-        // SAFETY: the three came from one Vec in `new`, and `ManuallyDrop` keeps the block from
-        // being freed twice.
+        // SAFETY: the three fields came from one Vec in `new`, and `ManuallyDrop` keeps the block
+        // from being freed twice.
         unsafe { Vec::from_raw_parts(parts.pointer.as_ptr(), parts.len, parts.capacity) }
     }
 
@@ -125,12 +130,13 @@ impl VecParts {
 
 impl Drop for VecParts {
     fn drop(&mut self) {
-        // SAFETY: the three came from one Vec in `new`; `into_vec` does not run this drop.
+        // SAFETY: the three fields came from one Vec in `new`, and `into_vec` does not run this
+        // drop.
         drop(unsafe { Vec::from_raw_parts(self.pointer.as_ptr(), self.len, self.capacity) });
     }
 }
 
-/// The address of a part of a buffer that lies inside it.
+/// Returns the address of `len` bytes from `offset`. Fails unless they lie in `range`.
 fn part(range: AddressRange, offset: u64, len: usize) -> Result<Address> {
     let part = range.slice(offset, len as u64).ok_or_else(|| {
         Error::new(ErrorKind::OutOfBounds, "copy")
@@ -157,7 +163,8 @@ macro_rules! heap_buffer {
             }
 
             fn range(parts: &VecParts) -> AddressRange {
-                AddressRange::new(parts.address(), parts.len as u64).unwrap_or_else(|_| AddressRange::of::<u8>(&[]))
+                AddressRange::new(parts.address(), parts.len as u64)
+                    .unwrap_or_else(|_| AddressRange::of::<u8>(&[]))
             }
 
             fn read(parts: &VecParts, offset: u64, into: &mut [u8]) -> Result<()> {
@@ -178,18 +185,18 @@ heap_buffer! {
     Box<[u8]>: <[u8]>::into_vec, Vec::into_boxed_slice;
 }
 
-/// Memory allocated from any iface, freed on drop.
+/// Memory allocated from an iface. Dropping the value frees the memory.
 pub struct DeviceBuffer {
     iface: Arc<dyn Iface>,
     allocation: Allocation,
 }
 
 impl DeviceBuffer {
-    /// Allocates.
+    /// Allocates memory from an iface.
     ///
     /// # Errors
-    /// As [`Allocator::allocate`](crate::iface::Allocator::allocate), and
-    /// [`ErrorKind::ZeroLength`].
+    /// - [`ErrorKind::ZeroLength`] for a request of no bytes.
+    /// - The errors of [`Allocator::allocate`](crate::iface::Allocator::allocate).
     pub fn allocate(iface: &Arc<dyn Iface>, request: &AllocRequest) -> Result<Self> {
         if request.len == 0 {
             return Err(Error::new(ErrorKind::ZeroLength, "allocate").iface(iface.kind()));
@@ -204,7 +211,7 @@ impl DeviceBuffer {
         &self.allocation
     }
 
-    /// The iface that it is from.
+    /// Returns the iface that allocated the memory.
     #[must_use]
     pub fn iface(&self) -> &Arc<dyn Iface> {
         &self.iface
@@ -220,33 +227,35 @@ impl DeviceBuffer {
         })
     }
 
-    /// Copies bytes out.
+    /// Copies bytes of the memory to `into`, from `offset` on.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
+    /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the allocation.
+    /// - The error that the device reported.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         let from = self.slice(offset, into.len() as u64)?.start();
         // SAFETY: the allocation is freed when `self` is dropped, which the borrow excludes.
         unsafe { self.iface.read(from, into) }
     }
 
-    /// Copies bytes in.
+    /// Copies `from` into the memory, from `offset` on.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
+    /// The errors of [`DeviceBuffer::read`].
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let to = self.slice(offset, from.len() as u64)?.start();
         // SAFETY: the allocation is freed when `self` is dropped, which the borrow excludes. No
-        // reference to it exists, as `Allocator::allocate` promises and as `self` gives out none.
+        // reference to the memory exists: `Allocator::allocate` guarantees that there is none, and
+        // `self` creates none.
         unsafe { self.iface.write(to, from) }
     }
 }
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        // SAFETY: the buffer owns the allocation and hands out no references into it.
+        // SAFETY: the buffer owns the allocation and returns no references into it.
         if let Err(error) = unsafe { self.iface.free(&self.allocation) } {
-            tracing::error!(%error, "device memory could not be freed");
+            tracing::error!(%error, "cannot free device memory");
         }
     }
 }
@@ -260,7 +269,7 @@ impl fmt::Debug for DeviceBuffer {
     }
 }
 
-// SAFETY: the allocation stays where it is until it is freed on drop; no references into it exist,
+// SAFETY: the allocation stays where it is until the drop frees it. No references into it exist,
 // since addresses of an iface are not pointers.
 unsafe impl OwnedBuffer for DeviceBuffer {
     type Parts = Self;
@@ -290,8 +299,8 @@ unsafe impl OwnedBuffer for DeviceBuffer {
     }
 }
 
-// SAFETY: as for `DeviceBuffer`. Others that share it reach the memory through its copies alone,
-// which are copies of the iface.
+// SAFETY: the allocation stays where it is until the last reference is dropped. All owners access
+// it only through `DeviceBuffer::read` and `DeviceBuffer::write`, where the iface copies.
 unsafe impl OwnedBuffer for Arc<DeviceBuffer> {
     type Parts = Self;
 
@@ -320,10 +329,10 @@ unsafe impl OwnedBuffer for Arc<DeviceBuffer> {
     }
 }
 
-/// A piece of a region that owns its memory: what the safe transfers of an
-/// [`Endpoint`](super::Endpoint) take.
+/// A part of a region that owns its memory, for the safe transfers of an
+/// [`Endpoint`](super::Endpoint).
 ///
-/// It may outlive the region: the descriptor in it is refused once the region is closed.
+/// A slice may outlive its region. The provider refuses its descriptor once the region is closed.
 #[derive(Clone, Copy, Debug)]
 pub struct RegionSlice {
     segment: LocalSegment,
@@ -335,7 +344,7 @@ impl RegionSlice {
         Self::within(region, region.range(), offset, len)
     }
 
-    /// Returns a piece of the part `within` of a region.
+    /// Returns `len` bytes from `offset` of the part `within` of a region.
     pub(super) fn within(
         region: &MemoryRegion,
         within: AddressRange,
@@ -366,13 +375,14 @@ impl RegionSlice {
     }
 }
 
-/// A region together with the buffer that it owns.
+/// A region that owns its buffer.
 ///
-/// The bytes are reached by copies: no slice is handed out while a NIC may write to them. Derefs to
-/// the region.
+/// Access the bytes through [`OwnedRegion::read`] and [`OwnedRegion::write`], which copy. There is
+/// no way to borrow the bytes, because the NIC may write them at any time. Derefs to the
+/// [`MemoryRegion`].
 ///
-/// If a sub-region or a window still needs the memory when this is dropped, the last of them frees
-/// it.
+/// If sub-regions or windows still use the memory when this is dropped, the last of them frees the
+/// memory.
 pub struct OwnedRegion<B: OwnedBuffer> {
     region: MemoryRegion,
     parts: Arc<B::Parts>,
@@ -387,9 +397,8 @@ impl<B: OwnedBuffer> OwnedRegion<B> {
         call: &'static str,
     ) -> Result<Self, Rejected<B>> {
         if attr.base.is_some() || attr.dma_buf.is_some() {
-            let error = Error::new(ErrorKind::InvalidArgument, call).remedy(
-                "a buffer is registered on its own: use regattr for sub-regions and dma-bufs",
-            );
+            let error = Error::new(ErrorKind::InvalidArgument, call)
+                .remedy("use MemoryRegion::sub for sub-regions, and Domain::regattr for dma-bufs");
             return Err(Rejected::new(buffer, error));
         }
         let parts = Arc::new(buffer.into_parts());
@@ -398,44 +407,47 @@ impl<B: OwnedBuffer> OwnedRegion<B> {
         match domain.register(&attr, flags, keep_alive::<B>(&parts)) {
             Ok(region) => Ok(Self { region, parts }),
             Err(error) => {
-                let parts = Arc::into_inner(parts).expect("a region that failed lets go of them");
+                let parts = Arc::into_inner(parts).expect("no region has them");
                 Err(Rejected::new(B::from_parts(parts), error.of_call(call)))
             }
         }
     }
 
-    /// A piece for the safe transfers of an endpoint.
+    /// Returns a part of the region for the safe transfers of an endpoint.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] if it reaches outside; [`ErrorKind::BadState`] before the
-    /// registration completed.
+    /// - [`ErrorKind::OutOfBounds`] if the part reaches outside the region.
+    /// - [`ErrorKind::BadState`] before the registration completed.
     pub fn slice(&self, offset: u64, len: u64) -> Result<RegionSlice> {
         RegionSlice::of(&self.region, offset, len)
     }
 
-    /// Copies bytes out. Bytes that the NIC writes meanwhile come out in any mixture; those of a
-    /// completed transfer are all there.
+    /// Copies bytes of the buffer to `into`, from `offset` on.
+    ///
+    /// All bytes of a completed transfer are visible. Bytes that the NIC is writing during the call
+    /// are read old or new, each independently.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
+    /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the buffer.
+    /// - The error of the device that the memory belongs to.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         B::read(&self.parts, offset, into)
     }
 
-    /// Copies bytes in.
+    /// Copies `from` into the buffer, from `offset` on.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
+    /// The errors of [`OwnedRegion::read`].
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         B::write(&self.parts, offset, from)
     }
 
-    /// Closes the region and gives the buffer back.
+    /// Closes the region and returns the buffer.
     ///
     /// # Errors
-    /// As [`MemoryRegion::close`]; the region comes back, still working. [`ErrorKind::Driver`] if
-    /// an asynchronous registration panicked: the buffer is not given back, since a NIC may reach
-    /// it.
+    /// - The errors of [`MemoryRegion::close`]. The error returns the region, which still works.
+    /// - [`ErrorKind::Driver`] if an asynchronous registration panicked. The buffer is lost,
+    ///   because the NIC may still access it.
     pub fn close(self) -> Result<B, Rejected<Self>> {
         if let Err(error) = self.region.inner().close() {
             return Err(Rejected::new(self, error));
@@ -449,13 +461,13 @@ impl<B: OwnedBuffer> OwnedRegion<B> {
     }
 }
 
-/// Reassembles a buffer after its regions have released its parts.
+/// Rebuilds a buffer from its parts, after its regions released them.
 pub(super) fn take_back<B: OwnedBuffer>(parts: Arc<B::Parts>) -> Result<B, (Arc<B::Parts>, Error)> {
     Arc::try_unwrap(parts).map(B::from_parts).map_err(|parts| {
         let error = Error::new(ErrorKind::Driver, "close region")
             .context("range", B::range(&parts))
-            .context("why", "its registration panicked, so the NIC may reach the memory")
-            .remedy("leave the memory alone until the process ends");
+            .context("why", "its registration panicked, so the NIC may access the memory")
+            .remedy("keep the memory allocated until the process ends");
         (parts, error)
     })
 }

@@ -25,23 +25,39 @@ use crate::{
     registry::AddressOwner,
 };
 
-/// The cached registrations of a domain.
+/// The registration cache of a domain, which [`Domain::cache`] returns.
 ///
-/// The monitor of the system iface watches host memory, and each device iface's monitor its own
-/// memory. Each starts and fails independently. Memory that no monitor watches is registered
-/// uncached, and the lease has the reason.
+/// The monitor of the system iface watches host memory, and the monitor of each device iface
+/// watches the memory of that iface. Each starts and fails independently. Memory that no monitor
+/// can watch is registered uncached, and [`CachedRegion::lease`] has the reason.
+///
+/// ```no_run
+/// use hmem_core::{Access, Domain, Result};
+///
+/// fn lookups(domain: &Domain) -> Result<()> {
+///     let buffer = domain.cache()?.own(vec![0_u8; 1 << 20])?;
+///     for _request in 0..1000 {
+///         // Registers once; the other lookups are hits.
+///         let region = buffer.get_or_register(4096, 4096, Access::REMOTE_WRITE)?;
+///         let _key = region.view().key()?;
+///         // The lease must live until the peer is done with the key.
+///     }
+///     buffer.close()?;
+///     Ok(())
+/// }
+/// ```
 #[derive(Debug)]
 pub struct RegionCache {
     cache: Arc<Cache<Registrations>>,
 }
 
-/// A lease of a [`MemoryRegion`] of the domain, which stays registered when the lease is dropped.
+/// A lease of a cached [`MemoryRegion`]. The region stays registered after the lease is dropped.
 ///
-/// Derefs to the region, which may be of more memory than was looked up: [`CachedRegion::view`] is
-/// of that memory alone.
+/// Derefs to the region, which may cover more memory than the lookup asked for.
+/// [`CachedRegion::view`] is the part that the lookup asked for.
 ///
-/// Hold it until the transfer that uses the region has completed, or for as long as peers use its
-/// key. Without a lease the cache may deregister the region at any time.
+/// Hold the lease until the transfer that uses the region has completed, or for as long as peers
+/// use the key. Without a lease the cache may deregister the region at any time.
 #[derive(Debug)]
 pub struct CachedRegion<'c> {
     lease: Lease<'c, Registrations>,
@@ -49,25 +65,26 @@ pub struct CachedRegion<'c> {
 }
 
 impl<'c> CachedRegion<'c> {
-    /// Returns the lease. It tells whether the region is cached, and whether it was invalidated.
+    /// Returns the lease, which shows if the region is cached and if it was invalidated.
     #[must_use]
     pub fn lease(&self) -> &Lease<'c, Registrations> {
         &self.lease
     }
 
-    /// Returns the part of the region that was looked up, with its remote key and descriptor.
+    /// Returns the part of the region that the lookup asked for, with its remote key and
+    /// descriptor.
     #[must_use]
     pub fn view(&self) -> RegionView<'_> {
         RegionView::new(&self.lease, self.range)
     }
 
-    /// Returns a piece of the memory that was looked up for the safe transfers of an endpoint.
+    /// Returns a part of the view for the safe transfers of an endpoint.
     ///
-    /// Hold the lease until the transfer has completed. A piece that outlives it keeps nothing
-    /// registered: its descriptor is refused once the region is deregistered.
+    /// Hold the lease until the transfer has completed. A slice does not keep the region
+    /// registered: the provider refuses its descriptor once the region is deregistered.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] if it reaches outside.
+    /// [`ErrorKind::OutOfBounds`] if the part reaches outside the view.
     pub fn slice(&self, offset: u64, len: u64) -> Result<RegionSlice> {
         self.view().slice(offset, len)
     }
@@ -103,20 +120,20 @@ impl RegionCache {
         Ok(Self { cache })
     }
 
-    /// Returns a region that covers `range` with at least the rights `access`: a cached one, or a
-    /// new one.
+    /// Returns a region that covers `range` with at least the rights `access`.
     ///
-    /// The owner of the memory is resolved only on a miss.
+    /// The region is a cached one if the cache has a match, and a new one otherwise. A hit does not
+    /// query the owner of the memory.
     ///
     /// # Safety
-    /// As for [`Domain::regattr`], for as long as the region stays registered, which is longer than
+    /// The conditions of [`Domain::regattr`], while the region is registered. That is longer than
     /// the lease. The region stays registered until both of these have happened:
     ///
     /// - it was evicted or invalidated, or the domain was dropped;
     /// - every lease, sub-region and window of the region is gone.
     ///
-    /// Memory that is freed to an allocator without being unmapped stays reachable for peers that
-    /// hold its key.
+    /// If memory is freed to an allocator that does not unmap it, peers with the key can still
+    /// access it.
     ///
     /// With [`CacheAttr::growth`] the same holds for the whole allocation of the range.
     /// [`RegionCache::own`] needs no `unsafe`.
@@ -136,7 +153,7 @@ impl RegionCache {
         }
     }
 
-    /// Returns a region of memory that lies in a buffer which this cache holds.
+    /// Returns a region of memory in a listed buffer of this cache.
     #[inline]
     pub(super) fn get_or_register_held(
         &self,
@@ -150,15 +167,14 @@ impl RegionCache {
         }
     }
 
-    /// Returns a region like [`RegionCache::get_or_register`], of memory of this iface and, if one
-    /// is named, of this device.
+    /// Returns a region like [`RegionCache::get_or_register`], and checks the owner of the memory.
     ///
     /// # Safety
-    /// As for [`RegionCache::get_or_register`].
+    /// The conditions of [`RegionCache::get_or_register`].
     ///
     /// # Errors
     /// - The errors of [`RegionCache::get_or_register`].
-    /// - [`ErrorKind::InvalidArgument`] if the memory has another owner.
+    /// - [`ErrorKind::InvalidArgument`] if the memory is not of this iface, or not on this device.
     pub unsafe fn get_or_register_on(
         &self,
         range: AddressRange,
@@ -190,7 +206,7 @@ impl RegionCache {
                     "owner",
                     owner.device.map_or_else(|| "no device".to_owned(), |owner| owner.to_string()),
                 )
-                .remedy("the memory is on another device: name that one, or none"));
+                .remedy("the memory is on another device: name that device, or none"));
         }
         if let Some(lease) = self.cache.get_cached(&key_of(range, access, &owner)?) {
             return Ok(CachedRegion { lease, range });
@@ -217,11 +233,11 @@ impl RegionCache {
         Ok(CachedRegion { lease, range })
     }
 
-    /// Registers a range that is not cached, grown as far as the cache's attributes permit. `buffer`
-    /// is the buffer of this cache that owns the range.
+    /// Registers a range that is not cached, grown as far as the cache's attributes permit.
+    /// `buffer` is the listed buffer that contains the range, if there is one.
     ///
-    /// A grown region that fails, cannot be cached or is staged gives way to one of the range alone,
-    /// so that growth neither makes a lookup fail nor exposes memory in vain.
+    /// If the grown region fails, cannot be cached or would be staged, the range alone is
+    /// registered. So growth never makes a lookup fail, and never exposes memory for nothing.
     fn register_grown<L>(
         &self,
         (range, access): (AddressRange, Access),
@@ -247,11 +263,11 @@ impl RegionCache {
                     if cached {
                         self.invalidate(grown);
                     }
-                    tracing::debug!(%range, %grown, "growth would stage the memory or not cache it");
+                    tracing::debug!(%range, %grown, "the grown region is staged or uncached");
                     may_pass
                 }
                 Err(error) => {
-                    tracing::debug!(%error, %range, %grown, "the range is registered alone");
+                    tracing::debug!(%error, %range, %grown, "cannot register the grown range");
                     error.kind() == ErrorKind::OutOfResources
                 }
             };
@@ -260,8 +276,10 @@ impl RegionCache {
         register(&key_of(range, access, owner)?)
     }
 
-    /// Returns the owner of memory that is about to be registered. In a forked child it fails
-    /// before it takes any lock, which a thread of the parent may have held at the fork.
+    /// Returns the owner of memory that is about to be registered.
+    ///
+    /// In a forked child this fails before it takes a lock. A thread of the parent may have held
+    /// that lock at the fork.
     fn owner_of(&self, range: AddressRange) -> Result<AddressOwner> {
         let domain = &self.cache.backend().domain;
         domain.process.check("cached registration")?;
@@ -273,20 +291,22 @@ impl RegionCache {
         &self.cache.backend().domain
     }
 
-    /// Returns the buffers that the cache's regions keep alive.
+    /// Returns the list of buffers that the cache's regions keep alive.
     pub(super) fn held(&self) -> &Arc<HeldBuffers> {
         &self.cache.backend().held
     }
 
-    /// Creates a handle for many lookups from one place. It finds the thread's part of the cache
-    /// once.
+    /// Creates a handle for many lookups on one thread.
+    ///
+    /// A lookup through the handle is faster, because the handle has found the thread's data
+    /// already.
     #[must_use]
     pub fn lookup_handle(&self) -> RegionLookupHandle<'_> {
         RegionLookupHandle { handle: self.cache.lookup_handle(), cache: self }
     }
 
-    /// Returns a lease that outlives the borrow. Returns `None` for host memory unless `host` is
-    /// true.
+    /// Returns a lease that outlives the borrow of the cache. Returns `None` for host memory unless
+    /// `host` is true.
     pub(super) fn lease(
         &self,
         range: AddressRange,
@@ -309,16 +329,16 @@ impl RegionCache {
         Self { cache: Arc::clone(&self.cache) }
     }
 
-    /// Invalidates the cached regions that have a byte of `range`. Call it for memory that changes
-    /// without a monitor's notice.
+    /// Invalidates the cached regions that have a byte of `range`.
     ///
-    /// Regions that only share a page with `range` stay. If pages are replaced, pass whole pages.
+    /// Call this for memory that changes in a way that no monitor detects. Regions that only share
+    /// a page with `range` stay. If pages are replaced, pass whole pages.
     pub fn invalidate(&self, range: AddressRange) {
         self.cache.invalidate(range);
     }
 
-    /// Invalidates like [`RegionCache::invalidate`], and calls `callback` once these regions are
-    /// deregistered.
+    /// Invalidates like [`RegionCache::invalidate`], and calls `callback` when these regions are
+    /// deregistered. Any thread may run the callback.
     pub fn invalidate_with_callback(
         &self,
         range: AddressRange,
@@ -357,8 +377,9 @@ impl RegionCache {
     /// Returns the monitor that this cache uses for the memory of an iface.
     ///
     /// # Errors
-    /// The iface's own reason for having none, or that monitors are switched off.
-    /// [`ErrorKind::BadState`] in a forked child.
+    /// - The iface's own error if it has no monitor or cannot start it.
+    /// - [`ErrorKind::Unsupported`] if the monitor is disabled by the settings.
+    /// - [`ErrorKind::BadState`] in a forked child.
     pub fn monitor(&self, iface: IfaceKind) -> Result<Arc<dyn Monitor>> {
         let source = self.cache.backend();
         source.domain.process.check("cache monitor")?;
@@ -366,7 +387,7 @@ impl RegionCache {
     }
 }
 
-/// Looks up in a [`RegionCache`] for one thread.
+/// A handle for lookups of one thread in a [`RegionCache`].
 #[derive(Debug)]
 pub struct RegionLookupHandle<'c> {
     handle: LookupHandle<'c, Registrations>,
@@ -377,10 +398,10 @@ impl<'c> RegionLookupHandle<'c> {
     /// Returns a region like [`RegionCache::get_or_register`].
     ///
     /// # Safety
-    /// As for [`RegionCache::get_or_register`].
+    /// The conditions of [`RegionCache::get_or_register`].
     ///
     /// # Errors
-    /// As for [`RegionCache::get_or_register`].
+    /// The errors of [`RegionCache::get_or_register`].
     #[inline]
     pub unsafe fn get_or_register(
         &self,
@@ -405,7 +426,7 @@ impl<'c> RegionLookupHandle<'c> {
     }
 }
 
-/// Returns the key of a lookup, which finds memory of any owner.
+/// Returns the key of a lookup that matches memory of any owner.
 #[inline(always)]
 fn lookup_key(range: AddressRange, access: Access) -> Result<Key> {
     match Key::new(range, access) {
@@ -430,30 +451,30 @@ fn key_of(range: AddressRange, access: Access, owner: &AddressOwner) -> Result<K
     })
 }
 
-/// The number of bounds that a cache remembers as not to grow, before it tries them again.
+/// The largest number of bounds for which a cache remembers that growth failed.
 const MOST_UNGROWABLE: usize = 4096;
 
-/// The number of misses in a bound between two tries to grow, if another try may succeed.
+/// The number of misses in a bound between two attempts to grow, if another attempt may succeed.
 const MISSES_UNTIL_RETRY: u32 = 64;
 
-/// Memory that registrations grow to: its iface, its allocation if it is one, and its start.
+/// The memory that a registration may grow to: its iface, its allocation and its start.
 type GrowthBound = (IfaceKind, Option<AllocationId>, u64);
 
-/// The monitor of an iface, or the reason why it has none.
+/// An iface with its monitor, or the reason why it has none.
 type OfIface = (IfaceKind, Result<Arc<dyn Monitor>>);
 
-/// The registrations of a domain, as the cache's backend.
+/// The backend of a domain's cache, which registers through the domain.
 pub struct Registrations {
     domain: Arc<DomainInner>,
-    /// The largest number of bytes of a grown region; 0 if none grows.
+    /// The largest length of a grown region in bytes, or 0 if none grows.
     grow_to: u64,
-    /// Bounds whose registrations failed to grow, each with the number of misses until the next
-    /// try. `None` stands for no further try.
+    /// Bounds in which a registration failed to grow, each with the number of misses until the next
+    /// attempt. `None` means that there is no further attempt.
     ungrowable: Mutex<HashMap<GrowthBound, Option<u32>>>,
-    /// Shared with the callbacks that remove buffers.
+    /// The listed buffers. Shared with the callbacks that remove them.
     held: Arc<HeldBuffers>,
     without: Vec<IfaceKind>,
-    /// Monitors that were started, or the reasons why they were not.
+    /// The monitors that were started, and the reasons why others were not.
     monitors: Mutex<Vec<OfIface>>,
     /// The cache whose backend this is.
     cache: OnceLock<Weak<Cache<Self>>>,
@@ -464,7 +485,7 @@ pub struct Registrations {
 pub struct Watch {
     monitor: Arc<dyn Monitor>,
     subscription: Subscription,
-    /// The allocation, for monitors that detect a free by its identity.
+    /// The allocation, if the monitor detects a free by the allocation's identity.
     allocation: Option<Box<Allocation>>,
 }
 
@@ -475,7 +496,7 @@ impl Registrations {
             .lock()
             .iter()
             .find(|(known, _)| *known == iface)
-            .map(|(_, one)| one.clone());
+            .map(|(_, monitor)| monitor.clone());
         if let Some(known) = known {
             return known;
         }
@@ -501,10 +522,11 @@ impl Registrations {
 }
 
 impl Registrations {
-    /// Returns the range that a miss registers in the place of `range`, if it grows, and its bound.
+    /// Returns the range that a miss registers instead of `range`, with its bound. `None` if the
+    /// registration does not grow.
     ///
-    /// Memory longer than the limit is cut into blocks of the limit's length, so that the misses of
-    /// one block agree on their range.
+    /// Memory longer than the limit is divided into blocks of the limit's length, so that all
+    /// misses in a block register the same range.
     fn grown(
         &self,
         range: AddressRange,
@@ -524,11 +546,11 @@ impl Registrations {
         }
         let bound =
             (owner.iface, owner.allocation.map(|allocation| allocation.id), bound.start().0);
-        // Uncached memory would be exposed in vain.
+        // Growth is useless for memory that is not cached.
         (self.may_grow(&bound) && self.monitor(owner.iface).is_ok()).then_some((grown, bound))
     }
 
-    /// Returns true unless registrations in this bound failed to grow. Counts the miss.
+    /// Returns true unless a registration in this bound failed to grow before. Counts the miss.
     fn may_grow(&self, bound: &GrowthBound) -> bool {
         let mut ungrowable = self.ungrowable.lock();
         match ungrowable.get_mut(bound) {
@@ -545,19 +567,19 @@ impl Registrations {
         }
     }
 
-    /// Remembers that registrations in this bound cannot grow: for some misses if the refusal may
-    /// pass, and for good otherwise.
+    /// Remembers that registrations in this bound failed to grow: for some misses if another
+    /// attempt may succeed, and permanently otherwise.
     fn refuse_growth(&self, bound: GrowthBound, may_pass: bool) {
         let mut ungrowable = self.ungrowable.lock();
         if ungrowable.len() >= MOST_UNGROWABLE {
             ungrowable.clear();
         }
-        // Without the identity of an allocation, other memory may come to lie at the address.
+        // Without an identity, other memory may be allocated at the address later.
         let passes = may_pass || bound.1.is_none();
         ungrowable.insert(bound, passes.then_some(MISSES_UNTIL_RETRY));
     }
 
-    /// Subscribes. If the monitor returns OutOfResources, evicts the idle entries and retries once.
+    /// Subscribes to the monitor. On OutOfResources, evicts the idle entries and retries once.
     fn subscribe(
         &self,
         monitor: &Arc<dyn Monitor>,
@@ -569,7 +591,7 @@ impl Registrations {
             let cache = self.cache.get().and_then(Weak::upgrade);
             let out_of_room = error.kind() == ErrorKind::OutOfResources;
             let Some(cache) = cache.filter(|_| out_of_room) else { return Err(error) };
-            tracing::debug!(%error, "the cache evicts its idle regions and subscribes once more");
+            tracing::debug!(%error, "cannot subscribe: evicting idle regions");
             cache.evict_idle();
             subscribe()
         })
@@ -586,8 +608,8 @@ impl CacheBackend for Registrations {
         let Some(id) = key.allocation() else {
             return Ok(Watch { monitor, subscription, allocation: None });
         };
-        // From here on a free is notified, or detected by the identity. One before is detected
-        // here.
+        // From here on, the monitor notifies of a free or detects it by the identity. This query
+        // detects an earlier free.
         let now = self.domain.registry.owner_of(key.range().start());
         match now {
             Ok(owner) if is_allocation(&owner, id, key.range()) => {
@@ -599,7 +621,7 @@ impl CacheBackend for Registrations {
                     Error::new(ErrorKind::BadAddress, "cached registration")
                         .iface(key.iface())
                         .context("range", key.range())
-                        .remedy("the memory was freed while it was being registered")
+                        .remedy("keep the memory allocated while it is being registered")
                 }))
             }
         }
@@ -627,9 +649,9 @@ impl CacheBackend for Registrations {
     fn register(&self, key: &Key, watch: Option<&Watch>) -> Result<MemoryRegion> {
         let ranges = [key.range()];
         let attr = MrAttr::new(&ranges, key.access());
-        // Cached registrations post no event: the caller waits for them.
-        // The key is of the owner that the caller resolved, and `watch` of an owner that was still
-        // the same after the subscription.
+        // Cached registrations cause no event, because the caller waits for them.
+        // The caller resolved the owner in the key. `watch` has the owner that was still the same
+        // after the subscription.
         let owner = match watch.and_then(|watch| watch.allocation.as_deref()) {
             Some(allocation) => Some(AddressOwner::of(allocation)),
             None => (key.iface() == IfaceKind::SYSTEM).then_some(AddressOwner::SYSTEM),
@@ -652,8 +674,10 @@ impl fmt::Debug for Registrations {
 }
 
 impl Domain {
-    /// Returns the registration cache, if [`DomainAttr::cache`](super::DomainAttr::cache) enabled
-    /// it. The first call starts the cache's thread.
+    /// Returns the domain's registration cache. The first call starts the cache's thread.
+    ///
+    /// [`DomainAttr::cache`](super::DomainAttr::cache) enables the cache. [`RegionCache`] has an
+    /// example.
     ///
     /// # Errors
     /// - [`ErrorKind::BadState`] if the domain was opened without a cache.
@@ -671,7 +695,7 @@ impl Domain {
             return Err(Error::new(ErrorKind::Unsupported, "domain cache")
                 .context("mr_mode", MrMode::ENDPOINT)
                 .remedy(
-                    "in ENDPOINT mode a region works with the endpoint that it is bound to: register it",
+                    "register without the cache: in ENDPOINT mode a region serves one endpoint",
                 ));
         }
         self.inner.process.check("domain cache")?;

@@ -1,75 +1,77 @@
-//! Buffers that are registered through the cache without `unsafe`.
+//! Buffers whose parts are registered through the cache without `unsafe`.
 
 use std::{
     fmt,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        mpsc::{self, RecvTimeoutError},
     },
+    time::Duration,
 };
 
 use super::{
     DomainInner,
     buffer::OwnedBuffer,
     cached::{CachedRegion, RegionCache},
+    held::BufferId,
 };
 use crate::{Access, AddressRange, Error, ErrorKind, Rejected, Result};
 
-/// A buffer whose parts are registered through a [`RegionCache`], as often as wanted, without
-/// `unsafe`.
+/// A buffer whose parts are registered through a [`RegionCache`] without `unsafe`.
 ///
-/// The memory stays allocated until every region of it is deregistered, also if the value is
-/// dropped before. The bytes are reached by copies, as those of
-/// [`OwnedRegion`](super::OwnedRegion). [`CachedBuffer::close`] gives the buffer back.
+/// The memory stays allocated until every region of the memory is deregistered, even if the
+/// `CachedBuffer` is dropped before. Access the bytes through [`CachedBuffer::read`] and
+/// [`CachedBuffer::write`], which copy. [`CachedBuffer::close`] returns the buffer.
 ///
-/// Hold the lease of a region until the transfer that uses it has completed, or for as long as
-/// peers use its key. Without a lease the cache may deregister the region at any time.
+/// Hold the lease of a region until the transfer that uses the region has completed, or for as long
+/// as peers use its key. Without a lease the cache may deregister the region at any time.
 ///
-/// Threads share it by reference, or in an `Arc`.
+/// Threads share the value by reference, or in an `Arc`.
 ///
 /// ```no_run
 /// use hmem_core::{Access, Domain, RemoteKey, Result};
 ///
-/// /// Lends a buffer to a peer, which gets the keys and fills the buffer.
-/// fn fill(domain: &Domain, lend: impl FnOnce(&[RemoteKey])) -> Result<Vec<u8>> {
+/// /// Lets a peer fill a buffer. `send_keys` sends the keys and waits until the peer is done.
+/// fn fill(domain: &Domain, send_keys: impl FnOnce(&[RemoteKey])) -> Result<Vec<u8>> {
 ///     let buffer = domain.cache()?.own(vec![0_u8; 1 << 20])?;
 ///     let lease = |chunk: u64| buffer.get_or_register(chunk << 16, 1 << 16, Access::REMOTE_WRITE);
 ///     let leases = (0..16).map(lease).collect::<Result<Vec<_>>>()?;
 ///     let keys = leases.iter().map(|region| region.view().key()).collect::<Result<Vec<_>>>()?;
-///     lend(&keys);
-///     // The peer is done with the keys.
+///     send_keys(&keys);
 ///     drop(leases);
 ///     Ok(buffer.close()?)
 /// }
 /// ```
 pub struct CachedBuffer<B: OwnedBuffer> {
-    /// Before the parts: what it invalidates is the memory's.
-    hold: Hold,
+    /// Dropped before `parts`: the drop invalidates the cached regions of the memory.
+    listing: Listing,
     parts: Arc<B::Parts>,
 }
 
-/// The place of a buffer among those that the regions of a cache keep alive.
-struct Hold {
+/// The entry of a buffer in its cache's list of buffers. Dropping it removes the buffer from the
+/// list once the regions of its memory are deregistered.
+struct Listing {
     cache: RegionCache,
     range: AddressRange,
-    place: (u64, u64),
-    /// Counts as an object of the domain, which closes after this.
+    id: BufferId,
+    /// Keeps the domain from being closed.
     domain: Arc<DomainInner>,
 }
 
-/// The number of times that a close yields to other threads that deregister.
-const CLOSE_TRIES: u32 = 64;
+/// The longest time that a close waits for other threads to end their leases.
+const CLOSE_TIMEOUT: Duration = Duration::from_millis(100);
 
 impl RegionCache {
-    /// Takes a buffer whose parts are then registered through this cache without `unsafe`.
+    /// Takes ownership of a buffer, so that its parts can be registered without `unsafe`.
     ///
-    /// Regions that the cache has of this memory are invalidated.
+    /// Cached regions that overlap the buffer's memory are invalidated. [`CachedBuffer`] has an
+    /// example.
     ///
     /// # Errors
     /// - [`ErrorKind::ZeroLength`] for an empty buffer.
     /// - [`ErrorKind::BadState`] in a forked child.
     ///
-    /// The buffer comes back with the error.
+    /// The error returns the buffer.
     pub fn own<B: OwnedBuffer>(&self, buffer: B) -> Result<CachedBuffer<B>, Rejected<B>> {
         let domain = Arc::clone(self.domain());
         if let Err(error) = domain.process.check("own") {
@@ -79,23 +81,23 @@ impl RegionCache {
         let (range, iface) = (B::range(&parts), B::iface(&parts));
         if range.is_empty() {
             let error = Error::new(ErrorKind::ZeroLength, "own")
-                .remedy("give a buffer of at least one byte");
+                .remedy("pass a buffer of at least one byte");
             return Err(Rejected::new(B::from_parts(parts), error));
         }
         let parts = Arc::new(parts);
-        let place = self.held().add(range, iface, Arc::clone(&parts) as _);
-        // Regions from before this line do not keep the buffer alive.
+        let id = self.held().add(range, iface, Arc::clone(&parts) as _);
+        // Regions that were registered before `add` do not keep the buffer alive.
         self.invalidate(range);
-        Ok(CachedBuffer { hold: Hold { cache: self.share(), range, place, domain }, parts })
+        Ok(CachedBuffer { listing: Listing { cache: self.share(), range, id, domain }, parts })
     }
 }
 
 impl<B: OwnedBuffer> CachedBuffer<B> {
-    /// Returns a region that covers `len` bytes from `offset` with at least the rights `access`: a
-    /// cached one, or a new one.
+    /// Returns a region of `len` bytes from `offset` with at least the rights `access`.
     ///
-    /// With [`CacheAttr::growth`](super::CacheAttr::growth) a new region may grow to the buffer,
-    /// and never beyond it.
+    /// The region is a cached one if the cache has a match, and a new one otherwise. With
+    /// [`CacheAttr::growth`](super::CacheAttr::growth) a new region may grow up to the whole
+    /// buffer, and never beyond it.
     ///
     /// # Errors
     /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the buffer.
@@ -108,7 +110,7 @@ impl<B: OwnedBuffer> CachedBuffer<B> {
         len: u64,
         access: Access,
     ) -> Result<CachedRegion<'_>> {
-        let whole = self.hold.range;
+        let whole = self.listing.range;
         let range = whole.slice(offset, len).ok_or_else(|| {
             Error::new(ErrorKind::OutOfBounds, "get_or_register")
                 .context("offset", offset)
@@ -116,100 +118,107 @@ impl<B: OwnedBuffer> CachedBuffer<B> {
                 .context("buffer", whole)
                 .remedy("offset + length must lie in the buffer")
         })?;
-        self.hold.cache.get_or_register_held(range, access, whole)
+        self.listing.cache.get_or_register_held(range, access, whole)
     }
 
-    /// Returns the memory of the buffer.
+    /// Returns the address range of the buffer.
     #[must_use]
     pub fn range(&self) -> AddressRange {
-        self.hold.range
+        self.listing.range
     }
 
-    /// Copies bytes out. Bytes that the NIC writes meanwhile come out in any mixture. Those of a
-    /// completed transfer are all there.
+    /// Copies bytes of the buffer to `into`, from `offset` on.
+    ///
+    /// All bytes of a completed transfer are visible. Bytes that the NIC is writing during the call
+    /// are read old or new, each independently.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`]; the error of the device otherwise.
+    /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the buffer.
+    /// - The error of the device that the memory belongs to.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         B::read(&self.parts, offset, into)
     }
 
-    /// Copies bytes in.
+    /// Copies `from` into the buffer, from `offset` on.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`]; the error of the device otherwise.
+    /// The errors of [`CachedBuffer::read`].
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         B::write(&self.parts, offset, from)
     }
 
-    /// Deregisters every region of the buffer and gives the buffer back.
+    /// Deregisters every region of the buffer and returns the buffer.
+    ///
+    /// Waits up to 100 ms for other threads that still use the memory's regions to finish. A lookup
+    /// of other memory in the same page may hold a lease of the buffer's region for a moment. A
+    /// transfer without a descriptor holds one until its completion is read.
     ///
     /// # Errors
-    /// - [`ErrorKind::Busy`] with the buffer back, still working, as long as a lease, a sub-region
-    ///   or a window of its memory is left.
+    /// - [`ErrorKind::Busy`] if a region of the memory is in use after that time: by a lease, a
+    ///   sub-region, a window, or a transfer whose completion was not read. Also if the provider
+    ///   refuses to deregister a region. The cache finds no region of the buffer any more, but the
+    ///   buffer still works: the next lookup registers again. Release the users and retry.
     /// - [`ErrorKind::BadState`] in a forked child.
+    ///
+    /// The error returns the buffer as a `CachedBuffer`.
     pub fn close(self) -> Result<B, Rejected<Self>> {
-        let hold = &self.hold;
-        if let Err(error) = hold.domain.process.check("close") {
+        let listing = &self.listing;
+        if let Err(error) = listing.domain.process.check("close") {
             return Err(Rejected::new(self, error));
         }
         // Once no region of the cache has a byte of the buffer and none is being registered, only
         // a call on `self` registers another.
-        let removed = hold.end_regions() && {
-            hold.cache.held().remove(hold.place);
-            // Uncached regions, and those that the provider refused to deregister, share it.
+        let removed = listing.end_regions() && {
+            let held = listing.cache.held();
+            held.remove(listing.id);
+            // Uncached regions, and those that the provider refused to deregister, share the parts.
             Arc::strong_count(&self.parts) == 1 || {
-                let iface = B::iface(&self.parts);
-                hold.cache.held().put(hold.place, hold.range, iface, Arc::clone(&self.parts) as _);
+                let (range, iface) = (listing.range, B::iface(&self.parts));
+                held.put(listing.id, range, iface, Arc::clone(&self.parts) as _);
                 false
             }
         };
         if !removed {
             let error = Error::new(ErrorKind::Busy, "close")
-                .context("buffer", hold.range)
-                .remedy("drop the leases, sub-regions and windows of its memory first");
+                .context("buffer", listing.range)
+                .remedy("drop the leases, sub-regions and windows of its memory, then close again");
             return Err(Rejected::new(self, error));
         }
-        let Self { hold, parts } = self;
-        drop(hold);
-        Ok(B::from_parts(Arc::into_inner(parts).expect("nobody else shares them")))
+        let Self { listing, parts } = self;
+        drop(listing);
+        Ok(B::from_parts(Arc::into_inner(parts).expect("the count was 1, and no region shares it")))
     }
 }
 
-impl Hold {
-    /// Deregisters the cached regions that have a byte of the buffer. Returns false if some are
-    /// left.
+impl Listing {
+    /// Deregisters the cached regions that overlap the buffer. Returns false if a region is left
+    /// after [`CLOSE_TIMEOUT`].
     fn end_regions(&self) -> bool {
-        let ended = Arc::new(AtomicBool::new(false));
-        let end = Arc::clone(&ended);
-        self.cache.invalidate_with_callback(self.range, move || end.store(true, Ordering::Release));
+        let (sender, ended) = mpsc::channel::<()>();
+        self.cache.invalidate_with_callback(self.range, move || drop(sender));
         self.cache.reclaim();
-        // Another thread that deregistered the last of them may not have come to the callback yet.
-        (0..CLOSE_TRIES).any(|_| {
-            ended.load(Ordering::Acquire) || {
-                std::thread::yield_now();
-                false
-            }
-        })
+        // The end of the last lease wakes the cache's thread, which deregisters the region and runs
+        // the callback.
+        ended.recv_timeout(CLOSE_TIMEOUT) == Err(RecvTimeoutError::Disconnected)
     }
 }
 
-impl Drop for Hold {
+impl Drop for Listing {
     fn drop(&mut self) {
         if !self.domain.process.is_current() {
             // The regions are the parent's, and its threads may have held the locks at the fork.
-            // The copy of the cache's list keeps the memory.
+            // The child's copy of the list keeps the memory allocated.
             return;
         }
-        let (held, place) = (Arc::clone(self.cache.held()), self.place);
+        let (held, id) = (Arc::clone(self.cache.held()), self.id);
         // A region that is being registered, with this memory merged into it, still finds the
         // buffer in the list.
-        self.cache.invalidate_with_callback(self.range, move || held.remove(place));
+        self.cache.invalidate_with_callback(self.range, move || held.remove(id));
     }
 }
 
 impl<B: OwnedBuffer> fmt::Debug for CachedBuffer<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CachedBuffer").field("range", &self.hold.range).finish_non_exhaustive()
+        f.debug_struct("CachedBuffer").field("range", &self.listing.range).finish_non_exhaustive()
     }
 }

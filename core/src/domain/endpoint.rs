@@ -1,4 +1,4 @@
-//! Endpoints of a domain, and transfers that need no `unsafe`.
+//! Endpoints of a domain, with transfers that need no `unsafe`.
 
 use std::{fmt, sync::Arc};
 
@@ -18,32 +18,57 @@ use crate::{
     },
 };
 
-/// An endpoint: posts transfers and receives messages.
+/// An endpoint, which posts transfers and receives messages (`fid_ep`).
 ///
-/// The safe methods take [`RegionSlice`]s, pieces of regions that own their memory;
-/// [`Endpoint::post`] takes raw addresses.
+/// The safe methods take [`RegionSlice`]s, which are parts of regions that own their memory.
+/// [`Endpoint::post`] takes raw addresses. Each request ends with a completion in one of the
+/// endpoint's queues.
+///
+/// ```no_run
+/// use std::time::Duration;
+///
+/// use hmem_core::{
+///     Domain, OwnedRegion, RemoteKey, Result, provider::EndpointAttr, transfer::EndpointName,
+/// };
+///
+/// /// Writes the start of `block` to a peer, which sent its name and its key.
+/// fn push(
+///     domain: &Domain,
+///     block: &OwnedRegion<Vec<u8>>,
+///     peer: &EndpointName,
+///     key: &RemoteKey,
+/// ) -> Result<()> {
+///     let queue = domain.open_cq(64)?;
+///     let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue))?;
+///     let peer = endpoint.resolve(peer)?;
+///     endpoint.write(&[block.slice(0, 64)?], &[key.slice(0, 64)?], peer, 1)?;
+///     let mut done = Vec::new();
+///     queue.wait(&mut done, 1, Duration::MAX)?;
+///     done.remove(0).result.map(|_bytes| ())
+/// }
+/// ```
 pub struct Endpoint {
     inner: Arc<dyn ProviderEndpoint>,
     domain: Arc<DomainInner>,
-    /// For local memory that names no region, where the domain's cache registers it.
+    /// Registers local memory without a descriptor through the domain's cache, if there is one.
     leasing: Option<Leasing>,
     closed: bool,
 }
 
-/// An atomic operation over owned memory.
+/// An atomic operation with operands in registered memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Atomic<'a> {
     /// The operation.
     pub op: AtomicOp,
-    /// The element.
+    /// The type of the elements.
     pub datatype: AtomicType,
     /// The target.
     pub remote: RemoteSegment<'a>,
     /// The operands.
     pub operand: RegionSlice,
-    /// The destination of the old values, for fetching and comparing forms.
+    /// The destination of the old values, for fetching and comparing operations.
     pub result: Option<RegionSlice>,
-    /// The value to compare with, for comparing forms.
+    /// The values to compare with, for comparing operations.
     pub compare: Option<RegionSlice>,
 }
 
@@ -71,46 +96,53 @@ impl Endpoint {
         Arc::clone(&self.inner)
     }
 
-    /// Returns the provider's own endpoint. As a `&dyn Any` it can be cast down to the provider's
-    /// type, for abilities that only that provider has.
+    /// Returns the provider's own endpoint.
+    ///
+    /// As a `&dyn Any` it can be downcast to the provider's type, for functions that only this
+    /// provider has.
     #[must_use]
     pub fn provider_endpoint(&self) -> &dyn ProviderEndpoint {
         &*self.inner
     }
 
-    /// The name to send to peers.
+    /// Returns the endpoint's name, to send to peers.
     #[must_use]
     pub fn name(&self) -> EndpointName {
         self.inner.name()
     }
 
-    /// Finds the peer of a name.
+    /// Resolves a peer's name, and connects to the peer if the transport needs that.
     ///
     /// # Errors
-    /// [`ErrorKind::Unreachable`] if nobody answers to it; [`ErrorKind::Malformed`] for bytes that
-    /// are no name.
+    /// - [`ErrorKind::Unreachable`] if no endpoint has this name, or the peer does not answer.
+    /// - [`ErrorKind::Malformed`] for bytes that are not a name.
     pub fn resolve(&self, name: &EndpointName) -> Result<PeerId> {
         self.inner.resolve(name)
     }
 
-    /// Posts any work request over raw addresses.
+    /// Posts any work request, with raw local addresses.
     ///
     /// # Safety
-    /// Until its completion, local memory named without a descriptor stays valid and, where the
-    /// operation writes it, unreferenced. Where the domain's cache registers it,
-    /// [`RegionCache::get_or_register`](super::RegionCache::get_or_register)'s conditions are
-    /// added, with no right for peers.
+    /// These hold for each local segment without a descriptor until the request completes:
+    ///
+    /// - The memory stays valid.
+    /// - If the operation writes to the memory, no Rust reference to it exists.
+    /// - If the domain has a cache, the conditions of
+    ///   [`RegionCache::get_or_register`](super::RegionCache::get_or_register) hold too. Peers get
+    ///   no rights.
     ///
     /// # Errors
-    /// [`ErrorKind::Again`] if the queue is full; [`ErrorKind::NoRegion`] for a descriptor that is
-    /// missing or foreign; where the cache registers what names no region, the errors of that.
-    /// Errors that only the target can detect come back as a failed completion.
+    /// - [`ErrorKind::Again`] if the queue is full. Read completions, then post again.
+    /// - [`ErrorKind::NoRegion`] for a descriptor that is missing or that is not of this domain.
+    /// - The errors of [`Domain::regattr`](super::Domain::regattr), if the cache registers memory.
+    ///
+    /// An error that only the target can detect is reported by the completion.
     #[inline]
     pub unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()> {
         match &self.leasing {
-            // SAFETY: passed on to the caller.
+            // SAFETY: the caller guarantees the conditions of this function, which has the same.
             None => unsafe { self.inner.post(request) },
-            // SAFETY: as above.
+            // SAFETY: the caller guarantees the conditions of this function, which has the same.
             Some(leasing) => unsafe { leasing.post(&*self.inner, request) },
         }
     }
@@ -125,12 +157,15 @@ impl Endpoint {
     ) -> Result<()> {
         if let [slice] = local {
             let request = WorkRequest { operation, local: &[slice.segment()], peer, context };
-            // SAFETY: as below.
+            // SAFETY: the segment has the descriptor of a region that owns its memory. The provider
+            // refuses the descriptor once the region is closed, and the memory is not freed before.
             return unsafe { self.post(&request) };
         }
         if local.len() > INLINE_SEGMENTS {
             let segments: Vec<_> = local.iter().map(|slice| slice.segment()).collect();
-            // SAFETY: as below.
+            // SAFETY: each segment has the descriptor of a region that owns its memory. The
+            // provider refuses the descriptor once the region is closed, and the memory is not
+            // freed before.
             return unsafe {
                 self.post(&WorkRequest { operation, local: &segments, peer, context })
             };
@@ -141,16 +176,17 @@ impl Endpoint {
             *segment = slice.segment();
         }
         let request = WorkRequest { operation, local: &segments[..local.len()], peer, context };
-        // SAFETY: every segment carries the descriptor of a region that owns its memory; the
-        // provider refuses it once that region is closed, and the memory is not freed
-        // before.
+        // SAFETY: each segment has the descriptor of a region that owns its memory. The provider
+        // refuses the descriptor once the region is closed, and the memory is not freed before.
         unsafe { self.post(&request) }
     }
 
-    /// RMA write of `local` to `remote`, each as one run of bytes.
+    /// Writes the bytes of `local` to `remote` (RMA write).
+    ///
+    /// Both lists are sequences of bytes of the same total length. [`Endpoint`] has an example.
     ///
     /// # Errors
-    /// As [`Endpoint::post`].
+    /// The errors of [`Endpoint::post`].
     #[inline]
     pub fn write(
         &self,
@@ -162,10 +198,11 @@ impl Endpoint {
         self.post_slices(Operation::Write { remote }, local, peer, context)
     }
 
-    /// RMA write of `local` to `remote` that also completes a receive of the peer, with `data`.
+    /// Writes like [`Endpoint::write`], and completes a receive of the peer with `data`.
     ///
-    /// The peer posts receives as for messages. The receive that the write takes completes with
-    /// [`RemoteWrite`](crate::transfer::CompletionKind::RemoteWrite) once the bytes are in the peer's memory.
+    /// The write consumes one receive of the peer, like a message. That receive completes with
+    /// [`RemoteWrite`](crate::transfer::CompletionKind::RemoteWrite) once the bytes are in the
+    /// peer's memory.
     ///
     /// ```
     /// use hmem_core::{Endpoint, OwnedRegion, RemoteKey, Result};
@@ -179,9 +216,10 @@ impl Endpoint {
     /// ```
     ///
     /// # Errors
-    /// As [`Endpoint::post`]. [`ErrorKind::Unsupported`] if the NIC carries no immediate data, and
-    /// [`ErrorKind::InvalidArgument`] for data that is wider than
-    /// [`cq_data_size`](crate::provider::ProviderAttr::cq_data_size).
+    /// - The errors of [`Endpoint::post`].
+    /// - [`ErrorKind::Unsupported`] if the NIC has no immediate data.
+    /// - [`ErrorKind::InvalidArgument`] for data that is wider than
+    ///   [`cq_data_size`](crate::provider::ProviderAttr::cq_data_size).
     pub fn write_immediate(
         &self,
         local: &[RegionSlice],
@@ -193,10 +231,12 @@ impl Endpoint {
         self.post_slices(Operation::WriteImmediate { remote, data }, local, peer, context)
     }
 
-    /// RMA read of `remote` into `local`, each as one run of bytes.
+    /// Reads the bytes of `remote` into `local` (RMA read).
+    ///
+    /// Both lists are sequences of bytes of the same total length.
     ///
     /// # Errors
-    /// As [`Endpoint::post`].
+    /// The errors of [`Endpoint::post`].
     pub fn read(
         &self,
         local: &[RegionSlice],
@@ -207,10 +247,10 @@ impl Endpoint {
         self.post_slices(Operation::Read { remote }, local, peer, context)
     }
 
-    /// An atomic operation.
+    /// Applies an atomic operation to elements of the peer's memory.
     ///
     /// # Errors
-    /// As [`Endpoint::post`].
+    /// The errors of [`Endpoint::post`].
     pub fn atomic(&self, atomic: &Atomic<'_>, peer: PeerId, context: u64) -> Result<()> {
         let operation = Operation::Atomic {
             op: atomic.op,
@@ -222,10 +262,10 @@ impl Endpoint {
         self.post_slices(operation, &[atomic.operand], peer, context)
     }
 
-    /// Sends a message, tagged if `tag` is given.
+    /// Sends the bytes of `local` as a message, with `tag` if given.
     ///
     /// # Errors
-    /// As [`Endpoint::post`].
+    /// The errors of [`Endpoint::post`].
     pub fn send(
         &self,
         local: &[RegionSlice],
@@ -236,11 +276,10 @@ impl Endpoint {
         self.post_slices(Operation::Send { tag, invalidate: None }, local, peer, context)
     }
 
-    /// Sends a message, tagged if `tag` is given, with immediate data: its receive completes with
-    /// `data`.
+    /// Sends a message like [`Endpoint::send`], whose receive completes with `data`.
     ///
     /// # Errors
-    /// As [`Endpoint::write_immediate`].
+    /// The errors of [`Endpoint::write_immediate`].
     pub fn send_immediate(
         &self,
         local: &[RegionSlice],
@@ -252,11 +291,11 @@ impl Endpoint {
         self.post_slices(Operation::SendImmediate { tag, data }, local, peer, context)
     }
 
-    /// Sends a message and has the receiver's NIC invalidate a type 2 window's key. The completion
-    /// of the receive names the key.
+    /// Sends a message that makes the receiver's NIC invalidate the key of a type 2 window. The
+    /// completion of the receive has the key's number.
     ///
     /// # Errors
-    /// As [`Endpoint::post`].
+    /// The errors of [`Endpoint::post`].
     pub fn send_invalidate(
         &self,
         local: &[RegionSlice],
@@ -267,10 +306,10 @@ impl Endpoint {
         self.post_slices(Operation::Send { tag: None, invalidate: Some(key) }, local, peer, context)
     }
 
-    /// Posts a buffer for one message; `tag` is a tag and a mask of bits to ignore.
+    /// Posts a buffer for one message. `tag` is a tag to match and a mask of bits to ignore.
     ///
     /// # Errors
-    /// As [`Endpoint::post`].
+    /// The errors of [`Endpoint::post`].
     pub fn receive(
         &self,
         local: &[RegionSlice],
@@ -280,15 +319,15 @@ impl Endpoint {
         self.post_slices(Operation::Receive { tag, from: None }, local, PeerId(0), context)
     }
 
-    /// Closes the endpoint; outstanding requests complete as canceled.
+    /// Closes the endpoint. Outstanding requests complete as canceled.
     ///
-    /// In ENDPOINT mode a region that is bound to the endpoint does not keep it open. From then on
-    /// no new access reaches that region, and it can still be closed, which waits for accesses in
-    /// flight. `fi_mr(3)` has the endpoint close first, libfabric's providers the region; here
-    /// either order works.
+    /// In ENDPOINT mode, regions that are bound to the endpoint do not keep it open. After this no
+    /// new access reaches these regions. They can still be closed, which waits for accesses in
+    /// flight.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] with the endpoint back, as long as a type 2A window is bound.
+    /// [`ErrorKind::Busy`] while a type 2A window is bound through the endpoint. The error returns
+    /// the endpoint.
     pub fn close(mut self) -> Result<(), Rejected<Self>> {
         match self.shut() {
             Ok(()) => {
@@ -301,7 +340,7 @@ impl Endpoint {
 
     fn shut(&self) -> Result<()> {
         if !self.domain.process.is_current() {
-            // In a forked child, closing it would close what the parent uses.
+            // In a forked child, closing it would close an object of the parent.
             std::mem::forget(Arc::clone(&self.inner));
             return Ok(());
         }
@@ -312,18 +351,19 @@ impl Endpoint {
         Ok(())
     }
 
-    /// This endpoint's part of a broadcast among its `members`, which all call it with the same
-    /// tag: the root sends the bytes of `buffer` to every other member (one completion each,
-    /// with `context`), the others receive them.
+    /// Takes part in a broadcast. All members call this with the same tag.
     ///
-    /// `members` holds the other members as this endpoint resolved them; `root` is one of them, or
-    /// `None` if this endpoint is the root. The buffer's region needs SEND at the root and RECV
-    /// elsewhere, and in COLLECTIVE mode the COLLECTIVE right (`fi_mr(3)`).
+    /// The root sends the bytes of `buffer` to all other members, which is one request with
+    /// `context` for each member. The others receive the bytes. `members` are the other members, as
+    /// this endpoint resolved them. `root` is one of them, or `None` if this endpoint is the root.
+    ///
+    /// The buffer's region needs the right SEND at the root and RECV elsewhere. In COLLECTIVE mode
+    /// it also needs COLLECTIVE (`fi_mr(3)`).
     ///
     /// # Errors
-    /// [`ErrorKind::AccessDenied`] for a region without COLLECTIVE in that mode;
-    /// [`ErrorKind::InvalidArgument`] for a root that is no member; as [`Endpoint::post`]
-    /// otherwise.
+    /// - The errors of [`Endpoint::post`].
+    /// - [`ErrorKind::AccessDenied`] in COLLECTIVE mode for a region without the right COLLECTIVE.
+    /// - [`ErrorKind::InvalidArgument`] for a root that is not a member.
     pub fn broadcast(
         &self,
         buffer: RegionSlice,
@@ -344,7 +384,7 @@ impl Endpoint {
             }
             Some(root) => Err(Error::new(ErrorKind::InvalidArgument, "broadcast")
                 .context("root", root.0)
-                .remedy("the root is one of the members")),
+                .remedy("name one of the members as the root")),
             None => members
                 .iter()
                 .try_for_each(|member| self.send(&[buffer], Some(tag), *member, context)),
@@ -353,16 +393,15 @@ impl Endpoint {
 }
 
 impl MemoryRegion {
-    /// Makes the region reachable through `endpoint` (`fi_mr_bind` with an endpoint), in ENDPOINT
-    /// mode.
+    /// Binds the region to an endpoint (`fi_mr_bind` with an endpoint). Only for ENDPOINT mode.
     ///
-    /// Region and endpoint close in either order. Once the endpoint is closed nothing reaches the
-    /// region, which is closed as usual.
+    /// Peers reach the region through this endpoint only. Region and endpoint can be closed in
+    /// either order. Once the endpoint is closed, no peer reaches the region.
     ///
     /// # Errors
-    /// [`ErrorKind::BadState`] in other modes, once enabled, or bound;
-    /// [`ErrorKind::InvalidArgument`] for another domain's endpoint; [`ErrorKind::NoSys`] where the
-    /// provider cannot.
+    /// - [`ErrorKind::BadState`] in other modes, and for a region that is enabled or bound already.
+    /// - [`ErrorKind::InvalidArgument`] for an endpoint of another domain.
+    /// - [`ErrorKind::NoSys`] if the provider does not bind regions to endpoints.
     pub fn bind_endpoint(&self, endpoint: &Endpoint) -> Result<()> {
         let domain = self.inner().domain();
         let refuse = |kind, why: &'static str| Err(Error::new(kind, "bind endpoint").remedy(why));
@@ -402,13 +441,13 @@ impl Drop for Endpoint {
         if self.closed {
             return;
         }
-        // A type 2A window that is bound keeps the provider's endpoint alive.
+        // A bound type 2A window keeps the provider's endpoint alive.
         match self.shut() {
             Ok(()) => {}
             Err(error) if error.kind() == ErrorKind::Busy => {
-                tracing::debug!(%error, "endpoint dropped with something bound to it");
+                tracing::debug!(%error, "endpoint dropped with a bound window");
             }
-            Err(error) => tracing::error!(%error, "endpoint could not be closed"),
+            Err(error) => tracing::error!(%error, "cannot close an endpoint"),
         }
     }
 }

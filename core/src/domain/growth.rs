@@ -1,4 +1,4 @@
-//! Limits of registrations that reach beyond the memory that was asked for.
+//! The limits of registrations that cover more memory than was requested.
 
 use super::{DomainInner, region::MemoryRegion};
 use crate::{
@@ -6,27 +6,28 @@ use crate::{
     path::P2pPolicy, registry::AddressOwner,
 };
 
-/// A permission to register more memory than was asked for, so that one registration serves several
+/// A permission to register more memory than requested, so that one registration serves several
 /// views of an allocation.
 ///
-/// **Growth exposes memory.** The NIC knows one key for the whole registration. A peer that has the
-/// key of one view can use it, with the view's rights, for every byte of the registration, whatever
-/// the bounds of the key that it was sent. The rights never grow. Grow only where the peers may
-/// reach the whole allocation anyway; [`MemoryRegion::sub`](crate::MemoryRegion::sub) makes keys of
-/// part of a region that the NIC enforces.
+/// **Growth exposes memory.** The NIC has one key for the whole registration. A peer with the key
+/// of one view can use it, with the view's rights, for every byte of the registration. The bounds
+/// in the key do not stop it. The rights never grow. Use growth only if the peers may reach the
+/// whole allocation anyway. [`MemoryRegion::sub`](crate::MemoryRegion::sub) makes keys with bounds
+/// that the NIC enforces.
 ///
-/// A registration stays as it was asked for where it cannot grow:
+/// A registration does not grow in these cases:
 ///
-/// - The allocation is not known. Host memory has none; a buffer that a safe call owns is its own.
-/// - The allocation is another process's, or has several physical segments.
-/// - The result would be longer than the limit, or than the NIC registers at once
+/// - The allocation is unknown. Host memory has no known allocations, except for buffers that a
+///   safe call owns.
+/// - The allocation belongs to another process, or has several physical segments.
+/// - The result would be longer than the limit, or longer than the NIC can register at once
 ///   ([`ProviderAttr::max_mr_size`](crate::provider::ProviderAttr::max_mr_size)).
-/// - The NIC or the driver refuses the grown range, or the NIC reaches it only through staging
-///   buffers: a GPU may expose less to NICs than it has.
+/// - The NIC or the driver refuses the grown range, or the NIC could reach it only through staging
+///   buffers. For example, a GPU may expose only part of its memory to NICs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Growth {
-    /// Registers what was asked for.
+    /// Registers exactly the requested memory.
     #[default]
     None,
     /// Registers up to the whole allocation.
@@ -36,7 +37,7 @@ pub enum Growth {
 }
 
 impl Growth {
-    /// Returns the largest number of bytes of a grown registration; 0 if none grows.
+    /// Returns the largest length of a grown registration in bytes, or 0 if none grows.
     fn limit(self) -> u64 {
         match self {
             Self::None => 0,
@@ -47,19 +48,19 @@ impl Growth {
 }
 
 impl DomainInner {
-    /// Returns the largest number of bytes of a grown registration of this domain.
+    /// Returns the largest length of a grown registration of this domain, in bytes.
     pub(super) fn growth_limit(&self, growth: Growth) -> u64 {
         growth.limit().min(self.provider_attr.max_mr_size)
     }
 
-    /// Returns true if growth has put memory behind staging buffers that may be reached directly.
+    /// Returns true if a grown region is staged, although its memory alone may not be.
     pub(super) fn is_staged_by_growth(&self, region: &MemoryRegion) -> bool {
         let staged = region.decision().is_ok_and(|decision| decision.path == Path::Staged);
         staged && self.attr.p2p != P2pPolicy::Disabled
     }
 
-    /// Refuses a grown region that the NIC reaches only through staging buffers, and closes it. One
-    /// that cannot be closed goes to `left`.
+    /// Returns a grown region if it is not staged. Otherwise closes the region and fails. A region
+    /// that cannot be closed is added to `left`.
     pub(super) fn without_staging(
         &self,
         region: MemoryRegion,
@@ -69,14 +70,14 @@ impl DomainInner {
             return Ok(region);
         }
         if let Err(Rejected { value, error }) = region.close() {
-            tracing::error!(%error, "a grown region could not be closed");
+            tracing::error!(%error, "cannot close a grown region");
             left.push(value);
         }
         Err(Error::new(ErrorKind::Unsupported, "grow").context("path", Path::Staged))
     }
 
-    /// Returns the range that registrations of a view of this owner may grow to, or `None` if they
-    /// cannot grow. `held` is the range of the buffer that owns the view.
+    /// Returns the largest range that a registration of this owner's memory may grow to. `None` if
+    /// it cannot grow. `held` is the range of the buffer that contains the view, if there is one.
     pub(super) fn growth_bound(
         &self,
         owner: &AddressOwner,

@@ -2,7 +2,7 @@
 
 use std::{
     any::Any,
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -14,81 +14,133 @@ use parking_lot::Mutex;
 use super::region_state::KeepAlive;
 use crate::{AddressRange, IfaceKind};
 
-/// The memory of a buffer, whatever its type.
+/// A reference that keeps the memory of a buffer of any type allocated.
 type Memory = Arc<dyn Any + Send + Sync>;
 
-struct Held {
+/// The first address of a buffer, and a number that no other buffer of the cache has.
+pub(super) type BufferId = (u64, u64);
+
+/// A buffer that a [`CachedBuffer`](super::CachedBuffer) owns.
+struct HeldBuffer {
     range: AddressRange,
     iface: IfaceKind,
     memory: Memory,
 }
 
-/// Buffers that a cache registers by parts.
+/// The list of buffers that a cache registers by parts.
 ///
-/// Every region of the cache keeps the buffers alive of which it has a byte, whoever registered it.
-/// Merging joins the memory of several buffers in one region.
+/// A new region of the cache keeps every listed buffer alive that it overlaps. This also holds for
+/// a region that a lookup of a neighbour's memory registered: merging joins the memory of several
+/// buffers in one region.
 #[derive(Default)]
 pub(super) struct HeldBuffers {
-    next: AtomicU64,
+    next_number: AtomicU64,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
-    /// By the first address and a number.
-    buffers: BTreeMap<(u64, u64), Held>,
-    /// The length of the longest buffer so far, which bounds a search.
-    longest: u64,
+    buffers: BTreeMap<BufferId, HeldBuffer>,
+    /// The lengths of the listed buffers. The longest bounds a search.
+    lengths: BTreeSet<(u64, BufferId)>,
+}
+
+impl State {
+    /// Returns the length of the longest listed buffer, or 0.
+    fn longest(&self) -> u64 {
+        self.lengths.last().map_or(0, |(len, _)| *len)
+    }
+
+    /// Returns the listed buffers that may overlap the addresses from `start` to `last`, the
+    /// nearest first. A buffer that starts further below `start` than the longest buffer is long
+    /// ends before `start`.
+    fn near(&self, start: u64, last: u64) -> impl Iterator<Item = &HeldBuffer> {
+        let longest = self.longest();
+        let below = self.buffers.range(..=(last, u64::MAX)).rev();
+        below
+            .take_while(move |((first, _), _)| start.saturating_sub(*first) < longest)
+            .map(|(_, buffer)| buffer)
+    }
 }
 
 impl HeldBuffers {
-    /// Adds a buffer. Returns its place.
-    pub(super) fn add(&self, range: AddressRange, iface: IfaceKind, memory: Memory) -> (u64, u64) {
-        let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let place = (range.start().0, number);
-        self.put(place, range, iface, memory);
-        place
+    /// Lists a buffer and returns its identifier.
+    pub(super) fn add(&self, range: AddressRange, iface: IfaceKind, memory: Memory) -> BufferId {
+        let number = self.next_number.fetch_add(1, Ordering::Relaxed);
+        let id = (range.start().0, number);
+        self.put(id, range, iface, memory);
+        id
     }
 
-    /// Adds a buffer at a place that it had before.
-    pub(super) fn put(
-        &self,
-        place: (u64, u64),
-        range: AddressRange,
-        iface: IfaceKind,
-        memory: Memory,
-    ) {
+    /// Lists a buffer again under the identifier that it had before [`HeldBuffers::remove`].
+    pub(super) fn put(&self, id: BufferId, range: AddressRange, iface: IfaceKind, memory: Memory) {
         let mut state = self.state.lock();
-        state.longest = state.longest.max(range.len());
-        state.buffers.insert(place, Held { range, iface, memory });
+        state.lengths.insert((range.len(), id));
+        state.buffers.insert(id, HeldBuffer { range, iface, memory });
     }
 
-    /// Removes a buffer that no region of the cache has a byte of.
-    pub(super) fn remove(&self, place: (u64, u64)) {
-        let removed = self.state.lock().buffers.remove(&place);
+    /// Removes a buffer from the list. No region of the cache has a byte of it.
+    pub(super) fn remove(&self, id: BufferId) {
+        let mut state = self.state.lock();
+        let removed = state.buffers.remove(&id);
+        if let Some(buffer) = &removed {
+            state.lengths.remove(&(buffer.range.len(), id));
+        }
+        drop(state);
         // May free the memory, so not under the lock.
         drop(removed);
     }
 
-    /// Returns what keeps the memory of a new region allocated.
+    /// Returns the reference that keeps the memory of a new region allocated.
     pub(super) fn keep(&self, range: AddressRange) -> KeepAlive {
         let state = self.state.lock();
         let Some(last) = range.len().checked_sub(1) else { return KeepAlive::Caller };
-        let last = range.start().0 + last;
-        let below = state.buffers.range(..=(last, u64::MAX)).rev();
-        let near = below
-            .take_while(|((start, _), _)| range.start().0.saturating_sub(*start) < state.longest);
-        let found: Vec<&Held> =
-            near.map(|(_, held)| held).filter(|held| held.range.overlaps(range)).collect();
-        match found.iter().find(|held| held.range.contains_range(range)) {
-            Some(Held { iface, memory, .. }) => {
+        let start = range.start().0;
+        let overlapping: Vec<&HeldBuffer> =
+            state.near(start, start + last).filter(|buffer| buffer.range.overlaps(range)).collect();
+        match overlapping.iter().find(|buffer| buffer.range.contains_range(range)) {
+            Some(HeldBuffer { iface, memory, .. }) => {
                 KeepAlive::Region { iface: Some(*iface), memory: Arc::clone(memory) }
             }
-            None if found.is_empty() => KeepAlive::Caller,
+            None if overlapping.is_empty() => KeepAlive::Caller,
             None => {
-                let all: Vec<Memory> = found.iter().map(|held| Arc::clone(&held.memory)).collect();
+                let all: Vec<Memory> =
+                    overlapping.iter().map(|buffer| Arc::clone(&buffer.memory)).collect();
                 KeepAlive::Region { iface: None, memory: Arc::new(all) }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Address;
+
+    const PAGE: u64 = 4096;
+
+    fn add(held: &HeldBuffers, page: u64, pages: u64) -> BufferId {
+        let range = AddressRange::new(Address(page * PAGE), pages * PAGE).expect("no wrap");
+        held.add(range, IfaceKind::SYSTEM, Arc::new(()))
+    }
+
+    /// Returns the number of buffers that a search for one page visits.
+    fn visits(held: &HeldBuffers, page: u64) -> usize {
+        held.state.lock().near(page * PAGE, page * PAGE + PAGE - 1).count()
+    }
+
+    #[test]
+    fn search_visits_fewer_buffers_after_the_longest_is_removed() {
+        let held = HeldBuffers::default();
+        for page in 0..64 {
+            add(&held, page, 1);
+        }
+        assert_eq!(visits(&held, 63), 1);
+        let longest = [add(&held, 100, 1000), add(&held, 100, 1000)];
+        assert_eq!(visits(&held, 63), 64);
+        held.remove(longest[0]);
+        assert_eq!(visits(&held, 63), 64, "a buffer of the same length is still listed");
+        held.remove(longest[1]);
+        assert_eq!(visits(&held, 63), 1);
     }
 }

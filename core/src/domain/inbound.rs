@@ -1,13 +1,10 @@
-//! Bytes that a NIC brought into a device's memory, made visible to what the device does next
-//! (HM-14).
+//! Flushes after inbound transfers, so that devices see the bytes that NICs wrote (HM-14).
 //!
-//! A completion says that the NIC is done, not that work which the device starts next finds the
-//! bytes: a device may need a flush
-//! for that ([`InboundFlush`](crate::iface::InboundFlush), a facet that an iface lacks where it
-//! does not). Whoever reads a completion that may stand for bytes in device memory of the domain
-//! has them flushed before it is theirs. Such are receives, remote writes with immediate data, reads
-//! and atomics. A receive also stands for the writes of its sender before it, of which the target
-//! has no completion.
+//! A completion shows that the NIC wrote the bytes. Some devices also need a flush
+//! ([`InboundFlush`](crate::iface::InboundFlush)) before device work that starts later sees them.
+//! So a completion queue flushes before it returns a completion after which device memory may have
+//! new bytes: a receive, a remote write with immediate data, a read or an atomic. A receive may
+//! follow earlier writes of its sender, for which the target has no completion.
 
 use std::{
     any::Any,
@@ -27,11 +24,11 @@ use crate::{
     transfer::{Completion, CompletionKind},
 };
 
-/// The devices into whose memory the NIC of a domain may write.
+/// The devices with memory that the NIC of a domain may write.
 #[derive(Debug)]
 pub(super) struct Inbound {
     registry: Arc<Registry>,
-    /// The number of devices, which never falls.
+    /// The number of devices. It never decreases.
     count: AtomicUsize,
     devices: RwLock<Vec<(IfaceKind, DeviceId)>>,
     warned: AtomicBool,
@@ -47,12 +44,12 @@ impl Inbound {
         }
     }
 
-    /// Returns true if the registry has ifaces of devices.
+    /// Returns true if the registry has device ifaces.
     pub(super) fn may_have_any(&self) -> bool {
         self.registry.iter().any(|iface| iface.kind() != IfaceKind::SYSTEM)
     }
 
-    /// Memory of this owner is about to be registered for these rights.
+    /// Notes the device of memory that is about to be registered, if the NIC may write there.
     pub(super) fn note(&self, owner: &AddressOwner, access: Access) {
         let Some(device) = owner.device.filter(|_| access.nic_writes()) else { return };
         let device = (owner.iface, device);
@@ -66,8 +63,7 @@ impl Inbound {
         }
     }
 
-    /// Flushes every one; the error is the first one's that failed, and the others are flushed all
-    /// the same.
+    /// Flushes all devices, even if one fails. Returns the first error.
     pub(super) fn flush(&self) -> Result<()> {
         if self.count.load(Ordering::Acquire) == 0 {
             return Ok(());
@@ -86,7 +82,7 @@ impl Inbound {
         if let Err(error) = self.flush()
             && !self.warned.swap(true, Ordering::Relaxed)
         {
-            tracing::warn!(%error, "what NICs wrote into a device's memory may not be what its next work finds");
+            tracing::warn!(%error, "cannot flush a device: it may not see bytes that a NIC wrote");
         }
     }
 }
@@ -97,7 +93,7 @@ fn brings_bytes(completion: &Completion) -> bool {
     completion.result.is_ok() && kinds.contains(&completion.kind)
 }
 
-/// A provider's queue whose completions are read after a flush.
+/// A completion queue that flushes devices before it returns completions.
 #[derive(Debug)]
 pub(super) struct FlushingQueue {
     queue: Arc<dyn CompletionQueue>,
@@ -109,7 +105,7 @@ impl FlushingQueue {
         Self { queue, inbound }
     }
 
-    /// The provider's own queue.
+    /// Returns the provider's own queue.
     pub(super) fn unwrapped(queue: &Arc<dyn CompletionQueue>) -> &Arc<dyn CompletionQueue> {
         let any: &dyn Any = &**queue;
         any.downcast_ref().map_or(queue, |flushing: &Self| &flushing.queue)

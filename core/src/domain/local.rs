@@ -1,14 +1,17 @@
-//! Local memory of transfers that name no region: leased from the domain's cache until the transfer
-//! has ended.
+//! Cached registration of local memory that a transfer names without a descriptor.
 //!
-//! A NIC that needs a descriptor for every local buffer (`mr_mode` LOCAL), or for those in device
-//! memory (HMEM), gets one of a cached region for each that comes without. The leases of a request
-//! stay with its completion queue. The request is posted under a context of the queue's own, by
-//! which its completion finds them; whoever reads the completion sees the application's context and
-//! ends the leases. An application's context that looks like one of the queue's is carried in the
-//! same way, so that none is taken for the other among the endpoints of the domain; all others pass
-//! as they are. Closing an endpoint ends the leases of its requests, since the NIC is done with
-//! them then; their completions keep their contexts until they are read.
+//! Some NICs need a descriptor for every local buffer (`mr_mode` LOCAL), or for those in device
+//! memory (HMEM). If a request has none, the endpoint leases a cached region of the memory and uses
+//! its descriptor. The leases end when the request ends:
+//!
+//! - The completion queue stores the leases of each request in a slot. The request is posted with a
+//!   context that identifies the slot: a *marked* context.
+//! - Reading the completion replaces the marked context by the application's context, and ends the
+//!   leases.
+//! - If an application's own context looks like a marked one, it gets a slot too. So the two are
+//!   never confused. All other contexts are passed on unchanged.
+//! - Closing an endpoint ends the leases of its requests, because the NIC no longer uses the
+//!   memory. The slots stay until their completions are read.
 
 use std::{any::Any, fmt, sync::Arc, time::Duration};
 
@@ -25,20 +28,19 @@ use crate::{
     transfer::{Completion, LocalSegment, Operation, WorkRequest},
 };
 
-/// Rights for memory that the NIC reads, and for memory that it writes. They fit every such
-/// transfer, so that one region serves all. A region for reading can be of memory that is
-/// read-only.
+/// The rights for memory that the NIC reads in any transfer. Such memory may be read-only.
 const SOURCE: Access = Access::SEND.union(Access::WRITE);
+/// The rights for memory that the NIC writes in any transfer.
 const SINK: Access = SOURCE.union(Access::RECV).union(Access::READ);
 
-/// The upper 16 bits of a queue's own contexts; below are 24 bits of a slot's generation and 24 of
-/// its place.
+/// The upper 16 bits of a marked context. Below are 24 bits for the slot's generation and 24 bits
+/// for its index.
 const MARK: u64 = 0xCAC4 << 48;
 const MARK_BITS: u64 = 0xFFFF << 48;
 const PLACE_BITS: u32 = 24;
 const GENERATION: u32 = (1 << 24) - 1;
 
-/// Local segments up to which a post allocates nothing.
+/// The largest number of local segments for which a post does not allocate.
 const INLINE: usize = 8;
 const NOWHERE: LocalSegment = LocalSegment { address: Address(0), len: 0, desc: None };
 
@@ -46,7 +48,7 @@ const fn is_marked(context: u64) -> bool {
     context & MARK_BITS == MARK
 }
 
-/// Requests under way that hold leases, or whose contexts look like those of such.
+/// The requests in flight that have a marked context.
 #[derive(Debug, Default)]
 struct InFlight {
     slots: Mutex<Slots>,
@@ -62,10 +64,11 @@ struct Slots {
 #[derive(Debug, Default)]
 struct Slot {
     generation: u32,
-    /// Whose; `None` if the slot is free.
+    /// The endpoint of the request. `None` if the slot is free.
     endpoint: Option<u64>,
     context: u64,
-    /// Kept when the slot becomes free, so that a later request fills it without an allocation.
+    /// The leases of the request. A free slot keeps the empty list, so that a later request does
+    /// not allocate.
     leases: Vec<OwnedLease<Registrations>>,
 }
 
@@ -79,14 +82,14 @@ impl Slots {
 }
 
 impl InFlight {
-    /// The number of a new endpoint.
+    /// Returns the number of a new endpoint.
     fn enrol(&self) -> u64 {
         let mut slots = self.slots.lock();
         slots.endpoints += 1;
         slots.endpoints
     }
 
-    /// Notes a request, and gives the context to post it under; `None` if there are too many.
+    /// Takes a slot for a request and returns its marked context. `None` if all slots are in use.
     fn admit(&self, endpoint: u64, context: u64) -> Option<u64> {
         let mut slots = self.slots.lock();
         let place = match slots.free.pop() {
@@ -94,7 +97,7 @@ impl InFlight {
             None if slots.slots.len() >> PLACE_BITS > 0 => return None,
             None => {
                 slots.slots.push(Slot::default());
-                // So that freeing a slot does not allocate.
+                // Freeing a slot then does not allocate.
                 let all = slots.slots.len();
                 slots.free.reserve(all);
                 all as u32 - 1
@@ -112,15 +115,15 @@ impl InFlight {
         }
     }
 
-    /// Ends a request and its leases; gives the application's context, or `None` for a request that
-    /// is not here.
+    /// Ends a request and its leases, and returns the application's context. `None` if no slot has
+    /// this marked context.
     fn end(&self, marked: u64) -> Option<u64> {
         let (context, mut leases) = {
             let mut slots = self.slots.lock();
             let slot = slots.marked(marked)?;
             (slot.context, std::mem::take(&mut slot.leases))
         };
-        // May deregister, so not under the lock. Until the slot is free nobody else has it.
+        // May deregister, so not under the lock. No other thread uses the slot before it is free.
         leases.clear();
         let mut slots = self.slots.lock();
         let slot = slots.marked(marked)?;
@@ -131,8 +134,8 @@ impl InFlight {
         Some(context)
     }
 
-    /// Ends the leases of an endpoint's requests, which the NIC is done with; their completions are
-    /// still to be read.
+    /// Ends the leases of a closed endpoint's requests. The slots stay until their completions are
+    /// read.
     fn release(&self, endpoint: u64) {
         let mut released = Vec::new();
         let mut slots = self.slots.lock();
@@ -153,7 +156,7 @@ impl InFlight {
     }
 }
 
-/// A completion queue whose requests may hold leases.
+/// A completion queue whose requests may have leases.
 #[derive(Debug)]
 pub(super) struct LeasingQueue {
     queue: Arc<dyn CompletionQueue>,
@@ -170,7 +173,7 @@ impl LeasingQueue {
         any.downcast_ref()
     }
 
-    /// The attributes with the provider's own queues, which are all that a provider knows.
+    /// Returns the attributes with the provider's own queues, for the provider.
     pub(super) fn unwrapped(attr: &EndpointAttr) -> EndpointAttr {
         let own = |queue: &Arc<dyn CompletionQueue>| {
             Arc::clone(FlushingQueue::unwrapped(
@@ -185,7 +188,7 @@ impl CompletionQueue for LeasingQueue {
     fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
         let before = out.len();
         let read = self.queue.read(out, max);
-        // What was read before an error is the application's too.
+        // The application also gets the completions that were read before an error.
         self.in_flight.translate(&mut out[before..]);
         read
     }
@@ -215,7 +218,7 @@ impl Side {
     }
 }
 
-/// An endpoint's part: where leases come from, and where they are kept.
+/// The cache of an endpoint, and the slots of its queues.
 pub(super) struct Leasing {
     cache: RegionCache,
     /// Set if host memory needs a descriptor too.
@@ -230,10 +233,10 @@ impl Leasing {
         Self { cache: cache.share(), host, transmits, receives }
     }
 
-    /// Posts a request, with leased regions for the local memory that names none.
+    /// Posts a request, with leased regions for local memory without a descriptor.
     ///
     /// # Safety
-    /// As [`ProviderEndpoint::post`].
+    /// The conditions of [`ProviderEndpoint::post`].
     #[inline]
     pub(super) unsafe fn post(
         &self,
@@ -245,16 +248,16 @@ impl Leasing {
         let bare = names_no_region(request);
         match side {
             Some(side) if bare || is_marked(request.context) => {
-                // SAFETY: passed on to the caller.
+                // SAFETY: the caller guarantees the conditions of `ProviderEndpoint::post`.
                 unsafe { self.post_marked(to, side, request, bare) }
             }
-            // SAFETY: passed on to the caller.
+            // SAFETY: the caller guarantees the conditions of `ProviderEndpoint::post`.
             _ => unsafe { to.post(request) },
         }
     }
 
     /// # Safety
-    /// As [`Leasing::post`].
+    /// The conditions of [`ProviderEndpoint::post`].
     unsafe fn post_marked(
         &self,
         to: &dyn ProviderEndpoint,
@@ -264,13 +267,13 @@ impl Leasing {
     ) -> Result<()> {
         let Some(context) = side.in_flight.admit(side.endpoint, request.context) else {
             return Err(Error::new(ErrorKind::Again, "post")
-                .remedy("too many requests are under way: read completions"));
+                .remedy("read completions first: too many requests are in flight"));
         };
         let posted = if bare {
-            // SAFETY: passed on to the caller.
+            // SAFETY: the caller guarantees the conditions of `ProviderEndpoint::post`.
             unsafe { self.post_leased(to, side, request, context) }
         } else {
-            // SAFETY: passed on to the caller.
+            // SAFETY: the caller guarantees the conditions of `ProviderEndpoint::post`.
             unsafe { to.post(&WorkRequest { context, ..*request }) }
         };
         if posted.is_err() {
@@ -280,7 +283,7 @@ impl Leasing {
     }
 
     /// # Safety
-    /// As [`Leasing::post`].
+    /// The conditions of [`ProviderEndpoint::post`].
     unsafe fn post_leased(
         &self,
         to: &dyn ProviderEndpoint,
@@ -310,7 +313,7 @@ impl Leasing {
         };
         let mut count = 0;
         for at in 0..segments.len() {
-            // Of nothing there is no region, and nothing to move.
+            // An empty segment has no region, and moves no bytes.
             if segments[at].desc.is_none() && segments[at].len == 0 {
                 continue;
             }
@@ -328,12 +331,12 @@ impl Leasing {
             }
         }
         let local = &segments[..count];
-        // SAFETY: passed on to the caller. Leased regions stay registered until the completion is
-        // read or the endpoint closed.
+        // SAFETY: the caller guarantees the conditions of `ProviderEndpoint::post`. Leased regions
+        // stay registered until the completion is read or the endpoint is closed.
         unsafe { to.post(&WorkRequest { operation, local, context, ..*request }) }
     }
 
-    /// A region of the segment's memory, where it names none and needs one.
+    /// Leases a region of the segment's memory. `None` if the segment has or needs no descriptor.
     fn lease(
         &self,
         segment: &LocalSegment,
@@ -346,7 +349,7 @@ impl Leasing {
         self.cache.lease(range, access, self.host)
     }
 
-    /// Ends all leases; the endpoint is closed.
+    /// Ends all leases after the endpoint was closed.
     pub(super) fn release(&self) {
         for side in self.transmits.iter().chain(&self.receives) {
             side.in_flight.release(side.endpoint);

@@ -1,8 +1,9 @@
-//! Many views of few allocations, registered by one call: all of them or none.
+//! Registration of many views of few allocations with one call: all of them, or none.
 //!
-//! A *view* is a range with rights of its own: a tensor in the memory of a model, say. Views of the
-//! same allocation and the same rights share one registration where the caller permits [`Growth`].
-//! It is of the smallest range that holds them. Views whose rights differ never share.
+//! A *view* is a range with rights of its own, for example a tensor in the memory of a model. If
+//! the caller permits [`Growth`], views of the same allocation with the same rights share one
+//! registration of the smallest range that contains them. Views with different rights never share
+//! a registration.
 //!
 //! ```no_run
 //! use hmem_core::{Access, BufferView, DeviceBuffer, Domain, Growth, Result};
@@ -37,7 +38,7 @@ use crate::{
 pub struct View {
     /// The range.
     pub range: AddressRange,
-    /// The rights that its key grants.
+    /// The rights that the view's key grants.
     pub access: Access,
 }
 
@@ -52,13 +53,13 @@ impl View {
 /// A part of a buffer to register, and its rights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BufferView {
-    /// The place of the buffer in the list of buffers.
+    /// The position of the buffer in the list of buffers, from 0.
     pub buffer: usize,
-    /// The first byte, from the start of the buffer.
+    /// The offset of the first byte in the buffer.
     pub offset: u64,
-    /// Bytes, more than 0.
+    /// The length in bytes, more than 0.
     pub len: u64,
-    /// The rights that its key grants.
+    /// The rights that the view's key grants.
     pub access: Access,
 }
 
@@ -70,23 +71,23 @@ impl BufferView {
     }
 }
 
-/// The range of a buffer, and what keeps its memory allocated.
+/// The range of a buffer, and the reference that keeps its memory allocated.
 type Held = (AddressRange, KeepAlive);
 
-/// Views that are registered as one.
+/// Views that share a registration.
 struct Group {
-    /// The smallest range that holds the views.
+    /// The smallest range that contains the views.
     range: AddressRange,
     access: Access,
     owner: Option<AddressOwner>,
-    /// The range that the registration must not leave; `None` if it cannot grow.
+    /// The range that the registration must stay in. `None` if it cannot grow.
     bound: Option<AddressRange>,
-    /// The views, by their places in the order of the plan.
+    /// The views: `count` positions from `first` in the sorted order.
     first: usize,
     count: usize,
 }
 
-/// Input of one call. `views` are those of the caller, each with its buffer if it is of one.
+/// The input of one call.
 struct Request<'a> {
     domain: &'a Arc<DomainInner>,
     views: &'a [View],
@@ -101,7 +102,8 @@ impl Request<'_> {
         self.buffers.get(*self.buffer_of.get(view)? as usize)
     }
 
-    /// Sorts the views so that those which may share a registration are neighbours.
+    /// Returns the views' positions, sorted so that views that may share a registration are
+    /// neighbours.
     fn order(&self) -> Vec<u32> {
         let mut order: Vec<u32> = (0..self.views.len() as u32).collect();
         order.sort_unstable_by_key(|index| {
@@ -112,7 +114,7 @@ impl Request<'_> {
         order
     }
 
-    /// Checks every view, and groups those that share a registration. Queries the owner of the
+    /// Checks every view, and forms the groups that share a registration. Queries the owner of the
     /// memory once for each allocation and set of rights.
     fn plan(&self, order: &[u32]) -> Result<Vec<Group>> {
         let limit = self.domain.growth_limit(self.growth);
@@ -147,12 +149,13 @@ impl Request<'_> {
         Ok(groups)
     }
 
-    /// Registers the groups one by one. On an error `regions` holds what was registered before.
+    /// Registers the groups one by one. After an error `regions` has the regions registered before
+    /// it.
     fn register(&self, regions: &mut Vec<MemoryRegion>) -> Result<Vec<Placed>> {
         if u32::try_from(self.views.len()).is_err() {
             return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
                 .context("views", self.views.len())
-                .remedy("register at most 4,294,967,295 views at once"));
+                .remedy("register at most 4,294,967,295 views with one call"));
         }
         let order = self.order();
         let groups = self.plan(&order)?;
@@ -184,7 +187,7 @@ impl Request<'_> {
                     regions.push(region);
                 }
                 Err(error) => {
-                    tracing::debug!(%error, range = %group.range, views = views.len(), "views are registered one by one");
+                    tracing::debug!(%error, range = %group.range, "cannot share a registration");
                     for view in views.iter().copied() {
                         let range = self.views[view as usize].range;
                         placed[view as usize].region = regions.len() as u32;
@@ -196,7 +199,7 @@ impl Request<'_> {
         Ok(placed)
     }
 
-    /// Registers all views, or closes what was registered.
+    /// Registers all views. After an error closes the regions registered before it.
     fn run(&self, call: &'static str) -> Result<RegionViews, Rejected<RegionViews>> {
         let mut regions = Vec::new();
         match self.register(&mut regions) {
@@ -205,7 +208,7 @@ impl Request<'_> {
                 let mut error = error.of_call(call).context("registered before", regions.len());
                 let mut left = RegionViews { regions, views: Vec::new() };
                 if let Err(why) = left.close_each() {
-                    tracing::error!(left = left.regions.len(), %why, "regions could not be closed again");
+                    tracing::error!(left = left.regions.len(), %why, "cannot close regions");
                     error = error
                         .context("left registered", left.regions.len())
                         .context("why left", why);
@@ -217,7 +220,7 @@ impl Request<'_> {
 }
 
 impl Group {
-    /// Returns the range with another view in it, if one registration may serve both.
+    /// Returns the range extended by another view, if one registration may serve both.
     fn joined(&self, range: AddressRange, limit: u64) -> Option<AddressRange> {
         if !self.bound?.contains_range(range) {
             return None;
@@ -226,17 +229,17 @@ impl Group {
         (joined.len() <= limit).then_some(joined)
     }
 
-    /// Returns true if the owner of this group's memory is known, and owns the range too.
+    /// Returns true if the known owner of this group's memory also owns `range`.
     fn holds_owner_of(&self, range: AddressRange) -> bool {
         let allocation = self.owner.and_then(|owner| owner.allocation);
         allocation.is_some_and(|allocation| allocation.range.contains_range(range))
     }
 }
 
-/// Registers raw addresses.
+/// Registers views of raw addresses.
 ///
 /// # Safety
-/// As [`Domain::reg_many`].
+/// The conditions of [`Domain::reg_many`].
 pub(super) unsafe fn reg_many(
     domain: &Arc<DomainInner>,
     views: &[View],
@@ -245,7 +248,7 @@ pub(super) unsafe fn reg_many(
     Request { domain, views, buffer_of: Vec::new(), buffers: &[], growth }.run("reg_many")
 }
 
-/// Registers parts of buffers.
+/// Registers views of buffers.
 pub(super) fn register_many<B: OwnedBuffer>(
     domain: &Arc<DomainInner>,
     buffers: Vec<B>,
@@ -272,7 +275,7 @@ pub(super) fn register_many<B: OwnedBuffer>(
     }
 }
 
-/// Returns the ranges of parts of buffers, and the buffer of each.
+/// Converts views of buffers to views of addresses, and returns the buffer of each.
 fn ranges_of(held: &[Held], views: &[BufferView]) -> Result<(Vec<View>, Vec<u32>)> {
     let range_of = |(index, view): (usize, &BufferView)| {
         let BufferView { buffer, offset, len, access } = *view;
@@ -281,7 +284,7 @@ fn ranges_of(held: &[Held], views: &[BufferView]) -> Result<(Vec<View>, Vec<u32>
             return Err(error()
                 .context("buffer", buffer)
                 .context("buffers", held.len())
-                .remedy("buffers count from 0"));
+                .remedy("name a buffer of the list by its position, from 0"));
         };
         match range.slice(offset, len) {
             Some(range) => Ok((View { range, access }, buffer as u32)),
@@ -289,37 +292,36 @@ fn ranges_of(held: &[Held], views: &[BufferView]) -> Result<(Vec<View>, Vec<u32>
                 .context("offset", offset)
                 .context("length", len)
                 .context("buffer", range)
-                .remedy("a view lies inside its buffer")),
+                .remedy("offset + length must lie in the buffer")),
         }
     };
     views.iter().enumerate().map(range_of).collect()
 }
 
-/// The place of a view.
+/// A view: its region, and its range in the region.
 #[derive(Clone, Copy, Debug)]
 struct Placed {
     region: u32,
     range: AddressRange,
 }
 
-/// Views that were registered together, in the order given.
+/// Views that were registered with one call, in the order of the request.
 ///
-/// The registrations live as long as this value. Dropping it deregisters as dropping the regions
-/// does.
+/// Dropping the value drops the regions.
 pub struct RegionViews {
     regions: Vec<MemoryRegion>,
     views: Vec<Placed>,
 }
 
 impl RegionViews {
-    /// Returns the view at a place in the order given.
+    /// Returns the view at a position in the request.
     #[must_use]
     pub fn get(&self, index: usize) -> Option<RegionView<'_>> {
         let Placed { region, range } = *self.views.get(index)?;
         Some(RegionView { region: &self.regions[region as usize], range })
     }
 
-    /// Returns the views in the order given.
+    /// Returns the views in the order of the request.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = RegionView<'_>> {
         self.views.iter().map(|Placed { region, range }| RegionView {
             region: &self.regions[*region as usize],
@@ -339,26 +341,26 @@ impl RegionViews {
         self.views.is_empty()
     }
 
-    /// Returns the registrations, each of one or more views. In the value of an error they are
-    /// those that could not be closed again.
+    /// Returns the regions, each with one or more views. In the value of an error these are the
+    /// regions that could not be closed.
     #[must_use]
     pub fn regions(&self) -> &[MemoryRegion] {
         &self.regions
     }
 
-    /// Returns the remote key of each view, in the order given.
+    /// Returns the remote key of each view, in the order of the request.
     ///
     /// # Errors
-    /// As [`RegionView::key`].
+    /// The errors of [`RegionView::key`].
     pub fn keys(&self) -> Result<Vec<RemoteKey>> {
         self.iter().map(|view| view.key()).collect()
     }
 
-    /// Closes all registrations.
+    /// Closes all regions.
     ///
     /// # Errors
-    /// As [`MemoryRegion::close`], the first of them. Every registration is tried. Those that were
-    /// refused come back, still working; the views are gone.
+    /// The first error of [`MemoryRegion::close`]. All regions are tried. The error returns those
+    /// that could not be closed, which still work, without the views.
     pub fn close(mut self) -> Result<(), Rejected<Self>> {
         match self.close_each() {
             Ok(()) => Ok(()),
@@ -372,8 +374,8 @@ impl RegionViews {
         self.views.clear();
         for region in std::mem::take(&mut self.regions) {
             match region.inner().close() {
-                // Not left to the drop of the region: a sub-region that another thread is dropping
-                // may hold it a little longer.
+                // Released here, because another thread that is dropping a sub-region may keep the
+                // region alive a little longer.
                 Ok(()) => drop(region.inner().release()),
                 Err(error) => {
                     left.push(region);
@@ -396,7 +398,7 @@ impl fmt::Debug for RegionViews {
     }
 }
 
-/// One view of a registration that others may share.
+/// A view: a part of a region that may have more memory and other views.
 #[derive(Clone, Copy, Debug)]
 pub struct RegionView<'r> {
     region: &'r MemoryRegion,
@@ -404,20 +406,20 @@ pub struct RegionView<'r> {
 }
 
 impl<'r> RegionView<'r> {
-    /// Returns the range that was asked for.
+    /// Returns the range of the view.
     #[must_use]
     pub fn range(&self) -> AddressRange {
         self.range
     }
 
-    /// Returns the rights of the region. They are those asked for by `register_many`; a cached
-    /// region may have more.
+    /// Returns the rights of the region. A cached region may have more rights than the lookup asked
+    /// for.
     #[must_use]
     pub fn access(&self) -> Access {
         self.region.access()
     }
 
-    /// Returns the registration. It may be of more memory than the view.
+    /// Returns the region. It may cover more memory than the view.
     #[must_use]
     pub fn region(&self) -> &'r MemoryRegion {
         self.region
@@ -432,12 +434,13 @@ impl<'r> RegionView<'r> {
         self.range.start().0 - self.region.range().start().0
     }
 
-    /// Returns the remote key of this view, for its range alone.
+    /// Returns the remote key of the view's range.
     ///
-    /// The NIC does not enforce these bounds where the registration is of more: see [`Growth`].
+    /// If the region covers more memory, the NIC does not enforce the view's bounds: see
+    /// [`Growth`].
     ///
     /// # Errors
-    /// As [`MemoryRegion::key`] and [`RemoteKey::narrow`].
+    /// The errors of [`MemoryRegion::key`] and [`RemoteKey::narrow`].
     pub fn key(&self) -> Result<RemoteKey> {
         let key = self.region.key()?;
         if self.range == self.region.range() {
@@ -449,24 +452,24 @@ impl<'r> RegionView<'r> {
     /// Returns the local descriptor.
     ///
     /// # Errors
-    /// As [`MemoryRegion::desc`].
+    /// The errors of [`MemoryRegion::desc`].
     pub fn desc(&self) -> Result<LocalKey> {
         self.region.desc()
     }
 
-    /// Returns a piece of this view for the safe transfers of an endpoint.
+    /// Returns a part of the view for the safe transfers of an endpoint.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] if it reaches outside the view.
+    /// [`ErrorKind::OutOfBounds`] if the part reaches outside the view.
     pub fn slice(&self, offset: u64, len: u64) -> Result<RegionSlice> {
         RegionSlice::within(self.region, self.range, offset, len)
     }
 }
 
-/// Buffers with their views, registered together and owned by their registrations.
+/// Buffers whose views were registered with one call, and that the regions own.
 ///
-/// Derefs to the views. The bytes are reached by copies, as those of
-/// [`OwnedRegion`](super::OwnedRegion).
+/// Derefs to the [`RegionViews`]. Access the bytes through [`RegisteredViews::read`] and
+/// [`RegisteredViews::write`], which copy.
 pub struct RegisteredViews<B: OwnedBuffer> {
     regions: RegionViews,
     parts: Vec<Arc<B::Parts>>,
@@ -481,27 +484,32 @@ impl<B: OwnedBuffer> RegisteredViews<B> {
         })
     }
 
-    /// Copies bytes of a buffer out.
+    /// Copies bytes of a buffer to `into`, from `offset` on. `buffer` is the buffer's position in
+    /// the list.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`]; the error of the device otherwise.
+    /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the buffer.
+    /// - The error of the device that the memory belongs to.
     pub fn read(&self, buffer: usize, offset: u64, into: &mut [u8]) -> Result<()> {
         B::read(self.parts(buffer)?, offset, into)
     }
 
-    /// Copies bytes into a buffer.
+    /// Copies `from` into a buffer, from `offset` on. `buffer` is the buffer's position in the
+    /// list.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`]; the error of the device otherwise.
+    /// The errors of [`RegisteredViews::read`].
     pub fn write(&self, buffer: usize, offset: u64, from: &[u8]) -> Result<()> {
         B::write(self.parts(buffer)?, offset, from)
     }
 
-    /// Closes all registrations and gives the buffers back, in the order given.
+    /// Closes all regions and returns the buffers, in the order of the list.
     ///
     /// # Errors
-    /// As [`RegionViews::close`]. What is left comes back, with the buffers. [`ErrorKind::Driver`]
-    /// if a registration panicked: its buffer is not given back, since a NIC may reach it.
+    /// - The errors of [`RegionViews::close`]. The error returns the regions that are left, with
+    ///   the buffers.
+    /// - [`ErrorKind::Driver`] if a registration panicked. Its buffer is lost, because the NIC may
+    ///   still access it.
     pub fn close(mut self) -> Result<Vec<B>, Rejected<Self>> {
         if let Err(error) = self.regions.close_each() {
             return Err(Rejected::new(self, error));
@@ -541,40 +549,57 @@ impl<B: OwnedBuffer> fmt::Debug for RegisteredViews<B> {
 }
 
 impl Domain {
-    /// Registers many views of raw addresses by one call: all of them or none.
+    /// Registers many views of raw addresses with one call: all of them, or none.
     ///
-    /// Views of one allocation with the same rights share a registration as far as `growth`
-    /// permits. Its rights are those of the views, and its range the smallest that holds them.
-    /// Without growth each view is a registration of its own. The registrations are done when this
-    /// returns, also where an event queue is bound, and give no event. The provider picks the keys.
+    /// As far as `growth` permits, views of one allocation with the same rights share a
+    /// registration of the smallest range that contains them. Without growth each view has a
+    /// registration of its own. The provider chooses the keys.
+    ///
+    /// The call always waits for the registrations, even if an event queue is bound, and causes no
+    /// event.
     ///
     /// # Safety
-    /// As [`Domain::regattr`], for each view; with growth, for every byte between the views of an
-    /// allocation too.
+    /// The conditions of [`Domain::regattr`], for each view. With growth, also for every byte
+    /// between the views of an allocation.
     ///
     /// # Errors
-    /// As [`Domain::regattr`], with the place of the view as `view`. Every registration of the call
-    /// is closed again: the value of the error is empty. If a driver refuses that, the value holds
-    /// what is left, to be closed again.
+    /// The errors of [`Domain::regattr`]. The context value `view` is the position of the view.
+    ///
+    /// After an error all regions of the call are closed, and the value of the error is empty. If a
+    /// driver refuses to close one, the value has the regions that are left. Close them again.
     pub unsafe fn reg_many(
         &self,
         views: &[View],
         growth: Growth,
     ) -> Result<RegionViews, Rejected<RegionViews>> {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller guarantees the conditions of this function, which has the same.
         unsafe { reg_many(&self.inner, views, growth) }
     }
 
-    /// Registers many views of buffers that the registrations then own: [`Domain::reg_many`]
-    /// without `unsafe`.
+    /// Registers many views of buffers with one call. The regions own the buffers, so this needs no
+    /// `unsafe`.
     ///
-    /// No registration leaves its buffer, so that `growth` has the buffer in the place of the
-    /// allocation.
+    /// Works like [`Domain::reg_many`], but `growth` never exceeds the buffer of a view.
+    ///
+    /// ```no_run
+    /// use hmem_core::{Access, BufferView, Domain, Growth, Result};
+    ///
+    /// /// Registers two parts of a buffer, which share one registration.
+    /// fn expose(domain: &Domain) -> Result<()> {
+    ///     let view = |offset| BufferView::new(0, offset, 4096, Access::REMOTE_READ);
+    ///     let views = [view(0), view(4096)];
+    ///     let buffers = vec![vec![0_u8; 8192]];
+    ///     let registered = domain.register_many(buffers, &views, Growth::Allocation)?;
+    ///     assert_eq!((registered.len(), registered.regions().len()), (2, 1));
+    ///     let _buffers = registered.close()?;
+    ///     Ok(())
+    /// }
+    /// ```
     ///
     /// # Errors
-    /// As [`Domain::reg_many`], and [`ErrorKind::OutOfBounds`] for a view outside its buffer. The
-    /// buffers are in the value of the error, whose [`close`](RegisteredViews::close) gives them
-    /// back: at once, unless a driver refused to undo what was registered before.
+    /// The errors of [`Domain::reg_many`], and [`ErrorKind::OutOfBounds`] for a view outside its
+    /// buffer. [`RegisteredViews::close`] of the error's value returns the buffers, unless a driver
+    /// refuses to close a region.
     pub fn register_many<B: OwnedBuffer>(
         &self,
         buffers: Vec<B>,

@@ -1,19 +1,20 @@
-//! Domains: `fi_mr(3)` semantics over any provider.
+//! Domains, which implement the semantics of `fi_mr(3)` over any provider.
 //!
-//! A domain checks everything that a caller can get wrong, asks the registry for the owner of the
-//! memory, asks a [`PathSelector`] for the path of device memory, and registers with a provider.
+//! A domain validates each request, asks the registry for the owner of the memory, asks a
+//! [`PathSelector`] for the path of device memory, and registers with a provider.
 //!
-//! Layers, lower ones first. A file imports only from those before it, and `DomainInner` from this
-//! one:
+//! The files form layers, lower ones first. A file imports only from files before it, and
+//! `DomainInner` from this file:
 //!
 //! - `region_state`: the state behind a region; `region`: the handle
 //! - `growth`: how far registrations may grow
-//! - `attr`: requests; `validate`: their checks; `owner`: the claims about memory; `prefault`
+//! - `attr`: requests; `validate`: their checks; `owner`: the owner of the memory; `prefault`
 //! - `register`: one registration; `asynchronous`: the worker that runs it
 //! - `buffer`, `scope`, `multi`: registrations of owned and borrowed memory, and on several NICs
-//! - `many`: many views by one call
+//! - `many`: many views with one call
 //! - `held`: the buffers that cached regions keep alive
-//! - `cached`: the registration cache of a domain; `cached_buffer`: its buffers; `inbound`, `local`: completion queues
+//! - `cached`: the registration cache of a domain; `cached_buffer`: its buffers; `inbound`,
+//!   `local`: completion queues
 //! - `endpoint`; `window`; `grant`
 
 mod asynchronous;
@@ -79,17 +80,30 @@ use crate::{
     },
 };
 
-/// An open domain: registers memory with one NIC.
+/// An open domain, which registers memory with one NIC (`fid_domain`).
 ///
-/// Cheap to share by reference; every method may be called from any thread at once. Regions,
-/// endpoints and windows keep what they need alive, so that dropping a domain early is harmless;
-/// [`Domain::close`] says what is left.
+/// Any number of threads may call its methods at once. Regions, endpoints and windows keep the NIC
+/// open, so dropping a domain before them is harmless. [`Domain::close`] fails instead and reports
+/// the objects that are left.
 ///
-/// A domain belongs to the process that opened it. In a forked child it registers nothing
-/// ([`ErrorKind::BadState`]), and closing or dropping the copy of a region leaves the parent's
-/// registration as it is.
+/// A domain belongs to the process that opened it. In a forked child its calls fail with
+/// [`ErrorKind::BadState`], and closing or dropping the child's copy of a region does not affect
+/// the parent's registration.
+///
+/// ```no_run
+/// use hmem_core::{Access, Domain, Result};
+///
+/// /// Registers a buffer and returns the bytes of its key, to send to a peer.
+/// fn share(domain: &Domain, send: impl FnOnce(Vec<u8>)) -> Result<Vec<u8>> {
+///     let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
+///     let region = domain.register(vec![0_u8; 4096], access)?;
+///     send(region.key()?.to_bytes());
+///     // After the peer is done: the region returns the buffer.
+///     Ok(region.close()?)
+/// }
+/// ```
 pub struct Domain {
-    /// Before the rest: its regions go first.
+    /// Dropped first, because its regions use the domain.
     cache: OnceLock<RegionCache>,
     inner: Arc<DomainInner>,
 }
@@ -111,13 +125,17 @@ pub(crate) struct DomainInner {
 }
 
 impl Domain {
-    /// Opens a domain of `provider` over the ifaces of `registry`.
+    /// Opens a domain on a NIC of `provider`, for memory of the ifaces of `registry`.
+    ///
+    /// Applications usually open domains through `hmem::Hmem`, which supplies the registry and the
+    /// selector.
     ///
     /// # Errors
-    /// [`ErrorKind::ModeMismatch`] that names the bits which the provider needs and `attr.mr_mode`
-    /// does not offer, or a BASIC that the provider cannot run; [`ErrorKind::InvalidArgument`]
-    /// for a NIC that it does not have, or no staging buffers; what the driver reported
-    /// otherwise.
+    /// - [`ErrorKind::ModeMismatch`] if the provider needs bits that `attr.mr_mode` does not offer,
+    ///   or cannot run in BASIC mode. The error names the bits.
+    /// - [`ErrorKind::InvalidArgument`] for a NIC that the provider does not have, and for staging
+    ///   attributes that are 0 or too large.
+    /// - The driver's own error.
     pub fn open(
         provider: &dyn Provider,
         registry: Arc<Registry>,
@@ -180,7 +198,7 @@ impl Domain {
         })
     }
 
-    /// The mode in force, as negotiated: BASIC and SCALABLE are kept as they were asked for.
+    /// Returns the negotiated mode. BASIC and SCALABLE are kept as the application requested them.
     #[must_use]
     pub fn mr_mode(&self) -> MrMode {
         self.inner.mode
@@ -192,28 +210,30 @@ impl Domain {
         &self.inner.provider_attr
     }
 
-    /// Returns the facets of the provider's domain.
+    /// Returns the optional features of the provider's domain.
     #[must_use]
     pub fn features(&self) -> Features {
         Features::of(self.provider_domain())
     }
 
-    /// Returns the provider's own domain. As a `&dyn Any` it can be cast down to the provider's
-    /// type, for abilities that only that provider has.
+    /// Returns the provider's own domain.
     ///
-    /// Regions that are registered or deregistered through it are none of this domain's.
+    /// As a `&dyn Any` it can be downcast to the provider's type, for functions that only this
+    /// provider has. This domain does not know about regions that are registered or deregistered
+    /// through it.
     #[must_use]
     pub fn provider_domain(&self) -> &dyn ProviderDomain {
         &*self.inner.provider
     }
 
-    /// The ifaces that this domain knows.
+    /// Returns the ifaces whose memory this domain can register.
     #[must_use]
     pub fn registry(&self) -> &Arc<Registry> {
         &self.inner.registry
     }
 
-    /// Returns what the provider holds for this domain now: nothing in a forked child.
+    /// Returns the number of objects that the provider holds for this domain now. All numbers are 0
+    /// in a forked child.
     #[must_use]
     pub fn live(&self) -> LiveObjects {
         if !self.inner.process.is_current() {
@@ -222,19 +242,23 @@ impl Domain {
         self.inner.provider.live()
     }
 
-    /// Bytes of the domain's staging buffers, registered with the NIC where it needs that: 0 before
-    /// the first staged region, the same ever after. How many are in use is in
-    /// [`LiveObjects::staging_buffers`].
+    /// Returns the size of the domain's staging buffers in bytes.
+    ///
+    /// The size is 0 before the first staged region, and does not change after that.
+    /// [`LiveObjects::staging_buffers`] is the number of buffers in use.
     #[must_use]
     pub fn staging_bytes(&self) -> u64 {
         self.inner.provider.staging().map_or(0, |staging| staging.staging_bytes())
     }
 
-    /// Executes posted work that only calls execute ([`ProviderAttr::progress`] says for which
-    /// transfers that is), and returns how many requests it ended.
+    /// Executes posted requests that need a call to make progress. Returns the number of requests
+    /// that ended.
+    ///
+    /// [`ProviderAttr::progress`] tells which transfers need this. Reading a completion queue makes
+    /// progress too.
     ///
     /// # Errors
-    /// A dead device.
+    /// The driver's error if the device failed. [`ErrorKind::BadState`] in a forked child.
     pub fn progress(&self) -> Result<usize> {
         match self.inner.provider.manual_progress() {
             Some(work) => work.progress(),
@@ -242,12 +266,15 @@ impl Domain {
         }
     }
 
-    /// Reports registrations of this domain through `queue` from now on (`fi_domain_bind` with
-    /// `FI_REG_MR`): they complete asynchronously, on a thread that ends with the domain.
+    /// Makes registrations of this domain asynchronous (`fi_domain_bind` with `FI_REG_MR`).
+    ///
+    /// From now on a thread of the domain registers, and `queue` reports the result of each
+    /// registration. The thread ends with the domain.
     ///
     /// # Errors
-    /// [`ErrorKind::BadFlags`] unless `flags` is REG_MR; [`ErrorKind::BadState`] if a queue is
-    /// bound already; [`ErrorKind::OutOfResources`] if the thread cannot be started.
+    /// - [`ErrorKind::BadFlags`] unless `flags` is REG_MR.
+    /// - [`ErrorKind::BadState`] if a queue is bound already.
+    /// - [`ErrorKind::OutOfResources`] if the thread cannot be started.
     pub fn bind(&self, queue: &Arc<EventQueue>, flags: DomainBindFlags) -> Result<()> {
         if flags != DomainBindFlags::REG_MR {
             return Err(Error::new(ErrorKind::BadFlags, "domain bind")
@@ -263,10 +290,10 @@ impl Domain {
     /// Registers one range of raw addresses (`fi_mr_reg`).
     ///
     /// # Safety
-    /// As [`Domain::regattr`].
+    /// The conditions of [`Domain::regattr`].
     ///
     /// # Errors
-    /// As [`Domain::regattr`].
+    /// The errors of [`Domain::regattr`].
     pub unsafe fn reg(
         &self,
         range: AddressRange,
@@ -274,7 +301,7 @@ impl Domain {
         requested_key: u64,
         flags: MrFlags,
     ) -> Result<MemoryRegion> {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller guarantees the conditions of `regattr`.
         unsafe { self.regattr(&MrAttr::new(&[range], access).key(requested_key), flags) }
             .map_err(|error| error.of_call("reg"))
     }
@@ -282,10 +309,10 @@ impl Domain {
     /// Registers several ranges as one region (`fi_mr_regv`).
     ///
     /// # Safety
-    /// As [`Domain::regattr`].
+    /// The conditions of [`Domain::regattr`].
     ///
     /// # Errors
-    /// As [`Domain::regattr`].
+    /// The errors of [`Domain::regattr`].
     pub unsafe fn regv(
         &self,
         ranges: &[AddressRange],
@@ -293,43 +320,71 @@ impl Domain {
         requested_key: u64,
         flags: MrFlags,
     ) -> Result<MemoryRegion> {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller guarantees the conditions of `regattr`.
         unsafe { self.regattr(&MrAttr::new(ranges, access).key(requested_key), flags) }
             .map_err(|error| error.of_call("regv"))
     }
 
     /// Registers memory by its raw addresses or its dma-buf (`fi_mr_regattr`).
     ///
-    /// With an event queue bound ([`Domain::bind`]) the region comes back pending: what is wrong
-    /// with the request is still an error of this call and gives no event; what fails later is
-    /// an error event.
+    /// If an event queue is bound ([`Domain::bind`]), the call returns a pending region. An invalid
+    /// request is still an error of this call and causes no event. A later failure is reported by
+    /// an event.
+    ///
+    /// ```no_run
+    /// use hmem_core::{Access, AddressRange, Domain, MemoryRegion, MrAttr, MrFlags, Result};
+    ///
+    /// /// # Safety
+    /// /// The memory is mapped and not used otherwise until the region is closed.
+    /// unsafe fn expose(domain: &Domain, range: AddressRange) -> Result<MemoryRegion> {
+    ///     let ranges = [range];
+    ///     let attr = MrAttr::new(&ranges, Access::REMOTE_READ).key(42);
+    ///     // SAFETY: the caller keeps the memory.
+    ///     unsafe { domain.regattr(&attr, MrFlags::empty()) }
+    /// }
+    /// ```
     ///
     /// # Safety
-    /// Until the region is closed, the NIC and peers that hold the key read and (as far as
-    /// `attr.access` lets the NIC write) write this memory behind the compiler's back: no Rust
-    /// reference may be live that forbids it, and the memory must not be given to another use
-    /// while the key works. A dropped region is closed once its sub-regions and windows are gone,
-    /// which safe code can make ([`MemoryRegion::sub`], [`Type1Window::bind`],
-    /// [`Type2Window::post_bind`], [`MemoryRegion::grant`]).
+    /// Until the region is closed, the NIC and peers with the key may read the memory at any time,
+    /// and write it if `attr.access` has a right by which the NIC writes. The compiler does not see
+    /// these accesses. So until then:
+    ///
+    /// - No Rust reference exists that such an access would violate.
+    /// - The memory is not freed, unmapped or used for something else.
+    ///
+    /// A dropped region is closed only when its last sub-region and window is gone. Safe code can
+    /// create these ([`MemoryRegion::sub`], [`Type1Window::bind`], [`Type2Window::post_bind`],
+    /// [`MemoryRegion::grant`]).
     ///
     /// # Errors
-    /// Each its own kind, with nothing registered: ZeroLength, TooManyRanges, TooLong, BadFlags,
-    /// BadAccess, ReservedOffset, ReservedHmemData, BadPageSize, InvalidArgument (attributes
-    /// that exclude each other, a wrong iface or device), OutOfBounds (outside the base or the
-    /// allocation), NoKey, KeyRejected, BadAddress (no pages in ALLOCATED mode),
-    /// OutOfResources, and what kept device memory from the NIC.
+    /// After an error nothing is registered. The kinds are:
+    ///
+    /// - [`ErrorKind::ZeroLength`], [`ErrorKind::TooManyRanges`], [`ErrorKind::TooLong`] for the
+    ///   ranges;
+    /// - [`ErrorKind::BadFlags`], [`ErrorKind::BadAccess`], [`ErrorKind::BadPageSize`],
+    ///   [`ErrorKind::ReservedOffset`], [`ErrorKind::ReservedHmemData`] for these attributes;
+    /// - [`ErrorKind::InvalidArgument`] for attributes that exclude each other, and for an iface or
+    ///   device that does not own the memory;
+    /// - [`ErrorKind::OutOfBounds`] for a range outside the base region or the allocation;
+    /// - [`ErrorKind::NoKey`], [`ErrorKind::KeyRejected`] for the requested key;
+    /// - [`ErrorKind::BadAddress`] for memory without pages in ALLOCATED mode;
+    /// - [`ErrorKind::OutOfResources`], for example at the locked-memory limit;
+    /// - for device memory that the NIC cannot reach, the error of the last path, with the trace of
+    ///   all attempts ([`Error::trace`]).
     #[inline]
     pub unsafe fn regattr(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<MemoryRegion> {
         self.inner.register(attr, flags, KeepAlive::Caller)
     }
 
-    /// [`Domain::regattr`] that writes the region to `out` before its event can be read.
+    /// Registers like [`Domain::regattr`], and stores the region in `out` before its event can be
+    /// read.
     ///
     /// # Safety
-    /// As [`Domain::regattr`].
+    /// The conditions of [`Domain::regattr`].
     ///
     /// # Errors
-    /// As [`Domain::regattr`], and BadState if `out` is taken; nothing is registered then.
+    /// The errors of [`Domain::regattr`], and [`ErrorKind::BadState`] if `out` already has a
+    /// region. After an error nothing is registered.
     pub unsafe fn regattr_into(
         &self,
         attr: &MrAttr<'_>,
@@ -338,8 +393,8 @@ impl Domain {
     ) -> Result<()> {
         let taken = || {
             Error::new(ErrorKind::BadState, "regattr")
-                .context("out", "taken")
-                .remedy("give an empty place for the region")
+                .context("out", "has a region")
+                .remedy("pass an empty OnceLock for the region")
         };
         if out.get().is_some() {
             return Err(taken());
@@ -356,10 +411,14 @@ impl Domain {
         }
     }
 
-    /// Registers a buffer that the region then owns: the safe door.
+    /// Registers a buffer, which the region then owns. This needs no `unsafe`.
+    ///
+    /// [`OwnedRegion::close`] returns the buffer. While the buffer is registered, its bytes are
+    /// accessible through [`OwnedRegion::read`] and [`OwnedRegion::write`]. [`Domain`] has an
+    /// example.
     ///
     /// # Errors
-    /// As [`Domain::regattr`]; the buffer comes back with the error.
+    /// The errors of [`Domain::regattr`]. The error returns the buffer.
     pub fn register<B: OwnedBuffer>(
         &self,
         buffer: B,
@@ -369,11 +428,13 @@ impl Domain {
         OwnedRegion::register(&self.inner, buffer, &attr, MrFlags::empty(), "register")
     }
 
-    /// [`Domain::register`] with every attribute; `attr.ranges` is taken from the buffer, a base
-    /// and a dma-buf are refused.
+    /// Registers like [`Domain::register`], with all attributes of a request.
+    ///
+    /// The ranges are those of the buffer: `attr.ranges` is ignored.
     ///
     /// # Errors
-    /// As [`Domain::regattr`]; the buffer comes back with the error.
+    /// The errors of [`Domain::regattr`], and [`ErrorKind::InvalidArgument`] for attributes with a
+    /// base region or a dma-buf. The error returns the buffer.
     pub fn register_with<B: OwnedBuffer>(
         &self,
         buffer: B,
@@ -383,15 +444,30 @@ impl Domain {
         OwnedRegion::register(&self.inner, buffer, attr, flags, "register_with")
     }
 
-    /// Registers borrowed memory for as long as `body` runs; the region is closed before this
-    /// returns, also by a panic.
+    /// Registers borrowed memory while `body` runs.
     ///
-    /// If the provider refuses to close it, or panics while it registers, the process is aborted:
-    /// the borrow would end while peers can still write to the memory.
+    /// The region is closed before this returns, even if `body` panics.
+    ///
+    /// ```no_run
+    /// use hmem_core::{Access, Domain, RemoteKey, Result};
+    ///
+    /// /// `serve` sends the key to a peer and waits until the peer is done.
+    /// fn receive(domain: &Domain, serve: impl Fn(&RemoteKey)) -> Result<[u8; 64]> {
+    ///     let mut bytes = [0; 64];
+    ///     domain.scope(&mut bytes, Access::REMOTE_WRITE, |region| {
+    ///         region.key().map(|key| serve(&key))
+    ///     })??;
+    ///     Ok(bytes)
+    /// }
+    /// ```
+    ///
+    /// # Aborts
+    /// The process is aborted if the provider cannot close the region, or panics while it
+    /// registers. Otherwise the borrow would end while peers can still write to the memory.
     ///
     /// # Errors
-    /// As [`Domain::regattr`], and [`ErrorKind::BadState`] in ENDPOINT mode; `body` does not run
-    /// then.
+    /// The errors of [`Domain::regattr`], and [`ErrorKind::BadState`] in ENDPOINT mode. After an
+    /// error `body` has not run.
     pub fn scope<R>(
         &self,
         bytes: &mut [u8],
@@ -401,17 +477,17 @@ impl Domain {
         scope::run(&self.inner, bytes, access, body).map_err(|error| error.of_call("scope"))
     }
 
-    /// [`Domain::scope`] for memory of any iface, by its addresses.
+    /// Registers memory of any iface by its addresses while `body` runs, like [`Domain::scope`].
     ///
     /// # Safety
     /// While `body` runs:
     ///
-    /// - the range stays allocated and is given to no other use;
-    /// - no Rust reference to the range is live, whatever `access` says: safe code in `body` may
-    ///   post transfers of this domain that write to the range.
+    /// - The range stays allocated and is not used for something else.
+    /// - No Rust reference to the range exists, even if `access` has no right to write: safe code
+    ///   in `body` may post transfers of this domain that write to the range.
     ///
     /// # Errors
-    /// As [`Domain::scope`].
+    /// The errors of [`Domain::scope`].
     pub unsafe fn scope_range<R>(
         &self,
         range: AddressRange,
@@ -422,41 +498,58 @@ impl Domain {
             .map_err(|error| error.of_call("scope_range"))
     }
 
-    /// Makes a peer's raw key usable in transfers of this domain (`fi_mr_map_raw`).
+    /// Maps a peer's raw key, so that transfers of this domain can use it (`fi_mr_map_raw`).
     ///
-    /// `base` and `len` are what the peer sent along with it; they only describe the key, the
-    /// peer's NIC enforces.
+    /// The peer sent `base` and `len` together with the key. They only describe the key: the peer's
+    /// NIC enforces its own bounds.
     ///
     /// # Errors
-    /// [`ErrorKind::Malformed`] for bytes that are no raw key; [`ErrorKind::OutOfResources`];
-    /// [`ErrorKind::Unsupported`] where the provider has no raw keys.
+    /// - [`ErrorKind::Malformed`] for bytes that are not a raw key.
+    /// - [`ErrorKind::OutOfResources`] if the provider can map no more keys.
+    /// - [`ErrorKind::Unsupported`] if the provider has no raw keys.
     pub fn map_raw(&self, base: Iova, len: u64, raw: &RawKey) -> Result<RemoteKey> {
         self.inner.raw_keys("map raw key")?.map_raw(base, len, self.inner.addressing(), raw)
     }
 
-    /// Frees a mapped key (`fi_mr_unmap_key`).
+    /// Unmaps a key that [`Domain::map_raw`] returned (`fi_mr_unmap_key`).
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidKey`] for a key that this domain did not map;
-    /// [`ErrorKind::Unsupported`] where the provider has no raw keys.
+    /// - [`ErrorKind::InvalidKey`] for a key that this domain did not map.
+    /// - [`ErrorKind::Unsupported`] if the provider has no raw keys.
     pub fn unmap_key(&self, key: &RemoteKey) -> Result<()> {
         self.inner.raw_keys("unmap key")?.unmap_key(key)
     }
 
-    /// Opens a completion queue.
+    /// Opens a completion queue with room for at least `depth` completions.
     ///
-    /// A program polls the queue ([`CompletionQueue::read`]), waits for it with a timeout
-    /// ([`CompletionQueue::wait`]), or gives its file descriptor to an event loop
-    /// ([`CompletionQueue::channel`]). The queue does not keep the domain open: once the domain is
-    /// closed, a wait for the empty queue is [`ErrorKind::BadState`].
+    /// There are three ways to get completions: poll ([`CompletionQueue::read`]), wait with a
+    /// timeout ([`CompletionQueue::wait`]), or add the queue's file descriptor to an event loop
+    /// ([`CompletionQueue::channel`]). The queue does not keep the domain open. Once the domain is
+    /// closed, waiting for the empty queue fails with [`ErrorKind::BadState`].
     ///
-    /// If device memory of the domain is registered for the NIC to write, reading a receive, a read
-    /// or an atomic first flushes the devices that need it. Work that a device starts afterwards
-    /// finds the bytes, and those that the sender of a received message wrote before it. A flush
-    /// that fails is logged once.
+    /// The queue also flushes devices into whose memory the NIC may write. It does so before it
+    /// returns the completion of a receive, a read or an atomic. Device work that starts afterwards
+    /// sees the bytes, including those that the sender of a received message wrote before the
+    /// message. The first failed flush is logged.
+    ///
+    /// ```no_run
+    /// use std::time::Duration;
+    ///
+    /// use hmem_core::{Domain, Endpoint, Result, provider::EndpointAttr};
+    ///
+    /// fn open(domain: &Domain) -> Result<Endpoint> {
+    ///     let queue = domain.open_cq(64)?;
+    ///     let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue))?;
+    ///     let mut done = Vec::new();
+    ///     let count = queue.wait(&mut done, 16, Duration::from_millis(1))?;
+    ///     assert_eq!(count, 0, "nothing was posted yet");
+    ///     Ok(endpoint)
+    /// }
+    /// ```
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfResources`].
+    /// - [`ErrorKind::OutOfResources`] if the NIC or the process can have no more queues.
+    /// - [`ErrorKind::BadState`] in a forked child.
     pub fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
         self.inner.process.check("open completion queue")?;
         let mut queue = self.inner.provider.open_cq(depth)?;
@@ -466,28 +559,32 @@ impl Domain {
         Ok(if self.leases_local_memory() { Arc::new(LeasingQueue::new(queue)) } else { queue })
     }
 
-    /// Makes what the NIC has written into memory of devices visible to work that they start after
-    /// this call, for who learns of a remote write by other means than a completion of this
-    /// domain: a counter, a flag in memory, a message elsewhere.
+    /// Makes the bytes that the NIC wrote into device memory visible to device work that starts
+    /// after this call.
+    ///
+    /// A queue of [`Domain::open_cq`] does this for completions. Call it if the application learns
+    /// of a remote write in another way: from a counter, a flag in memory, or a message on another
+    /// channel.
     ///
     /// # Errors
-    /// The error of the first device that failed. The others are flushed all the same.
+    /// The error of the first device that failed. All other devices are flushed too.
     pub fn flush_inbound(&self) -> Result<()> {
         self.inner.inbound.flush()
     }
 
-    /// Opens an endpoint.
+    /// Opens an endpoint. [`Domain::open_cq`] has an example.
     ///
-    /// If the domain has a cache, and its mode requires a descriptor for local memory (LOCAL, or
-    /// HMEM for that of devices), transfers may leave it out. Such memory is registered through the
-    /// cache, as with [`RegionCache::get_or_register`], and its region is held until the completion
-    /// is read or the endpoint closed. Both queues are then to be of [`Domain::open_cq`]. In
-    /// ENDPOINT mode, where a region serves an endpoint only once it is bound to it, descriptors
-    /// stay the application's to name.
+    /// In the modes LOCAL and HMEM a transfer needs a descriptor for its local memory. If the
+    /// domain has a cache, the descriptor may be left out: the endpoint registers the memory
+    /// through the cache, like [`RegionCache::get_or_register`], and holds the lease until the
+    /// completion is read or the endpoint is closed. Both queues must then come from
+    /// [`Domain::open_cq`]. This does not work in ENDPOINT mode, because a region must be bound to
+    /// an endpoint there before use.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfResources`], also where the domain's cache starts here and cannot;
-    /// [`ErrorKind::InvalidArgument`] for queues of another provider.
+    /// - [`ErrorKind::OutOfResources`] if the endpoint, or the domain's cache, cannot be created.
+    /// - [`ErrorKind::InvalidArgument`] for queues of another provider.
+    /// - [`ErrorKind::BadState`] in a forked child.
     pub fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Endpoint> {
         self.inner.process.check("open endpoint")?;
         let leasing = match self.leases_local_memory() {
@@ -501,27 +598,28 @@ impl Domain {
         Endpoint::open(&self.inner, attr, leasing)
     }
 
-    /// Returns true if local memory of transfers that name no region is registered through the
-    /// cache.
+    /// Returns true if endpoints register local memory without a descriptor through the cache.
     fn leases_local_memory(&self) -> bool {
         let mode = self.inner.effective;
         let wanted = mode.intersects(MrMode::LOCAL | MrMode::HMEM);
         wanted && self.inner.attr.cache.is_some() && !mode.contains(MrMode::ENDPOINT)
     }
 
-    /// Allocates a type 1 window, bound to nothing.
+    /// Allocates a type 1 memory window, which is not bound yet.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] where the NIC has none, and in RAW mode, since windows have no
-    /// raw keys; [`ErrorKind::OutOfResources`].
+    /// - [`ErrorKind::Unsupported`] if the NIC has no such windows, and in RAW mode, because
+    ///   windows have no raw keys.
+    /// - [`ErrorKind::OutOfResources`] if the NIC can have no more windows.
+    /// - [`ErrorKind::BadState`] in a forked child.
     pub fn alloc_type_1_window(&self) -> Result<Type1Window> {
         Type1Window::alloc(&self.inner)
     }
 
-    /// Allocates a type 2 window, bound to nothing.
+    /// Allocates a type 2 memory window, which is not bound yet.
     ///
     /// # Errors
-    /// As [`Domain::alloc_type_1_window`].
+    /// The errors of [`Domain::alloc_type_1_window`].
     pub fn alloc_type_2_window(&self, kind: Type2Kind) -> Result<Type2Window> {
         Type2Window::alloc(&self.inner, kind)
     }
@@ -529,14 +627,15 @@ impl Domain {
     /// Closes the domain.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] with the domain back, as long as regions, endpoints, windows, mapped
-    /// keys or buffers of the cache are left, or something cached cannot be given back.
+    /// [`ErrorKind::Busy`] if regions, endpoints, windows, mapped keys or buffers of the cache are
+    /// left, or if the cache cannot deregister a region. The error returns the domain.
     pub fn close(mut self) -> Result<(), Rejected<Self>> {
         if let Some(Err(error)) = self.cache.get().map(RegionCache::try_clear) {
             return Err(Rejected::new(self, error));
         }
         let live = self.live();
-        // The cache is one that holds it, and each buffer of the cache is one more.
+        // The handle and the cache hold one reference each. Each buffer of the cache holds one
+        // more.
         let held = Arc::strong_count(&self.inner) - 1 - usize::from(self.cache.get().is_some());
         if held > 0 || live.mapped_keys > 0 {
             let error = Error::new(ErrorKind::Busy, "close domain")
@@ -546,7 +645,10 @@ impl Domain {
                 .context("endpoints", live.endpoints)
                 .context("windows", live.windows)
                 .context("mapped_keys", live.mapped_keys)
-                .remedy("close regions, endpoints, windows and the cache's buffers and unmap raw keys first");
+                .remedy(
+                    "close the regions, endpoints, windows and the cache's buffers, and unmap raw \
+                     keys, first",
+                );
             return Err(Rejected::new(self, error));
         }
         drop(self.cache.take());
@@ -567,7 +669,7 @@ impl fmt::Debug for Domain {
 impl Drop for DomainInner {
     fn drop(&mut self) {
         if !self.process.is_current() {
-            // In a forked child, closing the domain would close objects that the parent uses.
+            // In a forked child, closing the provider's domain would close objects of the parent.
             std::mem::forget(Arc::clone(&self.provider));
         }
     }
@@ -578,7 +680,7 @@ impl DomainInner {
         &self.provider
     }
 
-    /// The mode without BASIC and SCALABLE.
+    /// Returns the mode without BASIC and SCALABLE.
     #[inline]
     pub(crate) fn effective(&self) -> MrMode {
         self.effective
@@ -598,13 +700,13 @@ impl DomainInner {
                 Features::RAW_KEYS,
                 operation,
                 ErrorKind::Unsupported,
-                "this provider has no raw keys: exchange the key of the region",
+                "this provider has no raw keys: use MemoryRegion::key",
             )
         })
     }
 
-    /// Returns the error of a call that needs a facet which the provider's domain lacks, with the
-    /// provider's advice or else `remedy`.
+    /// Returns the error of a call that needs a facet which the provider's domain does not have.
+    /// The remedy is the provider's own, or else `remedy`.
     #[cold]
     pub(crate) fn missing(
         &self,

@@ -1,4 +1,4 @@
-//! One range on several NICs: from the same exports, all of it or nothing (VRB-08).
+//! Registration of one memory range with several NICs: all of them, or none (VRB-08).
 //!
 //! ```no_run
 //! use hmem_core::{Access, Domain, DeviceBuffer, Result, register_on};
@@ -25,21 +25,25 @@ use crate::{
     Access, AddressRange, Error, ErrorKind, MrFlags, RailKey, RailKeys, Rejected, RemoteKey, Result,
 };
 
-/// Registers one range with several NICs, each through a domain of its own, by raw addresses or a
-/// dma-buf.
+/// Registers one memory range with several NICs, by its raw addresses or its dma-buf.
 ///
-/// The domains share their ifaces and path decisions: they were opened by one `Hmem`. The memory is
-/// exported once, and every NIC that takes the export registers the same dma-buf; one that does not
-/// takes its next way under the policy of its domain. A requested key is asked of every NIC. The
-/// registration is done when this returns, also where an event queue is bound, and gives no event.
+/// Each NIC has a domain of its own. One `Hmem` opened all these domains, so that they share their
+/// ifaces and path selector. The memory is exported once, and the NICs register the same dma-buf. A
+/// NIC that cannot import it uses its next path under the policy of its domain. A requested key is
+/// requested from every NIC.
+///
+/// The call always waits for the registrations, even if an event queue is bound, and causes no
+/// event.
 ///
 /// # Safety
-/// As [`Domain::regattr`], for every domain.
+/// The conditions of [`Domain::regattr`], for every domain.
 ///
 /// # Errors
-/// As [`Domain::regattr`], and [`ErrorKind::InvalidArgument`] for no domain, domains of different
-/// registries, or a base region. Everything registered before is closed again: the value of the
-/// error is empty. If a driver refuses that, the value holds what is left, to be closed again.
+/// The errors of [`Domain::regattr`], and [`ErrorKind::InvalidArgument`] for an empty list, for
+/// domains of different registries, and for a base region.
+///
+/// After an error the regions of earlier NICs are closed, and the value of the error is empty. If a
+/// driver refuses to close one, the value has the regions that are left. Close them again.
 pub unsafe fn regattr_on(
     domains: &[&Domain],
     attr: &MrAttr<'_>,
@@ -48,12 +52,25 @@ pub unsafe fn regattr_on(
     register_all(domains, attr, flags, &KeepAlive::Caller, "regattr_on")
 }
 
-/// [`regattr_on`] for a buffer that the regions then own together: the safe door.
+/// Registers a buffer with several NICs, whose regions then own it together. This needs no
+/// `unsafe`.
+///
+/// Works like [`regattr_on`].
+///
+/// ```no_run
+/// use hmem_core::{Access, Domain, Result, register_on};
+///
+/// fn send_keys(nics: &[&Domain], send: impl FnOnce(Vec<u8>)) -> Result<Vec<u8>> {
+///     let shared = register_on(nics, vec![0_u8; 1 << 20], Access::REMOTE_WRITE)?;
+///     send(shared.rail_keys()?.to_bytes());
+///     // After the peer is done.
+///     Ok(shared.close()?)
+/// }
+/// ```
 ///
 /// # Errors
-/// As [`regattr_on`]. The buffer is in the value of the error, whose
-/// [`close`](OwnedMultiRegion::close) gives it back: at once, unless a driver refused to undo what
-/// was registered before.
+/// The errors of [`regattr_on`]. [`OwnedMultiRegion::close`] of the error's value returns the
+/// buffer, unless a driver refuses to close a region of an earlier NIC.
 pub fn register_on<B: OwnedBuffer>(
     domains: &[&Domain],
     buffer: B,
@@ -92,7 +109,7 @@ fn register_all(
             match (MultiRegion { regions }).close() {
                 Ok(()) => Err(Rejected::new(MultiRegion { regions: Vec::new() }, error)),
                 Err(Rejected { value: left, error: why }) => {
-                    tracing::error!(left = left.regions.len(), %why, "regions could not be closed again");
+                    tracing::error!(left = left.regions.len(), %why, "cannot close regions");
                     let error = error
                         .context("left registered", left.regions.len())
                         .context("why left", why);
@@ -133,52 +150,51 @@ fn check(domains: &[&Domain], attr: &MrAttr<'_>) -> Result<()> {
         Err(Error::new(ErrorKind::InvalidArgument, "regattr").context("what", what).remedy(remedy))
     };
     let Some(first) = domains.first() else {
-        return refuse("no domain", "name at least one domain");
+        return refuse("no domain", "pass at least one domain");
     };
-    let strange = |domain: &&&Domain| {
+    let is_unrelated = |domain: &&&Domain| {
         !Arc::ptr_eq(&domain.inner.registry, &first.inner.registry)
             || !Arc::ptr_eq(&domain.inner.selector, &first.inner.selector)
     };
-    if domains.iter().any(|domain| strange(&domain)) {
+    if domains.iter().any(|domain| is_unrelated(&domain)) {
         return refuse("domains of different libraries", "open all domains from one `Hmem`");
     }
     if attr.base.is_some() {
         return refuse(
             "a base region",
-            "a base is a region of one domain: register its parts with `sub`",
+            "register parts of a region with `MemoryRegion::sub`, in each domain",
         );
     }
     Ok(())
 }
 
-/// One range registered with several NICs: a region for each, in the order of the domains.
+/// The regions of one memory range on several NICs, in the order of the domains.
 ///
-/// Dropping it deregisters as dropping the regions does.
+/// Dropping the value drops the regions.
 #[derive(Debug)]
 pub struct MultiRegion {
     regions: Vec<MemoryRegion>,
 }
 
 impl MultiRegion {
-    /// The regions, in the order of the domains.
+    /// Returns the regions, in the order of the domains.
     #[must_use]
     pub fn regions(&self) -> &[MemoryRegion] {
         &self.regions
     }
 
-    /// The remote key of each NIC, in the order of the domains.
+    /// Returns the remote key of each NIC, in the order of the domains.
     ///
     /// # Errors
-    /// As [`MemoryRegion::key`].
+    /// The errors of [`MemoryRegion::key`].
     pub fn keys(&self) -> Result<Vec<RemoteKey>> {
         self.regions.iter().map(MemoryRegion::key).collect()
     }
 
-    /// Returns the keys of all NICs as one value, which names the NIC of each and can be sent to a
-    /// peer.
+    /// Returns the keys of all NICs as one value, with the name of each NIC, to send to a peer.
     ///
     /// # Errors
-    /// As [`MultiRegion::keys`] and [`RailKeys::new`].
+    /// The errors of [`MultiRegion::keys`] and [`RailKeys::new`].
     pub fn rail_keys(&self) -> Result<RailKeys> {
         let rail = |region: &MemoryRegion| {
             Ok(RailKey::new(region.inner().domain().provider_attr.nic.clone(), region.key()?))
@@ -192,14 +208,14 @@ impl MultiRegion {
         self.regions.len()
     }
 
-    /// Returns true if no NIC has the memory. In the value of an error this means that everything
-    /// was undone.
+    /// Returns true if there are no regions. In the value of an error this means that nothing is
+    /// left registered.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.regions.is_empty()
     }
 
-    /// Takes it apart into regions that live on their own.
+    /// Returns the regions by value.
     #[must_use]
     pub fn into_regions(self) -> Vec<MemoryRegion> {
         self.regions
@@ -208,8 +224,8 @@ impl MultiRegion {
     /// Closes the regions of all NICs.
     ///
     /// # Errors
-    /// As [`MemoryRegion::close`], the first of them; every region is tried, and those that were
-    /// refused come back, still working.
+    /// The first error of [`MemoryRegion::close`]. All regions are tried. The error returns those
+    /// that could not be closed, which still work.
     pub fn close(mut self) -> Result<(), Rejected<Self>> {
         match self.close_each() {
             Ok(()) => Ok(()),
@@ -222,8 +238,8 @@ impl MultiRegion {
         let mut left = Vec::new();
         for region in std::mem::take(&mut self.regions) {
             match region.inner().close() {
-                // Not left to the drop of the region: a sub-region that another thread is dropping
-                // may hold it a little longer.
+                // Released here, because another thread that is dropping a sub-region may keep the
+                // region alive a little longer.
                 Ok(()) => drop(region.inner().release()),
                 Err(error) => {
                     left.push(region);
@@ -237,33 +253,33 @@ impl MultiRegion {
     }
 }
 
-/// One buffer registered with several NICs and owned by their regions together.
+/// A buffer that is registered with several NICs, and owned by their regions together.
 ///
-/// Derefs to the regions. The bytes are reached by copies, as those of
-/// [`OwnedRegion`](super::OwnedRegion).
+/// Derefs to the [`MultiRegion`]. Access the bytes through [`OwnedMultiRegion::read`] and
+/// [`OwnedMultiRegion::write`], which copy.
 pub struct OwnedMultiRegion<B: OwnedBuffer> {
     regions: MultiRegion,
     parts: Arc<B::Parts>,
 }
 
 impl<B: OwnedBuffer> OwnedMultiRegion<B> {
-    /// Returns a buffer that no NIC has: the value of an error when nothing was registered.
+    /// Creates a value with no regions. It is the value of an error if nothing was registered.
     #[must_use]
     pub fn unregistered(buffer: B) -> Self {
         Self { regions: MultiRegion { regions: Vec::new() }, parts: Arc::new(buffer.into_parts()) }
     }
 
-    /// Returns the memory of the buffer.
+    /// Returns the address range of the buffer.
     #[must_use]
     pub fn range(&self) -> AddressRange {
         B::range(&self.parts)
     }
 
-    /// A piece for the safe transfers of an endpoint of the NIC at `nic`, in the order of the
-    /// domains.
+    /// Returns a part of the buffer for the safe transfers of an endpoint. `nic` is the position of
+    /// the endpoint's domain in the list of domains.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] if it reaches outside, or for a NIC past the last.
+    /// [`ErrorKind::OutOfBounds`] if the part reaches outside the buffer, or if `nic` is too large.
     pub fn slice(&self, nic: usize, offset: u64, len: u64) -> Result<RegionSlice> {
         let region = self.regions.regions.get(nic).ok_or_else(|| {
             Error::new(ErrorKind::OutOfBounds, "slice")
@@ -273,26 +289,28 @@ impl<B: OwnedBuffer> OwnedMultiRegion<B> {
         RegionSlice::of(region, offset, len)
     }
 
-    /// Copies bytes out.
+    /// Copies bytes of the buffer to `into`, from `offset` on.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
+    /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the buffer.
+    /// - The error of the device that the memory belongs to.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         B::read(&self.parts, offset, into)
     }
 
-    /// Copies bytes in.
+    /// Copies `from` into the buffer, from `offset` on.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`]; what the device reported otherwise.
+    /// The errors of [`OwnedMultiRegion::read`].
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         B::write(&self.parts, offset, from)
     }
 
-    /// Closes the regions of all NICs and gives the buffer back.
+    /// Closes the regions of all NICs and returns the buffer.
     ///
     /// # Errors
-    /// As [`MultiRegion::close`]: what is left comes back, with the buffer.
+    /// The errors of [`MultiRegion::close`]. The error returns the regions that are left, with the
+    /// buffer.
     pub fn close(mut self) -> Result<B, Rejected<Self>> {
         if let Err(error) = self.regions.close_each() {
             return Err(Rejected::new(self, error));

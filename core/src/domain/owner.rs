@@ -1,4 +1,5 @@
-//! The owner of the memory of a request, checked against what the caller claims.
+//! The owner of the memory of a request, checked against the iface and device that the caller
+//! named.
 
 use super::{DomainInner, MrAttr};
 use crate::{
@@ -7,7 +8,7 @@ use crate::{
 };
 
 impl DomainInner {
-    /// The owner as the caller names it, for dma-bufs, whose addresses mean nothing here.
+    /// Returns the owner that the caller named. For dma-bufs, whose addresses cannot be queried.
     pub(super) fn claimed_owner(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<AddressOwner> {
         let Some(iface) = attr.iface.filter(|_| self.attr.hmem) else {
             return Ok(AddressOwner::SYSTEM);
@@ -16,7 +17,8 @@ impl DomainInner {
         Ok(AddressOwner { iface, device, allocation: None })
     }
 
-    /// The device that the caller names, if it counts and the iface has it.
+    /// Returns the device that the caller named, if the request uses it. Fails if the iface does
+    /// not have the device.
     fn claimed_device(
         &self,
         claimed: IfaceKind,
@@ -24,7 +26,7 @@ impl DomainInner {
         flags: MrFlags,
     ) -> Result<Option<DeviceId>> {
         let iface = self.registry.get(claimed)?;
-        // HOST_ALLOC memory has an iface but no device: fi_mr(3) has the field ignored.
+        // HOST_ALLOC memory has an iface but no device: fi_mr(3) says to ignore the field.
         let Some(device) = attr.device.filter(|_| !flags.contains(MrFlags::HMEM_HOST_ALLOC)) else {
             return Ok(None);
         };
@@ -39,7 +41,7 @@ impl DomainInner {
         Ok(Some(device))
     }
 
-    /// Resolves the owner of the ranges and checks it against what the caller claims.
+    /// Resolves the owner of the ranges and checks it against the owner that the caller named.
     #[inline]
     pub(super) fn owner(
         &self,
@@ -59,7 +61,7 @@ impl DomainInner {
                     .context("range", range)
                     .context("iface", other.iface)
                     .context("expected", owner.iface)
-                    .remedy("all ranges of a region belong to one iface and device"));
+                    .remedy("register memory of different ifaces or devices as separate regions"));
             }
         }
         if self.attr.hmem
@@ -85,16 +87,15 @@ impl DomainInner {
         }
         let Some(device) = device else { return Ok(()) };
         match owner.device {
-            Some(actual) if actual != device => Err(Error::new(
-                ErrorKind::InvalidArgument,
-                "regattr",
-            )
-            .iface(claimed)
-            .device(device)
-            .context("owner", actual)
-            .remedy(
-                "the memory is on another device: name that one, or none to have it found out",
-            )),
+            Some(actual) if actual != device => {
+                Err(Error::new(ErrorKind::InvalidArgument, "regattr")
+                    .iface(claimed)
+                    .device(device)
+                    .context("owner", actual)
+                    .remedy(
+                        "the memory is on another device: name that device, or none to detect it",
+                    ))
+            }
             _ => Ok(()),
         }
     }
@@ -113,10 +114,10 @@ impl DomainInner {
                 .remedy(remedy))
         };
         if flags.contains(MrFlags::HMEM_DEVICE_ONLY) && kind.cpu_accessible() {
-            return refuse("HMEM_DEVICE_ONLY is for memory that only a device can access");
+            return refuse("clear HMEM_DEVICE_ONLY: the CPU can access this memory");
         }
         if flags.contains(MrFlags::HMEM_HOST_ALLOC) && kind != AllocationKind::Host {
-            return refuse("HMEM_HOST_ALLOC is for memory from a device API's host allocator");
+            return refuse("clear HMEM_HOST_ALLOC: no device API allocated this host memory");
         }
         Ok(())
     }

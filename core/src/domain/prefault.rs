@@ -1,5 +1,6 @@
-//! Touching pages before they are registered, in parallel: pinning untouched memory spends most of
-//! its time zeroing pages, on one CPU.
+//! Populating pages before they are registered, on several CPUs.
+//!
+//! A driver that pins untouched memory spends most of its time zeroing pages, on one CPU.
 
 use std::{
     ffi::c_void,
@@ -15,12 +16,17 @@ use crate::{AddressRange, Error, Result};
 const CHUNK: u64 = 16 << 20;
 const PARALLEL_FROM: u64 = 64 << 20;
 
-/// Makes the pages of a host range present: writable ones if `write`, so that copy-on-write is over
-/// before the NIC pins them. Bytes are unchanged.
+/// Populates the pages of a range of host memory, so that registering it is fast.
+///
+/// With `write`, the pages become writable: a copy-on-write happens now, before the NIC pins the
+/// pages. The bytes do not change.
 ///
 /// # Errors
-/// BadAddress or OutOfResources with the range of the chunk that failed: nothing is mapped there,
-/// its protection forbids it, or memory ran out. Earlier chunks stay populated.
+/// The context value `range` is the part that failed. Parts before it stay populated.
+///
+/// - [`ErrorKind::BadAddress`](crate::ErrorKind::BadAddress) or
+///   [`ErrorKind::OutOfResources`](crate::ErrorKind::OutOfResources) if nothing is mapped there, if
+///   the protection forbids the access, or if memory ran out.
 pub fn prefault(range: AddressRange, write: bool, options: &Prefault<'_>) -> Result<()> {
     let pages = range.page_aligned(rustix::param::page_size() as u64);
     let cpus = std::thread::available_parallelism().map_or(1, NonZero::get);
@@ -62,13 +68,14 @@ pub fn prefault(range: AddressRange, write: bool, options: &Prefault<'_>) -> Res
 fn populate(chunk: AddressRange, write: bool) -> Result<()> {
     let advice = if write { Advice::LinuxPopulateWrite } else { Advice::LinuxPopulateRead };
     let start = chunk.start().0 as *mut c_void;
-    // SAFETY: populating changes no byte and unmaps nothing; a range that is not mapped is an error
-    // of the call.
+    // SAFETY: populating changes no byte and unmaps nothing. The kernel refuses a range that is not
+    // mapped.
     unsafe { madvise(start, chunk.len() as usize, advice) }.map_err(|errno| {
         let mut error = Error::os(errno, "madvise(MADV_POPULATE)").context("range", chunk);
         if matches!(errno, rustix::io::Errno::NOMEM | rustix::io::Errno::FAULT) {
-            error = error
-                .remedy("map the range, with write permission if the NIC is to write, before registering it");
+            error = error.remedy(
+                "map the range before registering it, with write permission if the NIC writes",
+            );
         }
         error
     })

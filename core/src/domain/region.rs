@@ -1,4 +1,4 @@
-//! Memory regions: what a registration hands out.
+//! Memory regions, the results of registrations.
 
 use std::{
     fmt,
@@ -16,8 +16,8 @@ use crate::{
 
 /// A registered memory region (`fid_mr`).
 ///
-/// Dropping it deregisters, unless a sub-region or a window still needs it: then the last of them
-/// does. [`MemoryRegion::close`] does the same and says what went wrong.
+/// Dropping the region deregisters it. If a sub-region or a window still uses it, the region is
+/// deregistered when the last of them is dropped. [`MemoryRegion::close`] also reports errors.
 pub struct MemoryRegion {
     inner: Arc<RegionInner>,
 }
@@ -33,31 +33,31 @@ impl MemoryRegion {
         &self.inner
     }
 
-    /// The first (for most regions, the only) range.
+    /// Returns the first range. Most regions have only one.
     #[must_use]
     pub fn range(&self) -> AddressRange {
         self.inner.range
     }
 
-    /// All ranges, in the order given.
+    /// Returns all ranges, in the order of the request.
     #[must_use]
     pub fn ranges(&self) -> &[AddressRange] {
         self.inner.ranges()
     }
 
-    /// Bytes in all ranges.
+    /// Returns the length of all ranges together, in bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.inner.ranges().iter().map(|range| range.len()).sum()
     }
 
-    /// Never: a region has at least one byte.
+    /// Returns false: a region has at least one byte.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         false
     }
 
-    /// The rights that its own keys grant.
+    /// Returns the rights that the region's own keys grant.
     #[must_use]
     pub fn access(&self) -> Access {
         self.inner.access
@@ -69,19 +69,20 @@ impl MemoryRegion {
         self.inner.state()
     }
 
-    /// Its name in events, for regions registered asynchronously.
+    /// Returns the region's identifier in events. `None` unless it was registered asynchronously.
     #[must_use]
     pub fn id(&self) -> Option<RegionId> {
         self.inner.id()
     }
 
-    /// The page size asked for, in bytes; a sub-region's is its base's. 0: the provider's choice.
+    /// Returns the requested page size in bytes, or 0 for the provider's choice. A sub-region has
+    /// the page size of its base.
     #[must_use]
     pub fn page_size(&self) -> usize {
         self.inner.page_size()
     }
 
-    /// The iface and device that the memory was found to belong to.
+    /// Returns the iface and the device that own the memory.
     ///
     /// # Errors
     /// [`ErrorKind::BadState`] before the registration completed.
@@ -90,7 +91,7 @@ impl MemoryRegion {
         Ok((decision.iface, decision.device))
     }
 
-    /// Returns the path by which the NIC reaches the memory, with its reasons.
+    /// Returns the path by which the NIC reaches the memory, and the reasons for it.
     ///
     /// # Errors
     /// [`ErrorKind::BadState`] before the registration completed.
@@ -99,7 +100,7 @@ impl MemoryRegion {
         Ok(registration.decision.as_ref().unwrap_or(&self.inner.domain.plain_host))
     }
 
-    /// The provider's own handle, for what only that provider has.
+    /// Returns the provider's own handle, for functions that only this provider has.
     ///
     /// # Errors
     /// [`ErrorKind::BadState`] before the registration completed, or after it failed.
@@ -107,7 +108,7 @@ impl MemoryRegion {
         Ok(self.inner.registration("provider region")?.region)
     }
 
-    /// The local descriptor (`fi_mr_desc`).
+    /// Returns the local descriptor (`fi_mr_desc`).
     ///
     /// # Errors
     /// [`ErrorKind::BadState`] before the registration completed, or after it failed.
@@ -116,12 +117,14 @@ impl MemoryRegion {
         Ok(self.inner.registration("desc")?.region.local)
     }
 
-    /// The remote key (`fi_mr_key`).
+    /// Returns the remote key (`fi_mr_key`).
     ///
     /// # Errors
-    /// [`ErrorKind::KeyNotAvailable`] before the registration completed, after it failed, in RAW
-    /// mode, and for a staged region of a NIC that needs this side's help to reach it: no peer
-    /// can.
+    /// [`ErrorKind::KeyNotAvailable`]:
+    ///
+    /// - before the registration completed, and after it failed;
+    /// - in RAW mode, which has [`MemoryRegion::raw_key`] instead;
+    /// - for a staged region that peers cannot reach, because the NIC cannot copy for them.
     pub fn key(&self) -> Result<RemoteKey> {
         let unavailable =
             |why: &'static str| Error::new(ErrorKind::KeyNotAvailable, "key").remedy(why);
@@ -141,8 +144,8 @@ impl MemoryRegion {
         Ok(composite.unwrap_or_else(single))
     }
 
-    /// Returns the address of the first byte for peers: 0, or the virtual address in VIRT_ADDR
-    /// mode.
+    /// Returns the address by which peers name the first byte: the virtual address in VIRT_ADDR
+    /// mode, and 0 otherwise.
     #[must_use]
     pub fn base_addr(&self) -> Iova {
         match self.inner.domain.addressing() {
@@ -151,30 +154,32 @@ impl MemoryRegion {
         }
     }
 
-    /// The raw key (`fi_mr_raw_attr`): writes it to `buffer` and returns the base address and the
-    /// key's length.
+    /// Writes the raw key to `buffer` (`fi_mr_raw_attr`). Returns the base address and the key's
+    /// length.
     ///
     /// Works in every mode.
     ///
     /// # Errors
-    /// [`ErrorKind::TooSmall`] whose context `needed` is the size; [`ErrorKind::KeyNotAvailable`]
-    /// before the registration completed.
+    /// - [`ErrorKind::TooSmall`] if the key does not fit. The context value `needed` is its length.
+    /// - [`ErrorKind::KeyNotAvailable`] before the registration completed.
+    /// - [`ErrorKind::Unsupported`] if the provider has no raw keys.
     pub fn raw_attr(&self, buffer: &mut [u8]) -> Result<(Iova, usize)> {
         let raw = self.raw_key()?;
         let Some(out) = buffer.get_mut(..raw.0.len()) else {
             return Err(Error::new(ErrorKind::TooSmall, "raw_attr")
                 .context("given", buffer.len())
                 .context("needed", raw.0.len())
-                .remedy("give a buffer of the needed size (ProviderAttr::raw_key_size)"));
+                .remedy("pass a buffer of the needed size (ProviderAttr::raw_key_size)"));
         };
         out.copy_from_slice(&raw.0);
         Ok((self.base_addr(), raw.0.len()))
     }
 
-    /// The raw key by value.
+    /// Returns the raw key.
     ///
     /// # Errors
-    /// [`ErrorKind::KeyNotAvailable`] before the registration completed.
+    /// - [`ErrorKind::KeyNotAvailable`] before the registration completed.
+    /// - [`ErrorKind::Unsupported`] if the provider has no raw keys.
     pub fn raw_key(&self) -> Result<RawKey> {
         let region = self.inner.registered().ok_or_else(|| {
             Error::new(ErrorKind::KeyNotAvailable, "raw_attr")
@@ -183,16 +188,17 @@ impl MemoryRegion {
         self.inner.domain.raw_keys("raw_attr")?.raw_key(region)
     }
 
-    /// Binds a counter, which counts each remote write and atomic of the region once
-    /// (`fi_mr_bind` with a counter).
+    /// Binds a counter, which then counts each remote write and atomic of the region (`fi_mr_bind`
+    /// with a counter).
     ///
-    /// Several counters may be bound, one call each. The region closes once all of them are closed.
+    /// A region may have several counters, bound with one call each. It can be closed once all of
+    /// them are closed.
     ///
     /// # Errors
-    /// [`ErrorKind::NoSys`] where the provider cannot; [`ErrorKind::BadFlags`] unless `flags` is
-    /// REMOTE_WRITE; [`ErrorKind::BadState`] in RMA_EVENT mode for a region without the
-    /// RMA_EVENT flag, for a region that was created disabled and is enabled, and where this
-    /// counter is bound already.
+    /// - [`ErrorKind::NoSys`] if the provider does not count accesses.
+    /// - [`ErrorKind::BadFlags`] unless `flags` is REMOTE_WRITE.
+    /// - [`ErrorKind::BadState`] if the counter is bound already, in RMA_EVENT mode for a region
+    ///   without the RMA_EVENT flag, and for a region that started disabled and is enabled now.
     pub fn bind_counter(&self, counter: &Arc<Counter>, flags: BindFlags) -> Result<()> {
         let domain = &self.inner.domain;
         let refuse = |kind, why: &'static str| Err(Error::new(kind, "bind counter").remedy(why));
@@ -234,8 +240,8 @@ impl MemoryRegion {
     /// Makes a disabled region usable (`fi_mr_enable`).
     ///
     /// # Errors
-    /// [`ErrorKind::BadState`] if it is not disabled, or in ENDPOINT mode without an endpoint
-    /// bound.
+    /// [`ErrorKind::BadState`] if the region is not disabled, and in ENDPOINT mode if it is not
+    /// bound to an endpoint.
     pub fn enable(&self) -> Result<()> {
         let registration = self.inner.registration("enable")?;
         if self.state() != RegionState::Disabled {
@@ -248,7 +254,7 @@ impl MemoryRegion {
             return Err(Error::new(ErrorKind::BadState, "enable")
                 .remedy("in ENDPOINT mode bind the region to an endpoint first"));
         }
-        // Without the facet, the region has been usable since it was registered.
+        // Without the facet, the region is usable since it was registered.
         if let Some(enabling) = self.inner.domain.provider().enabling() {
             enabling.enable(registration.region)?;
         }
@@ -256,12 +262,13 @@ impl MemoryRegion {
         Ok(())
     }
 
-    /// Tells the provider that pages changed (`fi_mr_refresh`): in `ranges`, or anywhere if there
-    /// are none.
+    /// Notifies the provider that the pages of `ranges` changed (`fi_mr_refresh`). An empty list
+    /// means the whole region.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] for a range outside the region; [`ErrorKind::BadAddress`] where
-    /// pages are missing; [`ErrorKind::NoSys`] where the provider cannot.
+    /// - [`ErrorKind::OutOfBounds`] for a range outside the region.
+    /// - [`ErrorKind::BadAddress`] if pages are missing.
+    /// - [`ErrorKind::NoSys`] if regions of the provider keep their pages.
     pub fn refresh(&self, ranges: &[AddressRange]) -> Result<()> {
         let registration = self.inner.registration("refresh")?;
         for range in ranges {
@@ -284,14 +291,16 @@ impl MemoryRegion {
         refresh.refresh_pages(registration.region, ranges)
     }
 
-    /// Closes the region (`fi_close`): after it returns nothing touches the memory and the keys are
-    /// dead.
+    /// Deregisters the region (`fi_close`).
     ///
-    /// A registration still pending is given up; one that the worker is busy with is waited for.
+    /// After this the NIC does not access the memory, and the keys are invalid. A pending
+    /// asynchronous registration is cancelled. If it is in progress, the call waits for its end.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] as long as a sub-region, a window or an open counter is bound to it;
-    /// what the driver reported otherwise. The region comes back, still working.
+    /// - [`ErrorKind::Busy`] while the region has a sub-region, a bound window or an open counter.
+    /// - The driver's own error.
+    ///
+    /// The error returns the region, which still works.
     pub fn close(self) -> Result<(), Rejected<Self>> {
         match self.inner.close() {
             Ok(()) => Ok(()),

@@ -1,7 +1,7 @@
-//! One registration, from the request to the provider's handle.
+//! Registration, from the request to the provider's handle.
 //!
-//! Every kind of registration comes through [`register_on_nics`]: synchronous, asynchronous,
-//! cached, of sub-regions, and on several NICs.
+//! All registrations use [`register_on_nics`]: synchronous, asynchronous and cached ones, those of
+//! sub-regions, and those on several NICs.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ use crate::{
     registry::AddressOwner,
 };
 
-/// Leaks the memory of a registration that panics: a NIC may have it.
+/// Leaks the memory if its registration panics, because the NIC may have registered it.
 pub(super) struct LeakOnPanic(Option<KeepAlive>);
 
 impl LeakOnPanic {
@@ -37,7 +37,7 @@ impl LeakOnPanic {
         self.0.clone().unwrap_or(KeepAlive::Caller)
     }
 
-    /// Ends the guard: the registration has returned.
+    /// Ends the guard after the registration returned.
     pub(super) fn release(mut self) {
         drop(self.0.take());
     }
@@ -50,7 +50,7 @@ impl Drop for LeakOnPanic {
 }
 
 impl DomainInner {
-    /// Registers at once, or hands the region to the worker where an event queue is bound.
+    /// Registers at once, or leaves it to the worker if an event queue is bound.
     #[inline]
     pub(super) fn register(
         self: &Arc<Self>,
@@ -68,7 +68,8 @@ impl DomainInner {
         }
     }
 
-    /// Registers at once. `owner` is the owner of the memory, if the caller has resolved it.
+    /// Registers at once. `owner` is the owner of the memory, if the caller has resolved it
+    /// already.
     #[inline]
     pub(super) fn register_now(
         self: &Arc<Self>,
@@ -80,7 +81,8 @@ impl DomainInner {
         let ranges = self.check(attr, flags)?;
         let owned = keep.iface();
         let keep = LeakOnPanic::new(keep);
-        // Made as soon as the provider has returned: an error or a panic after that closes it.
+        // The region is created as soon as the provider returns, so that an error or a panic after
+        // that closes it.
         let mut region = None;
         let registered =
             register_on_nics(&[self], &ranges, attr, flags, owned, owner, &mut |done| {
@@ -95,7 +97,7 @@ impl DomainInner {
         })
     }
 
-    /// Checks everything that a caller can get wrong, and returns the ranges to register.
+    /// Validates a request, and returns the ranges to register.
     #[inline]
     pub(super) fn check<'a>(&self, attr: &MrAttr<'a>, flags: MrFlags) -> Result<Ranges<'a>> {
         self.process.check("regattr")?;
@@ -115,8 +117,8 @@ impl DomainInner {
         validate::check_base(base, attr)
     }
 
-    /// Resolves the owner of the memory, and touches host pages where the caller asks for that.
-    /// This is the only query of the ifaces.
+    /// Resolves the owner of the memory, and touches host pages if the request asks for that. This
+    /// is the only query of the ifaces.
     fn resolve<'a>(
         &'a self,
         ranges: &[AddressRange],
@@ -189,11 +191,13 @@ impl DomainInner {
     }
 }
 
-/// Registers the same memory with the NIC of each domain. `done` receives the regions in the order
-/// of the domains. On an error it has received those that came before.
+/// Registers the same memory with the NIC of each domain.
 ///
-/// The request was checked for every domain. `owned` is the iface of memory that stays allocated
-/// while it is registered, and `owner` the owner of the memory, if the caller has resolved it.
+/// `done` receives the regions in the order of the domains. If a NIC fails, `done` has received the
+/// regions of the NICs before it. The caller has checked the request for every domain.
+///
+/// `owned` is the iface of memory that stays allocated while it is registered. `owner` is the owner
+/// of the memory, if the caller has resolved it already.
 pub(super) fn register_on_nics(
     domains: &[&Arc<DomainInner>],
     ranges: &[AddressRange],
@@ -215,7 +219,8 @@ pub(super) fn register_on_nics(
     let _entered = span.enter();
     let mut done = |region: PathRegistration| {
         let path = region.decision.as_ref().unwrap_or(&first.plain_host).path;
-        tracing::debug!(nic = region.decision.as_ref().map(|decision| &*decision.nic), %path, "registered");
+        let nic = region.decision.as_ref().map(|decision| &*decision.nic);
+        tracing::debug!(nic, %path, "registered");
         done(region);
     };
     first
@@ -245,7 +250,7 @@ fn register_memory(
                     Features::SUB_REGIONS,
                     "register sub-region",
                     ErrorKind::Unsupported,
-                    "this provider has no key for part of a registration: register the part by itself",
+                    "this provider has no keys for part of a region: register the part by itself",
                 )
             })?;
             let region = sub_regions.register_sub(base, &registrations[0], offset, len)?;
@@ -257,8 +262,9 @@ fn register_memory(
             let piece = |range: &AddressRange| Piece { range: *range, backing: backing.clone() };
             let pieces: SmallVec<[Piece<'_>; 1]> = ranges.iter().map(piece).collect();
             for (domain, registration) in targets {
-                // SAFETY: the caller of an unsafe function promises that the memory may be
-                // registered; or the region owns it, or a scope borrows it, and `owned` says so.
+                // SAFETY: either the caller of an unsafe function guarantees that the memory may be
+                // registered. Or the region owns the memory, or a scope borrows it; then `owned` is
+                // set, and the memory stays allocated until the region is deregistered.
                 let region = unsafe { domain.provider.register(registration, &pieces) }?;
                 done(PathRegistration { region, decision: None });
             }
@@ -267,18 +273,21 @@ fn register_memory(
             let targets: SmallVec<[Target<'_>; 1]> = targets
                 .map(|(domain, registration)| Target { registration, provider: &*domain.provider })
                 .collect();
-            // SAFETY: as for host memory above, for the same reasons.
+            // SAFETY: either the caller of an unsafe function guarantees that the memory may be
+            // registered, or the region owns the memory until it is deregistered.
             unsafe { first.selector.register(&targets, done) }?;
         }
     }
     Ok(())
 }
 
-/// Refuses memory that belongs to another iface than its buffer names. The domain would treat
-/// memory of an iface that it does not have as host memory, and a software NIC would access it.
+/// Refuses memory of an iface other than the one that its buffer reports.
+///
+/// The domain treats memory of an iface that it does not know as host memory. A software NIC would
+/// then access device memory with the CPU.
 fn check_owner(range: AddressRange, owned: Option<IfaceKind>, found: IfaceKind) -> Result<()> {
     match owned {
-        // A device's API knows host memory that is nevertheless the allocator's.
+        // A device API may know a buffer of host memory, which still belongs to its allocator.
         None | Some(IfaceKind::SYSTEM) => Ok(()),
         Some(iface) if iface == found => Ok(()),
         Some(iface) => Err(Error::new(ErrorKind::InvalidArgument, "regattr")
@@ -291,7 +300,7 @@ fn check_owner(range: AddressRange, owned: Option<IfaceKind>, found: IfaceKind) 
     }
 }
 
-/// Makes a region: registered, or to be registered by the worker under an identifier.
+/// Creates a region: a registered one, or a pending one that the worker will register.
 #[inline]
 pub(super) fn new_region(
     domain: &Arc<DomainInner>,
@@ -320,13 +329,28 @@ pub(super) fn new_region(
 }
 
 impl MemoryRegion {
-    /// Registers part of this region under its own key and rights, without new pages (`base_mr`).
+    /// Registers part of this region with a key and rights of its own (`base_mr`).
     ///
-    /// The part inherits iface, device and page size; it keeps this region's memory registered.
+    /// The NIC enforces the bounds and the rights. The part inherits iface, device and page size,
+    /// pins no memory, and keeps this region registered.
+    ///
+    /// ```no_run
+    /// use hmem_core::{Access, MemoryRegion, RemoteKey, Result};
+    ///
+    /// /// Lets a peer read the first page, and nothing else.
+    /// fn first_page(region: &MemoryRegion) -> Result<(MemoryRegion, RemoteKey)> {
+    ///     let page = region.range().slice(0, 4096).expect("a region of at least a page");
+    ///     let part = region.sub(page, Access::REMOTE_READ, None)?;
+    ///     let key = part.key()?;
+    ///     Ok((part, key))
+    /// }
+    /// ```
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] outside this region; [`ErrorKind::AccessDenied`] for rights that
-    /// let the NIC write when this region has none; NoKey, KeyRejected.
+    /// - [`ErrorKind::OutOfBounds`] for a range outside this region.
+    /// - [`ErrorKind::AccessDenied`] for a right by which the NIC writes, if this region has none.
+    /// - [`ErrorKind::NoKey`] or [`ErrorKind::KeyRejected`] for the requested key.
+    /// - [`ErrorKind::Unsupported`] if the provider has no sub-regions.
     pub fn sub(
         &self,
         range: AddressRange,

@@ -1,7 +1,8 @@
-//! Registering borrowed memory for the length of a closure.
+//! Registration of borrowed memory while a closure runs.
 //!
-//! A region that borrowed its memory in its type would be unsound: it can be forgotten, and then
-//! outlives the borrow while its key works. A closure cannot forget what it never owns.
+//! A region type with a borrow would be unsound. `std::mem::forget` would leave the memory
+//! registered after the borrow ended. A closure that only gets a reference cannot forget the
+//! region.
 
 use std::sync::Arc;
 
@@ -10,24 +11,24 @@ use crate::{
     Access, Address, AddressRange, Decision, Error, ErrorKind, MrFlags, MrMode, RemoteKey, Result,
 };
 
-/// A region that lives as long as the closure of [`Domain::scope`](super::Domain::scope).
+/// The region of borrowed memory in the closure of [`Domain::scope`](super::Domain::scope).
 #[derive(Debug)]
 pub struct Scoped<'a> {
     region: &'a MemoryRegion,
-    /// Set if the memory is host memory, which the CPU reaches by its address.
+    /// Set for host memory, which the CPU can access.
     host: bool,
 }
 
 impl Scoped<'_> {
-    /// The remote key.
+    /// Returns the remote key.
     ///
     /// # Errors
-    /// As [`MemoryRegion::key`].
+    /// The errors of [`MemoryRegion::key`].
     pub fn key(&self) -> Result<RemoteKey> {
         self.region.key()
     }
 
-    /// The address range.
+    /// Returns the address range.
     #[must_use]
     pub fn range(&self) -> AddressRange {
         self.region.range()
@@ -36,34 +37,38 @@ impl Scoped<'_> {
     /// Returns the path by which the NIC reaches the memory.
     ///
     /// # Errors
-    /// As [`MemoryRegion::decision`].
+    /// The errors of [`MemoryRegion::decision`].
     pub fn decision(&self) -> Result<&Arc<Decision>> {
         self.region.decision()
     }
 
-    /// A piece for the safe transfers of an endpoint.
+    /// Returns a part of the region for the safe transfers of an endpoint.
     ///
     /// # Errors
-    /// OutOfBounds if it reaches outside the region.
+    /// [`ErrorKind::OutOfBounds`] if the part reaches outside the region.
     pub fn slice(&self, offset: u64, len: u64) -> Result<RegionSlice> {
         RegionSlice::of(self.region, offset, len)
     }
 
-    /// Copies bytes of the region out; bytes that the NIC writes meanwhile come out in any mixture.
+    /// Copies bytes of the region to `into`, from `offset` on.
+    ///
+    /// Bytes that the NIC is writing during the call are read old or new, each independently.
     ///
     /// # Errors
-    /// OutOfBounds if they reach outside the region; Unsupported for memory of a device, which its
-    /// owner copies.
+    /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the region.
+    /// - [`ErrorKind::Unsupported`] for the memory of
+    ///   [`Domain::scope_range`](super::Domain::scope_range). Copy through the owner of the memory
+    ///   instead.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         let slice = self.host_slice(offset, into.len())?;
         super::buffer::copy_out(slice.address(), into);
         Ok(())
     }
 
-    /// Copies bytes into the region.
+    /// Copies `from` into the region, from `offset` on.
     ///
     /// # Errors
-    /// As [`Scoped::read`].
+    /// The errors of [`Scoped::read`].
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let slice = self.host_slice(offset, from.len())?;
         super::buffer::copy_in(slice.address(), from);
@@ -76,36 +81,36 @@ impl Scoped<'_> {
         }
         Err(Error::new(ErrorKind::Unsupported, "scoped copy")
             .context("range", self.range())
-            .remedy("copy by the owner of the memory (DeviceBuffer::read, DeviceBuffer::write)"))
+            .remedy("copy through the owner of the memory, such as a DeviceBuffer"))
     }
 }
 
-/// Closes the region on every way out of the closure, a panic included.
+/// Closes the region when the closure returns or panics.
 struct CloseOnExit(Option<MemoryRegion>);
 
 impl Drop for CloseOnExit {
     fn drop(&mut self) {
         let Some(region) = self.0.take() else { return };
         if let Err(rejected) = region.close() {
-            // Going on would end the borrow while a peer can still write to the memory.
-            tracing::error!(error = %rejected.error, "a scoped region could not be closed");
+            // To continue would end the borrow while a peer can still write to the memory.
+            tracing::error!(error = %rejected.error, "cannot close a scoped region: aborting");
             std::process::abort();
         }
     }
 }
 
-/// Aborts the process if a registration panics. The memory may be registered then, and unwinding
-/// would end the borrow.
+/// Aborts the process if a registration panics. The memory may be registered, and unwinding would
+/// end the borrow.
 struct AbortOnPanic;
 
 impl Drop for AbortOnPanic {
     fn drop(&mut self) {
-        tracing::error!("the registration of borrowed memory panicked");
+        tracing::error!("the registration of borrowed memory panicked: aborting");
         std::process::abort();
     }
 }
 
-/// Borrowed host memory.
+/// Registers borrowed host memory while `body` runs.
 pub(super) fn run<R>(
     domain: &Arc<DomainInner>,
     bytes: &mut [u8],
@@ -116,7 +121,7 @@ pub(super) fn run<R>(
     run_over(domain, range, true, access, body)
 }
 
-/// Memory of any iface.
+/// Registers memory of any iface while `body` runs.
 pub(super) fn run_over<R>(
     domain: &Arc<DomainInner>,
     range: AddressRange,
@@ -128,9 +133,7 @@ pub(super) fn run_over<R>(
     if domain.effective().contains(MrMode::ENDPOINT) {
         return Err(Error::new(ErrorKind::BadState, "scope")
             .context("mr_mode", domain.effective())
-            .remedy(
-                "in ENDPOINT mode a region needs an endpoint before use: register a buffer instead",
-            ));
+            .remedy("register a buffer: in ENDPOINT mode a region must be bound before use"));
     }
     let keep = if host { KeepAlive::Scope } else { KeepAlive::Caller };
     let panicked = AbortOnPanic;

@@ -1,4 +1,4 @@
-//! Everything a caller can get wrong, caught before any iface or provider is asked.
+//! The checks of a request that need no call of an iface or provider.
 
 use std::{ops::Deref, sync::OnceLock};
 
@@ -8,7 +8,7 @@ use crate::{
     provider::ProviderAttr,
 };
 
-/// `FI_KEY_NOTAVAIL`: the number that means "no key".
+/// The number that means "no key" (`FI_KEY_NOTAVAIL`).
 pub(super) const KEY_NOT_AVAILABLE: u64 = u64::MAX;
 
 /// The ranges of a registration, at least one.
@@ -58,7 +58,7 @@ pub(super) fn check<'a>(
     if !mode.contains(MrMode::PROV_KEY) && attr.requested_key == Some(KEY_NOT_AVAILABLE) {
         return Err(Error::new(ErrorKind::KeyRejected, "regattr")
             .context("requested_key", format_args!("{KEY_NOT_AVAILABLE:#x}"))
-            .remedy("this number means \"no key\" (FI_KEY_NOTAVAIL): request another"));
+            .remedy("request another key: this number means \"no key\" (FI_KEY_NOTAVAIL)"));
     }
     match (attr.dma_buf, flags.contains(MrFlags::MR_DMABUF)) {
         (None, false) => {
@@ -69,7 +69,7 @@ pub(super) fn check<'a>(
         (given, _) => Err(Error::new(ErrorKind::InvalidArgument, "regattr")
             .context("dma_buf", if given.is_some() { "given" } else { "missing" })
             .context("flags", flags)
-            .remedy("MR_DMABUF and the dma_buf attribute go together")),
+            .remedy("set both MR_DMABUF and the dma_buf attribute, or neither")),
     }
 }
 
@@ -79,9 +79,9 @@ fn check_bits(attr: &MrAttr<'_>, flags: MrFlags, provider: &ProviderAttr) -> Res
     if !bad_flags.is_empty() {
         let unknown = bad_flags.difference(MrFlags::all());
         let remedy = if unknown.is_empty() {
-            "this provider does not honour the flag: register without it"
+            "register without these flags, which the provider does not support"
         } else {
-            "these bits are not flags of fi_mr(3)"
+            "clear these bits: fi_mr(3) does not define them as flags"
         };
         return Err(Error::new(ErrorKind::BadFlags, "regattr")
             .provider(provider.nic.to_string())
@@ -92,12 +92,12 @@ fn check_bits(attr: &MrAttr<'_>, flags: MrFlags, provider: &ProviderAttr) -> Res
     if !bad_access.is_empty() {
         return Err(Error::new(ErrorKind::BadAccess, "regattr")
             .context("access", bad_access)
-            .remedy("these bits are not access rights of fi_mr(3)"));
+            .remedy("clear these bits: they are not access rights"));
     }
     if flags.contains(MrFlags::HMEM_DEVICE_ONLY | MrFlags::HMEM_HOST_ALLOC) {
         return Err(Error::new(ErrorKind::BadFlags, "regattr")
             .context("flags", flags)
-            .remedy("memory is either DEVICE_ONLY or HOST_ALLOC, not both"));
+            .remedy("set HMEM_DEVICE_ONLY or HMEM_HOST_ALLOC, not both"));
     }
     Ok(())
 }
@@ -110,7 +110,7 @@ fn check_ranges(ranges: &[AddressRange], provider: &ProviderAttr) -> Result<u64>
             .provider(provider.nic.to_string())
             .context("ranges", ranges.len())
             .context("mr_iov_limit", provider.mr_iov_limit)
-            .remedy("give between 1 and mr_iov_limit ranges"));
+            .remedy("pass between 1 and mr_iov_limit ranges"));
     }
     let mut total = 0u64;
     for range in ranges {
@@ -145,12 +145,12 @@ fn check_dma_buf(
     if attr.base.is_some() {
         return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
             .context("base", "given")
-            .remedy("a sub-region inherits its base's memory: drop MR_DMABUF or the base"));
+            .remedy("leave out MR_DMABUF or the base: a sub-region uses the memory of its base"));
     }
     if !attr.ranges.is_empty() {
         return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
             .context("ranges", attr.ranges.len())
-            .remedy("a dma-buf registration takes its range from the dma_buf attribute alone"));
+            .remedy("pass no ranges: the dma_buf attribute has the range"));
     }
     if buffer.len == 0 {
         return Err(Error::new(ErrorKind::ZeroLength, "regattr")
@@ -176,24 +176,22 @@ pub(super) fn check_base(base: &MemoryRegion, attr: &MrAttr<'_>) -> Result<()> {
         return refuse(ErrorKind::BadState, "wait until the base is registered");
     }
     let [range] = attr.ranges else {
-        return refuse(ErrorKind::TooManyRanges, "a sub-region is one range of its base");
+        return refuse(ErrorKind::TooManyRanges, "pass one range: a sub-region has only one");
     };
     if base.inner().offset_of(*range).is_none() {
         return Err(Error::new(ErrorKind::OutOfBounds, "regattr")
             .context("range", range)
             .context("base", base.range())
-            .remedy("a sub-region lies inside one range of its base"));
+            .remedy("pass a range inside one range of the base"));
     }
     if attr.access.nic_writes() && !base.access().nic_writes() {
         return Err(Error::new(ErrorKind::AccessDenied, "regattr")
             .context("access", attr.access)
             .context("base_access", base.access())
-            .remedy(
-                "the base's pages are registered for reading: register it with a right that writes",
-            ));
+            .remedy("register the base with a right to write, for example RECV or REMOTE_WRITE"));
     }
     if attr.page_size != 0 {
-        return refuse(ErrorKind::BadPageSize, "a sub-region inherits its base's page size: use 0");
+        return refuse(ErrorKind::BadPageSize, "use 0: a sub-region has the page size of its base");
     }
     Ok(())
 }
@@ -206,7 +204,7 @@ fn check_chunk(chunk: u64) -> Result<()> {
     }
     Err(Error::new(ErrorKind::InvalidArgument, "regattr")
         .context("chunk", chunk)
-        .remedy("parts have a page at least; 0 leaves their length to the provider"))
+        .remedy("use a page or more, or 0 to leave the length of a part to the provider"))
 }
 
 fn check_page_size(page_size: usize, provider: &ProviderAttr) -> Result<()> {
@@ -218,10 +216,10 @@ fn check_page_size(page_size: usize, provider: &ProviderAttr) -> Result<()> {
         .context("page_size", page_size)
         .context("os", format_args!("{os:?}"))
         .context("provider", format_args!("{:?}", provider.page_sizes))
-        .remedy("use 0, or a size that both the operating system and the provider have"))
+        .remedy("use 0, or a size that both the operating system and the provider support"))
 }
 
-/// The page sizes of this machine in bytes: the base size, then those of
+/// Returns the page sizes of this machine in bytes, ascending: the base size and the sizes in
 /// `/sys/kernel/mm/hugepages`.
 #[must_use]
 pub fn os_page_sizes() -> &'static [usize] {

@@ -4,8 +4,8 @@
 //! invalidated by requests posted to an endpoint, with the caller's 8-bit tag (InfiniBand
 //! 10.6.7.2). The rules are those of [`WindowType::after`].
 //!
-//! A provider knows what became of a posted bind or invalidation, and of an invalidation by a peer.
-//! A type 2 window asks it before each step, so that nothing has to be told to the window.
+//! The provider knows the results of posted binds and invalidations, and of invalidations by peers.
+//! A type 2 window queries the provider's state before each operation, so it needs no notification.
 
 use std::{
     fmt,
@@ -27,10 +27,10 @@ use crate::{
     transfer::{Operation, PeerId, WorkRequest},
 };
 
-/// A type 1 window: bound by a call, with a key that turns at each bind.
+/// A type 1 window, which is bound by a call and gets a new key with each bind.
 ///
-/// While it is bound it keeps its region registered, and the region cannot be closed. Its key dies
-/// when it is bound again, unbound or dropped. It has no invalidation:
+/// A bound window keeps its region registered, and the region cannot be closed. The key becomes
+/// invalid when the window is bound again, unbound or dropped. There is no invalidation:
 ///
 /// ```compile_fail,E0599
 /// fn invalidate(window: &hmem_core::Type1Window, endpoint: &hmem_core::Endpoint) {
@@ -38,7 +38,7 @@ use crate::{
 /// }
 /// ```
 pub struct Type1Window {
-    /// Before the binding, so that the window is freed before its region is let go.
+    /// Dropped before the binding, so that the window is freed before its region is released.
     window: Allocated,
     state: Mutex<Type1State>,
 }
@@ -48,10 +48,10 @@ struct Type1State {
     bound: Option<Bound>,
 }
 
-/// A type 2 window: bound and invalidated by posted requests, with a tag of the caller's.
+/// A type 2 window, which is bound and invalidated by posted requests, with the caller's tag.
 ///
-/// While it is bound it keeps its region registered, and the region cannot be closed. It is not
-/// bound by a call, and not without a tag:
+/// A bound window keeps its region registered, and the region cannot be closed. There is no bind by
+/// a call:
 ///
 /// ```compile_fail,E0599
 /// # use hmem_core::{Access, MemoryRegion, Type2Window};
@@ -64,27 +64,29 @@ pub struct Type2Window {
 }
 
 struct Type2Inner {
-    /// Before the binding, so that the window is freed before its region is let go.
+    /// Dropped before the binding, so that the window is freed before its region is released.
     window: Allocated,
     state: Mutex<Type2State>,
 }
 
 #[derive(Default)]
 struct Type2State {
-    /// The binding of the last bind that was posted, unless an invalidation was posted since.
+    /// The binding of the last posted bind, unless an invalidation was posted after it.
     bound: Option<Bound>,
-    /// Bindings whose invalidation was posted and has not completed.
+    /// The bindings with a posted invalidation that has not completed.
     ending: Vec<Bound>,
     /// The region that lists this window.
     listed: Weak<RegionInner>,
 }
 
-/// The two ways in which a type 2 window is tied to its queue pair.
+/// The two kinds of type 2 windows, which differ in how a window depends on its queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Type2Kind {
-    /// By its number: while the window is bound, the queue pair can be neither reset nor destroyed.
+    /// Type 2A depends on the queue pair's number. While the window is bound, the queue pair can be
+    /// neither reset nor destroyed.
     A,
-    /// By its number and protection domain: the queue pair may go at any time.
+    /// Type 2B depends on the queue pair's number and protection domain. The queue pair may be
+    /// destroyed at any time.
     B,
 }
 
@@ -97,20 +99,21 @@ impl From<Type2Kind> for WindowType {
     }
 }
 
-/// The bind of a type 2 window.
+/// A request to bind a type 2 window.
 #[derive(Clone, Copy, Debug)]
 pub struct Type2Bind<'a> {
     /// The region, registered with [`Access::MW_BIND`].
     pub region: &'a MemoryRegion,
-    /// First byte, counted from the start of the region.
+    /// The offset of the first byte in the region.
     pub offset: u64,
-    /// Bytes, at least one.
+    /// The length in bytes, at least 1.
     pub len: u64,
-    /// Rights of peers.
+    /// The rights of peers.
     pub access: Access,
     /// The addressing for peers.
     pub addressing: Addressing,
-    /// The low 8 bits of the new key. Another tag than the last one keeps the old key dead.
+    /// The low 8 bits of the new key. Use another tag than for the last bind, so that the old key
+    /// stays invalid.
     pub tag: u8,
 }
 
@@ -126,7 +129,7 @@ struct Bound {
     base: Iova,
     len: u64,
     addressing: Addressing,
-    /// For type 2: the caller's tag, by which the key tells which bind holds.
+    /// For type 2: the caller's tag, which identifies the bind in the key.
     tag: u8,
 }
 
@@ -141,7 +144,7 @@ impl Bound {
     }
 }
 
-/// The part of a region that a window is to be bound to.
+/// The part of a region to bind a window to.
 pub(super) struct Part<'a> {
     pub(super) region: &'a MemoryRegion,
     pub(super) offset: u64,
@@ -151,13 +154,13 @@ pub(super) struct Part<'a> {
 
 const KEY_TAG: u64 = 0xff;
 
-/// The key of a window with another tag.
+/// Returns the key of a window with another tag.
 pub(super) const fn with_tag(key: u64, tag: u8) -> u64 {
     (key & !KEY_TAG) | tag as u64
 }
 
 impl Part<'_> {
-    /// Checks what can be known before the provider is asked.
+    /// Checks the rules that need no call of the provider.
     pub(super) fn bind(
         &self,
         domain: &Arc<DomainInner>,
@@ -255,12 +258,12 @@ impl Allocated {
 impl Drop for Allocated {
     fn drop(&mut self) {
         if !self.domain.process.is_current() {
-            // In a forked child, freeing it would free what the parent uses.
+            // In a forked child, freeing it would free a window of the parent.
             return;
         }
         let freed = self.domain.windows().and_then(|windows| windows.free_window(self.window));
         if let Err(error) = freed {
-            tracing::error!(%error, "a memory window could not be freed");
+            tracing::error!(%error, "cannot free a memory window");
         }
     }
 }
@@ -272,13 +275,20 @@ impl Type1Window {
         Ok(Self { state: Mutex::new(state), window })
     }
 
-    /// Binds the window to `len` bytes from `offset` of `region`, which was registered with
-    /// [`Access::MW_BIND`], and returns its new key. The old key is dead. Addresses are virtual.
+    /// Binds the window to `len` bytes from `offset` of `region`, and returns the new key.
+    ///
+    /// The region must have the right [`Access::MW_BIND`]. The old key becomes invalid. Peers use
+    /// virtual addresses.
     ///
     /// # Errors
-    /// Each error names its rule. OutOfBounds; ZeroLength (use [`Type1Window::unbind`]); BadAccess;
-    /// AccessDenied for rights that the region rules out and for a region without MW_BIND;
-    /// InvalidArgument for another domain's region. The binding stays as it was.
+    /// Each error names the violated rule. After an error the binding stays as it was.
+    ///
+    /// - [`ErrorKind::OutOfBounds`] for bytes outside the region.
+    /// - [`ErrorKind::ZeroLength`] for no bytes. Use [`Type1Window::unbind`] instead.
+    /// - [`ErrorKind::BadAccess`] for a right that is not a right of peers.
+    /// - [`ErrorKind::AccessDenied`] for a region without MW_BIND, or without a right by which the
+    ///   NIC writes if peers may write.
+    /// - [`ErrorKind::InvalidArgument`] for a region of another domain.
     pub fn bind(
         &self,
         region: &MemoryRegion,
@@ -300,10 +310,11 @@ impl Type1Window {
         Ok(state.bound.insert(Bound::new(&part, Addressing::Virtual, 0)).key(number))
     }
 
-    /// Unbinds the window (a bind of length 0): its key is dead, the window stays.
+    /// Unbinds the window (a bind of length 0). Its key becomes invalid, and the window can be
+    /// bound again.
     ///
     /// # Errors
-    /// [`ErrorKind::BadState`] if it is not bound.
+    /// [`ErrorKind::BadState`] if the window is not bound.
     pub fn unbind(&self) -> Result<()> {
         let mut state = self.state.lock();
         self.window.check(state.state(), WindowEvent::BindNothing, "unbind window")?;
@@ -350,15 +361,19 @@ impl Type2Window {
         self.inner.window.kind
     }
 
-    /// Posts the bind of the window, and returns the key. The key works once the request has
-    /// completed, and only through `endpoint`. A message that is posted to the endpoint afterwards
-    /// arrives after the bind.
+    /// Posts a request that binds the window, and returns the new key.
+    ///
+    /// The key is valid once the request has completed, and only through `endpoint`. A message that
+    /// is posted to the endpoint later arrives after the bind.
     ///
     /// # Errors
-    /// Each error names its rule. [`ErrorKind::BadState`] when bound already (invalidate first);
-    /// [`ErrorKind::ZeroLength`]; OutOfBounds; BadAccess; AccessDenied for rights that the region
-    /// rules out; InvalidArgument for another domain's region or endpoint; those of
-    /// [`Endpoint::post`]. Some are known only when the request completes: the window is then free.
+    /// Each error names the violated rule.
+    ///
+    /// - [`ErrorKind::BadState`] if the window is bound. Invalidate it first.
+    /// - The errors of [`Type1Window::bind`], also for an endpoint of another domain.
+    /// - The errors of [`Endpoint::post`].
+    ///
+    /// Some errors are reported by the completion. The window is free then.
     pub fn post_bind(
         &self,
         endpoint: &Endpoint,
@@ -396,13 +411,16 @@ impl Type2Window {
         Ok(key)
     }
 
-    /// Posts the invalidation of the window's key. The window may be bound again at once: requests
-    /// of one endpoint execute in their order.
+    /// Posts a request that invalidates the window's key.
+    ///
+    /// The window may be bound again at once, because an endpoint executes requests in order.
     ///
     /// # Errors
-    /// AccessDenied for an endpoint other than that of the bind; InvalidArgument for another
-    /// domain's; those of [`Endpoint::post`]. An invalidation that fails later leaves the window as
-    /// it was.
+    /// - [`ErrorKind::AccessDenied`] for another endpoint than that of the bind.
+    /// - [`ErrorKind::InvalidArgument`] for an endpoint of another domain.
+    /// - The errors of [`Endpoint::post`].
+    ///
+    /// If the invalidation fails later, the window stays bound.
     pub fn post_invalidate(&self, endpoint: &Endpoint, context: u64) -> Result<()> {
         let operation = "post invalidate window";
         let inner = &*self.inner;
@@ -415,14 +433,14 @@ impl Type2Window {
         Ok(())
     }
 
-    /// Returns the state, as far as the completions that were read tell. A bind that failed and an
-    /// invalidation, by this side or by a peer, leave [`WindowState::Free`].
+    /// Returns the state, according to the completions that were read. A failed bind leaves the
+    /// window [`WindowState::Free`], and so does an invalidation by this side or by a peer.
     #[must_use]
     pub fn state(&self) -> WindowState {
         self.inner.settled().map_or(WindowState::Invalid, |(_, status)| status.state)
     }
 
-    /// Returns the key of the last bind, unless it is known to be dead.
+    /// Returns the key of the last bind, unless it is known to be invalid.
     #[must_use]
     pub fn key(&self) -> Option<RemoteKey> {
         let (state, status) = self.inner.settled().ok()?;
@@ -432,7 +450,7 @@ impl Type2Window {
 }
 
 impl Type2Inner {
-    /// Locks the state, with what the provider knows by now.
+    /// Locks the state and updates it from the provider.
     fn settled(&self) -> Result<(MutexGuard<'_, Type2State>, crate::provider::WindowStatus)> {
         let mut state = self.state.lock();
         let status = self.window.domain.windows()?.window_status(self.window.window)?;
@@ -459,7 +477,7 @@ impl Type2Inner {
 impl Settle for Type2Inner {
     fn settle(&self) {
         if let Err(error) = self.settled() {
-            tracing::debug!(%error, "the state of a memory window is not known");
+            tracing::debug!(%error, "cannot query the state of a memory window");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The attempts to reach memory over its paths, which errors and decisions keep.
+//! The attempts of a path search, which errors and decisions record.
 
 use std::{fmt, ops::Deref, sync::Arc};
 
@@ -6,18 +6,18 @@ use serde::{Serialize, Serializer};
 
 use super::Error;
 
-/// The ways from memory to a NIC.
+/// A path by which a NIC reaches memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Path {
-    /// Host pages, registered as they are.
+    /// Host pages, registered by their addresses.
     PlainHost,
-    /// A dma-buf fd.
+    /// A dma-buf, imported by its file descriptor.
     DmaBuf,
-    /// A device address that a peer-memory kernel client resolves.
+    /// A device address, which a peer-memory client in the kernel resolves.
     PeerMemory,
-    /// Copies through registered host memory.
+    /// Copies through staging buffers in host memory.
     Staged,
 }
 
@@ -40,28 +40,28 @@ impl fmt::Display for Path {
     }
 }
 
-/// One way that was tried.
+/// One attempt to register over a path.
 #[derive(Clone, Debug, Serialize)]
 pub struct Attempt {
     /// The path.
     pub path: Path,
-    /// The exact call that decided it.
+    /// The call that succeeded or was refused.
     pub call: String,
-    /// Set if a driver was called; not set if the NIC does not list the path among its imports.
+    /// Set if a driver was called. Not set if the NIC does not support the path at all.
     pub driver_called: bool,
-    /// The refusal; `None` for the attempt that succeeded.
+    /// The error of the refusal. `None` for the attempt that succeeded.
     #[serde(serialize_with = "display_error")]
     pub error: Option<Error>,
-    /// The name of the probable cause, where it is a known one: its heading in `docs/causes.md`.
+    /// The name of the probable cause, if it is known: a heading in `docs/causes.md`.
     pub cause_name: Option<&'static str>,
-    /// The probable cause of the refusal, in a sentence.
+    /// The probable cause of the refusal, in one sentence.
     pub cause: Option<String>,
-    /// The change that would make it work.
+    /// The change that would make the path work.
     pub remedy: Option<String>,
 }
 
 impl Attempt {
-    /// An attempt that worked.
+    /// Creates an attempt that succeeded.
     #[must_use]
     pub fn success(path: Path, call: impl Into<String>) -> Self {
         Self {
@@ -75,7 +75,7 @@ impl Attempt {
         }
     }
 
-    /// An attempt that was refused, for no known cause; the remedy is the error's.
+    /// Creates an attempt that was refused, with no known cause. The remedy is the error's.
     #[must_use]
     pub fn refused(path: Path, call: impl Into<String>, error: Error) -> Self {
         let remedy = error.remedy_text().map(str::to_owned);
@@ -91,13 +91,13 @@ impl Attempt {
         }
     }
 
-    /// A way that no driver was asked for, since the NIC does not have it.
+    /// Creates an attempt over a path that the NIC does not support. No driver was called.
     #[must_use]
     pub fn unsupported_import(path: Path, error: Error) -> Self {
         Self { driver_called: false, ..Self::refused(path, "import", error) }
     }
 
-    /// With a known cause and its remedy.
+    /// Sets a known cause and its remedy.
     #[must_use]
     pub fn with_cause(
         mut self,
@@ -135,12 +135,13 @@ fn display_error<S: Serializer>(error: &Option<Error>, serializer: S) -> Result<
     }
 }
 
-/// Attempts in the order in which they were made. Clones share them.
+/// The attempts of a path search, in order. Clones share the attempts.
 #[derive(Clone, Debug, Default)]
 pub struct Trace(Arc<[Attempt]>);
 
 impl Trace {
-    /// The refusal that says most: the last by a driver, or else the last.
+    /// Returns the most informative refusal: the last refusal by a driver, or else the last
+    /// refusal.
     #[must_use]
     pub fn refusal(&self) -> Option<&Error> {
         let refused = || self.iter().rev().filter(|attempt| attempt.error.is_some());
@@ -178,7 +179,7 @@ impl Serialize for Trace {
 }
 
 impl fmt::Display for Trace {
-    /// One line: `(1) dma-buf: ... (2) staged: ...`.
+    /// Writes all attempts on one line: `(1) dma-buf: ... (2) staged: ...`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (at, attempt) in self.iter().enumerate() {
             let space = if at == 0 { "" } else { " " };

@@ -1,4 +1,4 @@
-//! The facets of an iface: one small trait for each thing that a back end may have or lack.
+//! The facets of an iface: one small trait for each optional ability.
 
 use std::{
     fmt,
@@ -14,8 +14,10 @@ use crate::{
     nic::Nic,
 };
 
-/// A facet whose absence is an error. An iface without [`SegmentMap`] has one segment, and one
-/// without [`InboundFlush`] needs no flush.
+/// A facet whose absence is an error.
+///
+/// Two facets are not listed: without [`SegmentMap`] an allocation is one segment, and without
+/// [`InboundFlush`] no flush is needed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Facet {
@@ -36,7 +38,7 @@ pub enum Facet {
 }
 
 impl Facet {
-    /// The operation that a missing facet is reported as.
+    /// Returns the operation that the error for a missing facet reports.
     #[must_use]
     pub const fn operation(self) -> &'static str {
         match self {
@@ -50,7 +52,7 @@ impl Facet {
         }
     }
 
-    /// Returns the error for an iface that lacks this facet. It names no reason.
+    /// Returns the error for an iface without this facet. It has no reason.
     #[must_use]
     #[cold]
     pub fn unavailable(self, iface: IfaceKind) -> Error {
@@ -58,26 +60,25 @@ impl Facet {
     }
 }
 
-/// A request to allocate.
+/// A request to allocate memory.
 #[derive(Clone, Copy, Debug)]
 pub struct AllocRequest {
-    /// Bytes, more than 0.
+    /// The length in bytes, more than 0.
     pub len: u64,
-    /// On which device; ignored by ifaces without devices.
+    /// The device. Ignored by ifaces without devices.
     pub device: DeviceId,
     /// The kind of memory.
     pub kind: AllocationKind,
 }
 
-/// A dma-buf that an iface exported: an owned fd, and where in it and in its allocation the range
-/// lies.
+/// A dma-buf that an iface exported, with the position of the range in it.
 #[derive(Debug)]
 pub struct DmaBufExport {
-    /// The dma-buf. Closing it ends the export; registrations made from it live on.
+    /// The dma-buf. Closing it does not affect registrations that were made from it.
     pub fd: OwnedFd,
-    /// Start of the range in the dma-buf.
+    /// The offset of the range in the dma-buf.
     pub offset: DmaBufOffset,
-    /// Start of the range in its allocation.
+    /// The offset of the range in its allocation.
     pub alloc_offset: AllocOffset,
     /// Bytes.
     pub len: u64,
@@ -91,28 +92,27 @@ impl AsFd for DmaBufExport {
     }
 }
 
-/// A range opened to peer-memory kernel clients: what to hand to `ibv_reg_mr`.
+/// A range that is open to peer-memory clients in the kernel, ready for `ibv_reg_mr`.
 #[derive(Clone, Copy, Debug)]
 pub struct PeerMemoryExport {
-    /// The device address that the kernel client recognises.
+    /// The device address that the client resolves.
     pub address: Address,
     /// Bytes.
     pub len: u64,
 }
 
-/// A copy under way.
+/// A copy in progress.
 pub trait CopyEvent: Send + fmt::Debug {
-    /// Returns true if the copy has ended; the result is kept for [`CopyEvent::wait`].
+    /// Returns true if the copy has ended. [`CopyEvent::wait`] returns its result.
     fn is_done(&self) -> bool;
-    /// Waits for the end.
+    /// Waits for the end of the copy.
     ///
     /// # Errors
-    /// The error that the device reported; the destination then holds unspecified bytes.
+    /// The error that the device reported. The destination then has unspecified bytes.
     fn wait(self: Box<Self>) -> Result<()>;
 }
 
-/// A copy that had ended when its event was made: what there is to return where no engine copies
-/// asynchronously.
+/// The event of a copy that has already ended. For ifaces without an asynchronous copy engine.
 #[derive(Debug)]
 pub struct FinishedCopy(pub Result<()>);
 
@@ -126,12 +126,12 @@ impl CopyEvent for FinishedCopy {
     }
 }
 
-/// An allocation in a form that another process can open: opaque bytes of the iface.
+/// A handle by which another process can open an allocation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IpcHandle {
-    /// The iface that made it.
+    /// The iface that exported the allocation.
     pub iface: IfaceKind,
-    /// The iface's own form.
+    /// The handle's bytes, which only the iface can interpret.
     pub bytes: Vec<u8>,
 }
 
@@ -140,57 +140,59 @@ pub trait Allocator {
     /// Allocates memory.
     ///
     /// # Errors
-    /// OutOfResources, Unsupported for a kind it lacks, InvalidArgument for a device out of range.
+    /// - OutOfResources if memory is short.
+    /// - Unsupported for a kind that the iface does not have.
+    /// - InvalidArgument for a device that does not exist.
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation>;
 
     /// Frees memory that [`allocate`](Self::allocate) returned.
     ///
     /// # Safety
-    /// Nothing may use the memory any longer: no reference into CPU-accessible kinds, no copy under
-    /// way.
+    /// Nothing uses the memory any more: no Rust reference to it exists, and no copy is in
+    /// progress.
     ///
     /// # Errors
-    /// InvalidArgument for an allocation that is not live (a double free names the identity).
+    /// InvalidArgument for an allocation that is not live, for example after an earlier free.
     unsafe fn free(&self, allocation: &Allocation) -> Result<()>;
 
-    /// Returns true if this process already uses the device, so that an allocation that is freed
-    /// again leaves nothing behind. For CUDA: a primary context exists. It starts nothing.
+    /// Returns true if this process already uses the device. For CUDA: a primary context exists.
     ///
-    /// An iface without such state keeps the default, which returns true.
+    /// The call does not start the device. If it returns true, an allocation that is freed again
+    /// leaves no new state behind. The default returns true, for ifaces without such state.
     ///
     /// # Errors
-    /// InvalidArgument for a device that is none, where the iface has devices; what the driver
-    /// reported.
+    /// - InvalidArgument for a device that does not exist.
+    /// - The error that the driver reported.
     fn is_device_active(&self, device: DeviceId) -> Result<bool> {
         let _ = device;
         Ok(true)
     }
 }
 
-/// Copies without blocking the caller.
+/// Copies memory asynchronously.
 pub trait CopyEngine {
     /// Starts a copy like [`Iface::copy`](super::Iface::copy) and returns its event.
     ///
     /// # Safety
-    /// As [`Iface::copy`](super::Iface::copy), until the event says that it is done.
+    /// The conditions of [`Iface::copy`](super::Iface::copy), until the event says that it is done.
     ///
     /// # Errors
-    /// As [`Iface::copy`](super::Iface::copy).
+    /// The errors of [`Iface::copy`](super::Iface::copy).
     unsafe fn start_copy(&self, to: Address, from: Address, len: u64)
     -> Result<Box<dyn CopyEvent>>;
 }
 
 /// Exports ranges as dma-buf fds.
 pub trait DmaBufExporter {
-    /// The mappings that can be asked for; a single device may refuse one of them. None if no
-    /// device of this machine exports dma-bufs: each export then gives the reason.
+    /// Returns the supported mappings. A single device may refuse one of them. Empty if no device
+    /// of this machine exports dma-bufs; each export then fails with the reason.
     fn mappings(&self) -> &'static [DmaBufMapping];
 
     /// Exports `range`, which lies in one allocation, as a dma-buf for `nic`.
     ///
     /// # Errors
-    /// Unsupported where the driver, the device or the mapping cannot; Unreachable where the device
-    /// cannot be reached from that NIC.
+    /// - Unsupported if the driver or the device cannot export the range with this mapping.
+    /// - Unreachable if the NIC cannot reach the device.
     fn export(
         &self,
         range: AddressRange,
@@ -198,19 +200,19 @@ pub trait DmaBufExporter {
         mapping: DmaBufMapping,
     ) -> Result<DmaBufExport>;
 
-    /// Gives a dma-buf back in the way the driver wants it. The default closes the fd.
+    /// Releases an export by the call that the driver requires. The default closes the fd.
     ///
     /// # Errors
-    /// The error that the driver reported; the fd is closed all the same.
+    /// The error that the driver reported. The fd is closed in any case.
     fn release(&self, export: DmaBufExport) -> Result<()> {
         drop(export);
         Ok(())
     }
 }
 
-/// Opens ranges to peer-memory kernel clients.
+/// Opens ranges to peer-memory clients in the kernel.
 pub trait PeerMemoryExporter {
-    /// Opens `range` to peer-memory kernel clients.
+    /// Opens `range` to peer-memory clients in the kernel.
     ///
     /// # Errors
     /// Unsupported with the reason.
@@ -235,7 +237,7 @@ pub trait HostRegistrar {
     fn unregister(&self, range: AddressRange) -> Result<()>;
 }
 
-/// Hands allocations to other processes.
+/// Shares allocations with other processes.
 pub trait Ipc {
     /// Returns a handle that another process can open.
     ///
@@ -244,40 +246,41 @@ pub trait Ipc {
     /// that is not live.
     fn export(&self, allocation: &Allocation) -> Result<IpcHandle>;
 
-    /// Opens another process's allocation; [`close`](Self::close) frees it.
+    /// Opens an allocation of another process. [`close`](Self::close) closes it.
     ///
     /// # Errors
-    /// Malformed for bytes that are no handle; Unavailable if the owner is gone.
+    /// - Malformed for bytes that are not a handle.
+    /// - Unavailable if the owner process has ended.
     fn open(&self, handle: &IpcHandle) -> Result<Allocation>;
 
-    /// Closes what [`open`](Self::open) returned.
+    /// Closes an allocation that [`open`](Self::open) returned.
     ///
     /// # Safety
-    /// As [`Allocator::free`].
+    /// The conditions of [`Allocator::free`].
     ///
     /// # Errors
     /// InvalidArgument for an allocation that was not opened.
     unsafe fn close(&self, allocation: &Allocation) -> Result<()>;
 }
 
-/// Knows where the physical memory under a range changes (HM-07).
+/// Lists the physical segments of ranges (HM-07).
 pub trait SegmentMap {
     /// Returns the physical segments of `range` in address order.
     ///
     /// # Errors
-    /// OutOfBounds if a part of it is not this iface's.
+    /// OutOfBounds if part of the range is not memory of this iface.
     fn segments(&self, range: AddressRange) -> Result<Vec<Segment>>;
 
-    /// Names the driver's attribute that says that a segment is not exportable.
+    /// Returns the name of the driver's attribute for segments that cannot be exported.
     fn not_exportable(&self) -> &'static str {
         "not exportable"
     }
 }
 
-/// Makes the writes of NICs visible to devices (HM-14).
+/// Makes bytes that NICs wrote visible to devices (HM-14).
 pub trait InboundFlush {
-    /// Makes inbound RMA writes visible to work that the device starts after this call. A domain
-    /// calls it as its completions are read ([`Domain::open_cq`](crate::Domain::open_cq)).
+    /// Makes bytes that NICs wrote visible to device work that starts after this call. The
+    /// completion queues of [`Domain::open_cq`](crate::Domain::open_cq) call it.
     ///
     /// # Errors
     /// The error that the driver reported.
@@ -286,11 +289,11 @@ pub trait InboundFlush {
 
 /// Starts the monitor of an iface's memory.
 pub trait MonitorSource {
-    /// Returns how the driver shows that memory was freed: it calls back, or only identities tell.
-    /// Does not start the monitor, which may use other means as well.
+    /// Returns the method by which the driver shows that memory was freed. Does not start the
+    /// monitor, which may use other methods too.
     fn detection(&self) -> DetectionMethod;
 
-    /// Starts the monitor that notices when this iface's memory is freed.
+    /// Starts the monitor, which detects frees of this iface's memory.
     ///
     /// # Errors
     /// Unsupported with the reason.

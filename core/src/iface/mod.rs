@@ -1,10 +1,10 @@
-//! The trait of every memory interface: host memory, CUDA, ROCr, Level Zero, the simulated device,
-//! and plug-ins from outside the workspace.
+//! The trait of memory interfaces: host memory, CUDA, ROCr, Level Zero, the simulated device, and
+//! plug-ins.
 //!
-//! [`Iface`] has a small required core. Everything else is a facet: a trait that a back end
-//! returns if it has it. All of them are object-safe. A missing facet is an error of kind
-//! [`ErrorKind::Unsupported`] with its reason
-//! ([`Iface::unavailable`]), and [`Capability`] says which facets there are.
+//! [`Iface`] has a few required methods. Each optional ability is a facet: a small trait, which the
+//! iface returns if it has the ability. All traits are object-safe. The error for a missing facet
+//! has the kind [`ErrorKind::Unsupported`] and the reason ([`Iface::unavailable`]). [`Capability`]
+//! lists the facets of an iface.
 
 mod facets;
 
@@ -23,10 +23,9 @@ use crate::{
     nic::Nic,
 };
 
-/// The abilities of an iface, as its facets show them. A single device may do less, and refuses
-/// with the reason.
+/// The abilities of an iface, read from its facets by [`Capability::of`].
 ///
-/// [`Capability::of`] is the only way to get one, so that it cannot disagree with the facets.
+/// A single device may support less. Its calls then fail with the reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Capability {
@@ -34,24 +33,24 @@ pub struct Capability {
     pub allocate: bool,
     /// Exports ranges as dma-buf fds.
     pub dma_buf: bool,
-    /// Has a PCIe mapping flag for dma-buf exports (HM-09).
+    /// Exports dma-bufs with the PCIe mapping (HM-09).
     pub pcie_mapping: bool,
-    /// Can be reached through a peer-memory kernel client.
+    /// Opens memory to peer-memory clients in the kernel.
     pub peer_memory: bool,
     /// Copies asynchronously, with events.
     pub async_copy: bool,
     /// Page-locks host memory for its devices.
     pub host_register: bool,
-    /// Hands allocations to other processes.
+    /// Shares allocations with other processes.
     pub ipc: bool,
     /// Gives allocations identities that are never reused.
     pub identity: bool,
-    /// Its driver calls back when memory is freed.
+    /// Its driver notifies of frees by callbacks.
     pub free_callback: bool,
 }
 
 impl Capability {
-    /// Asks an iface for its facets.
+    /// Returns the abilities of an iface.
     #[must_use]
     pub fn of<I: Iface + ?Sized>(iface: &I) -> Self {
         let mappings = iface.dma_buf().map_or(&[][..], DmaBufExporter::mappings);
@@ -73,28 +72,28 @@ impl Capability {
 /// A device of an iface.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// The iface's ordinal.
+    /// The iface's number for the device.
     pub id: DeviceId,
-    /// The name that the driver gives it.
+    /// The driver's name for the device.
     pub name: String,
-    /// PCI bus id as `domain:bus:device.function` in lower-case hexadecimal, where it has one.
+    /// The PCI bus id as `domain:bus:device.function` in lower-case hexadecimal, if it has one.
     pub pci_bus_id: Option<String>,
-    /// Bytes of memory on it.
+    /// The size of its memory in bytes.
     pub memory: u64,
 }
 
 /// A memory interface.
 ///
-/// Five methods are required. The others return a facet, or `None` where the back end lacks it.
+/// Five methods are required. The others return a facet, or `None` if the iface does not have it.
 /// Callers use [`IfaceExt`], which turns a missing facet into the error of
 /// [`unavailable`](Self::unavailable).
 ///
-/// Core has checked every argument against what it can know (non-empty ranges, no wrap); an
-/// implementation checks what only it can know and answers with typed errors, never with a panic.
+/// The core has checked all arguments (non-empty ranges, no wrap). An implementation checks the
+/// rest and returns typed errors. It never panics.
 ///
 /// # Safety
-/// Safe code of this library relies on the answers of an iface when it copies to, exports and
-/// registers memory. So an implementation promises, for itself and for every facet that it returns:
+/// Safe code of this library trusts the results of an iface when it copies, exports and registers
+/// memory. So an implementation must guarantee, for itself and for every facet that it returns:
 ///
 /// - [`query`](Self::query) claims an address only while an allocation of this iface holds it, and
 ///   names that allocation's exact range, device and kind. Unless
@@ -113,27 +112,29 @@ pub struct Device {
 ///   registered, also when the memory is freed meanwhile.
 /// - [`address_span`](Self::address_span) holds every address that `query` will ever claim.
 pub unsafe trait Iface: fmt::Debug + Send + Sync {
-    /// Its number: libfabric's, or 0x100 and up for a plug-in.
+    /// Returns the iface's number: libfabric's, or 0x100 and up for a plug-in.
     fn kind(&self) -> IfaceKind;
 
-    /// Its name as `info` and the command line use it.
+    /// Returns the iface's name, which `info` and the command line use.
     fn name(&self) -> &str;
 
-    /// Its devices; empty for an iface that has none by nature.
+    /// Returns the devices. Empty for an iface without devices, such as host memory.
     ///
     /// # Errors
-    /// Unavailable if the driver lost them.
+    /// Unavailable if the driver has lost the devices.
     fn devices(&self) -> Result<Vec<Device>>;
 
-    /// The allocation that holds `address`, or `None` if the address is not this iface's.
+    /// Returns the allocation that contains `address`, or `None` if the address is not of this
+    /// iface.
     ///
-    /// On the path of every registration: must be cheap for foreign addresses.
+    /// Every registration calls this, so it must be cheap for addresses of other owners.
     ///
     /// # Errors
-    /// A failed driver call; never "not mine".
+    /// The error of a failed driver call. An unknown address is not an error.
     fn query(&self, address: Address) -> Result<Option<Allocation>>;
 
-    /// Copies `len` bytes between any two of: host memory, memory of this iface. Blocks until done.
+    /// Copies `len` bytes, and returns when the copy has ended. Each side is host memory or memory
+    /// of this iface.
     ///
     /// # Safety
     /// - A host side is valid for `len` bytes and, if it is the destination, not referenced
@@ -148,82 +149,86 @@ pub unsafe trait Iface: fmt::Debug + Send + Sync {
     /// - Otherwise the error that the device reported.
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()>;
 
-    /// The range that all its memory lies in, for as long as the iface lives, what it imports and
-    /// page-locks included. A [`Registry`](crate::Registry) takes it once and does not ask about
-    /// addresses outside; `None`, the default, has it ask about every address.
+    /// Returns the range that contains all memory of this iface, including imported and page-locked
+    /// memory, for the iface's whole life.
+    ///
+    /// A [`Registry`](crate::Registry) reads the range once, and does not query addresses outside
+    /// it. With `None`, the default, it queries every address.
     fn address_span(&self) -> Option<AddressRange> {
         None
     }
 
-    /// Returns true, the default, if no two of its allocations ever have the same identity.
+    /// Returns true if no two allocations ever have the same identity. The default is true.
     fn has_identities(&self) -> bool {
         true
     }
 
-    /// Allocates and frees memory.
+    /// Returns the facet that allocates and frees memory.
     fn allocator(&self) -> Option<&dyn Allocator> {
         None
     }
 
-    /// Copies asynchronously.
+    /// Returns the facet that copies asynchronously.
     fn copy_engine(&self) -> Option<&dyn CopyEngine> {
         None
     }
 
-    /// Exports ranges as dma-bufs.
+    /// Returns the facet that exports ranges as dma-bufs.
     fn dma_buf(&self) -> Option<&dyn DmaBufExporter> {
         None
     }
 
-    /// Opens ranges to peer-memory kernel clients.
+    /// Returns the facet that opens ranges to peer-memory clients.
     fn peer_memory(&self) -> Option<&dyn PeerMemoryExporter> {
         None
     }
 
-    /// Page-locks host memory for its devices.
+    /// Returns the facet that page-locks host memory for the devices.
     fn host_registrar(&self) -> Option<&dyn HostRegistrar> {
         None
     }
 
-    /// Hands allocations to other processes.
+    /// Returns the facet that shares allocations with other processes.
     fn ipc(&self) -> Option<&dyn Ipc> {
         None
     }
 
-    /// Lists physical segments. `None`, the default: each allocation is one exportable segment.
+    /// Returns the facet that lists physical segments. With `None`, the default, each allocation is
+    /// one exportable segment.
     fn segments(&self) -> Option<&dyn SegmentMap> {
         None
     }
 
-    /// Flushes inbound writes. `None`, the default: they are visible without a flush.
+    /// Returns the facet that flushes inbound writes. With `None`, the default, they are visible
+    /// without a flush.
     fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
         None
     }
 
-    /// Starts the monitor that notices frees.
+    /// Returns the facet that starts the monitor of frees.
     fn monitor(&self) -> Option<&dyn MonitorSource> {
         None
     }
 
-    /// Returns the causes that only its driver's refusals have, beside the general ones.
+    /// Returns the causes of refusals that are special to this iface's driver.
     fn causes(&self) -> &'static [RefusalCause] {
         &[]
     }
 
-    /// Returns the error for a facet that this iface lacks. A back end overrides it to give the
-    /// reason, for example a symbol that the driver library does not have.
+    /// Returns the error for a missing facet. A back end overrides this to add the reason, for
+    /// example a symbol that the driver library does not have.
     fn unavailable(&self, facet: Facet) -> Error {
         facet.unavailable(self.kind())
     }
 }
 
-/// The operations of an iface as a caller sees them: those of the facets, where a missing facet is
-/// the error of [`Iface::unavailable`], and copies between slices and memory that is named by its
-/// address.
+/// The operations of an iface for callers.
 ///
-/// An address does not keep its memory allocated, so copies are `unsafe`. The types that own memory
-/// have safe copies:
-/// [`DeviceBuffer::read`](crate::DeviceBuffer::read),
+/// These are the operations of the facets, which fail with [`Iface::unavailable`] if the facet is
+/// missing, and copies between slices and the iface's memory.
+///
+/// Copies are `unsafe`, because an address does not keep its memory allocated. The types that own
+/// memory have safe copies, for example [`DeviceBuffer::read`](crate::DeviceBuffer::read) and
 /// [`OwnedRegion::read`](crate::OwnedRegion::read).
 ///
 /// ```compile_fail,E0133
@@ -243,7 +248,7 @@ pub unsafe trait Iface: fmt::Debug + Send + Sync {
 /// }
 /// ```
 pub trait IfaceExt: Iface {
-    /// Says which facets the iface has.
+    /// Returns the abilities of the iface.
     fn capability(&self) -> Capability {
         Capability::of(self)
     }
@@ -251,7 +256,7 @@ pub trait IfaceExt: Iface {
     /// Calls [`Allocator::allocate`].
     ///
     /// # Errors
-    /// As [`Allocator::allocate`]; Unsupported without that facet.
+    /// The errors of [`Allocator::allocate`], and Unsupported without that facet.
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
         let lacking = || {
             let error = self.unavailable(Facet::Allocator).device(request.device);
@@ -263,20 +268,20 @@ pub trait IfaceExt: Iface {
     /// Calls [`Allocator::free`].
     ///
     /// # Safety
-    /// As [`Allocator::free`].
+    /// The conditions of [`Allocator::free`].
     ///
     /// # Errors
-    /// As [`Allocator::free`]; Unsupported without that facet.
+    /// The errors of [`Allocator::free`], and Unsupported without that facet.
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
         let lacking = || self.unavailable(Facet::Allocator).context("range", allocation.range);
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller guarantees the facet's conditions, which are those of this function.
         unsafe { self.allocator().ok_or_else(lacking)?.free(allocation) }
     }
 
     /// Calls [`Allocator::is_device_active`].
     ///
     /// # Errors
-    /// As [`Allocator::is_device_active`]; Unsupported without that facet.
+    /// The errors of [`Allocator::is_device_active`], and Unsupported without that facet.
     fn is_device_active(&self, device: DeviceId) -> Result<bool> {
         let lacking = || self.unavailable(Facet::Allocator).device(device);
         self.allocator().ok_or_else(lacking)?.is_device_active(device)
@@ -285,10 +290,10 @@ pub trait IfaceExt: Iface {
     /// Calls [`CopyEngine::start_copy`].
     ///
     /// # Safety
-    /// As [`CopyEngine::start_copy`].
+    /// The conditions of [`CopyEngine::start_copy`].
     ///
     /// # Errors
-    /// As [`CopyEngine::start_copy`]; Unsupported without that facet.
+    /// The errors of [`CopyEngine::start_copy`], and Unsupported without that facet.
     unsafe fn start_copy(
         &self,
         to: Address,
@@ -299,14 +304,14 @@ pub trait IfaceExt: Iface {
             let error = self.unavailable(Facet::CopyEngine);
             error.context("to", to).context("from", from).context("length", len)
         };
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller guarantees the facet's conditions, which are those of this function.
         unsafe { self.copy_engine().ok_or_else(lacking)?.start_copy(to, from, len) }
     }
 
     /// Calls [`DmaBufExporter::export`].
     ///
     /// # Errors
-    /// As [`DmaBufExporter::export`]; Unsupported without that facet.
+    /// The errors of [`DmaBufExporter::export`], and Unsupported without that facet.
     fn export_dma_buf(
         &self,
         range: AddressRange,
@@ -320,7 +325,7 @@ pub trait IfaceExt: Iface {
     /// Calls [`DmaBufExporter::release`]. Without that facet it closes the fd and returns an error.
     ///
     /// # Errors
-    /// As [`DmaBufExporter::release`]; Unsupported without that facet.
+    /// The errors of [`DmaBufExporter::release`], and Unsupported without that facet.
     fn release_dma_buf(&self, export: DmaBufExport) -> Result<()> {
         self.dma_buf().ok_or_else(|| self.unavailable(Facet::DmaBuf))?.release(export)
     }
@@ -328,7 +333,7 @@ pub trait IfaceExt: Iface {
     /// Calls [`PeerMemoryExporter::export`].
     ///
     /// # Errors
-    /// As [`PeerMemoryExporter::export`]; Unsupported without that facet.
+    /// The errors of [`PeerMemoryExporter::export`], and Unsupported without that facet.
     fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
         let lacking = || self.unavailable(Facet::PeerMemory).context("range", range);
         self.peer_memory().ok_or_else(lacking)?.export(range, nic)
@@ -337,20 +342,20 @@ pub trait IfaceExt: Iface {
     /// Calls [`HostRegistrar::register`].
     ///
     /// # Safety
-    /// As [`HostRegistrar::register`].
+    /// The conditions of [`HostRegistrar::register`].
     ///
     /// # Errors
-    /// As [`HostRegistrar::register`]; Unsupported without that facet.
+    /// The errors of [`HostRegistrar::register`], and Unsupported without that facet.
     unsafe fn host_register(&self, range: AddressRange) -> Result<()> {
         let lacking = || self.unavailable(Facet::HostRegistrar).context("range", range);
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller guarantees the facet's conditions, which are those of this function.
         unsafe { self.host_registrar().ok_or_else(lacking)?.register(range) }
     }
 
     /// Calls [`HostRegistrar::unregister`].
     ///
     /// # Errors
-    /// As [`HostRegistrar::unregister`]; Unsupported without that facet.
+    /// The errors of [`HostRegistrar::unregister`], and Unsupported without that facet.
     fn host_unregister(&self, range: AddressRange) -> Result<()> {
         let lacking = || self.unavailable(Facet::HostRegistrar).context("range", range);
         self.host_registrar().ok_or_else(lacking)?.unregister(range)
@@ -359,7 +364,7 @@ pub trait IfaceExt: Iface {
     /// Calls [`Ipc::export`].
     ///
     /// # Errors
-    /// As [`Ipc::export`]; Unsupported without that facet.
+    /// The errors of [`Ipc::export`], and Unsupported without that facet.
     fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle> {
         let lacking = || self.unavailable(Facet::Ipc).context("range", allocation.range);
         self.ipc().ok_or_else(lacking)?.export(allocation)
@@ -368,7 +373,7 @@ pub trait IfaceExt: Iface {
     /// Calls [`Ipc::open`].
     ///
     /// # Errors
-    /// As [`Ipc::open`]; Unsupported without that facet.
+    /// The errors of [`Ipc::open`], and Unsupported without that facet.
     fn ipc_open(&self, handle: &IpcHandle) -> Result<Allocation> {
         self.ipc().ok_or_else(|| self.unavailable(Facet::Ipc))?.open(handle)
     }
@@ -376,20 +381,20 @@ pub trait IfaceExt: Iface {
     /// Calls [`Ipc::close`].
     ///
     /// # Safety
-    /// As [`Ipc::close`].
+    /// The conditions of [`Ipc::close`].
     ///
     /// # Errors
-    /// As [`Ipc::close`]; Unsupported without that facet.
+    /// The errors of [`Ipc::close`], and Unsupported without that facet.
     unsafe fn ipc_close(&self, allocation: &Allocation) -> Result<()> {
         let lacking = || self.unavailable(Facet::Ipc).context("range", allocation.range);
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller guarantees the facet's conditions, which are those of this function.
         unsafe { self.ipc().ok_or_else(lacking)?.close(allocation) }
     }
 
     /// Calls [`SegmentMap::segments`]. Without that facet the range is one exportable segment.
     ///
     /// # Errors
-    /// As [`SegmentMap::segments`].
+    /// The errors of [`SegmentMap::segments`].
     fn physical_segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
         match self.segments() {
             Some(map) => map.segments(range),
@@ -400,7 +405,7 @@ pub trait IfaceExt: Iface {
     /// Calls [`InboundFlush::flush`]. Without that facet there is nothing to flush.
     ///
     /// # Errors
-    /// As [`InboundFlush::flush`].
+    /// The errors of [`InboundFlush::flush`].
     fn flush_inbound(&self, device: DeviceId) -> Result<()> {
         self.inbound_flush().map_or(Ok(()), |facet| facet.flush(device))
     }
@@ -408,7 +413,7 @@ pub trait IfaceExt: Iface {
     /// Calls [`MonitorSource::start`].
     ///
     /// # Errors
-    /// As [`MonitorSource::start`]; Unsupported without that facet.
+    /// The errors of [`MonitorSource::start`], and Unsupported without that facet.
     fn start_monitor(&self) -> Result<Arc<dyn Monitor>> {
         self.monitor().ok_or_else(|| self.unavailable(Facet::Monitor))?.start()
     }
@@ -416,11 +421,10 @@ pub trait IfaceExt: Iface {
     /// Fills `into` from memory of this iface.
     ///
     /// # Safety
-    /// The memory at `from` is not freed before this returns. An address that the iface does not
-    /// know when this is called is an error.
+    /// The memory at `from` is not freed before this returns. (An unknown address is an error.)
     ///
     /// # Errors
-    /// As [`Iface::copy`], and OutOfBounds if `from` is not memory of this iface.
+    /// The errors of [`Iface::copy`], and OutOfBounds if `from` is not memory of this iface.
     unsafe fn read(&self, from: Address, into: &mut [u8]) -> Result<()> {
         check_own(self, from, into.len() as u64)?;
         // SAFETY: `into` is an exclusive borrow of `into.len()` bytes. `from` was just found to be
@@ -431,11 +435,11 @@ pub trait IfaceExt: Iface {
     /// Writes `from` into memory of this iface.
     ///
     /// # Safety
-    /// The memory at `to` is not freed before this returns, and no Rust reference to it exists. An
-    /// address that the iface does not know when this is called is an error.
+    /// The memory at `to` is not freed before this returns, and no Rust reference to it exists. (An
+    /// unknown address is an error.)
     ///
     /// # Errors
-    /// As [`Iface::copy`], and OutOfBounds if `to` is not memory of this iface.
+    /// The errors of [`Iface::copy`], and OutOfBounds if `to` is not memory of this iface.
     unsafe fn write(&self, to: Address, from: &[u8]) -> Result<()> {
         check_own(self, to, from.len() as u64)?;
         // SAFETY: `from` is a borrow of `from.len()` readable bytes. `to` was just found to be this
@@ -446,8 +450,8 @@ pub trait IfaceExt: Iface {
 
 impl<I: Iface + ?Sized> IfaceExt for I {}
 
-/// Checks that one allocation of the iface holds the range. The system iface would take the address
-/// of freed memory for other host memory.
+/// Checks that one allocation of the iface contains the range. Otherwise the system iface would
+/// treat the address of freed device memory as host memory.
 fn check_own<I: Iface + ?Sized>(iface: &I, address: Address, len: u64) -> Result<()> {
     let error = || {
         Error::new(ErrorKind::OutOfBounds, "copy")

@@ -1,4 +1,4 @@
-//! Subscriptions to the frees that an iface makes or is told of.
+//! Subscriptions to frees that go through an iface.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -7,12 +7,12 @@ use parking_lot::Mutex;
 use super::{InvalidationCause, InvalidationToken, Invalidator, Subscription};
 use crate::AddressRange;
 
-/// A range that an invalidator is notified of.
+/// A watched range and its invalidator.
 #[derive(Clone, Debug)]
 struct WatchedRange {
     range: AddressRange,
     invalidator: Arc<dyn Invalidator>,
-    /// Locked while the invalidator is called, so that unsubscribing waits for its end.
+    /// Locked during a call of the invalidator, so that unsubscribing waits for its end.
     active: Arc<Mutex<bool>>,
 }
 
@@ -20,26 +20,27 @@ struct WatchedRange {
 struct WatchedRanges {
     next: u64,
     by_id: BTreeMap<u64, WatchedRange>,
-    /// Ranges that are being freed, each once for each free in progress.
-    going: Vec<AddressRange>,
+    /// The ranges of frees in progress.
+    freeing: Vec<AddressRange>,
 }
 
-/// Subscriptions to frees that an iface makes itself or that the application announces.
+/// The subscriptions to frees that an iface makes itself or that the application announces.
 ///
-/// A [`Monitor`](super::Monitor) holds one where no driver calls back: its `subscribe` and
-/// `unsubscribe` call [`add`](Self::add) and [`remove`](Self::remove), and the iface wraps each
+/// A [`Monitor`](super::Monitor) uses this if the driver has no callbacks. Its `subscribe` calls
+/// [`add`](Self::add), its `unsubscribe` calls [`remove`](Self::remove), and the iface wraps each
 /// free in [`while_freeing`](Self::while_freeing).
 #[derive(Debug, Default)]
 pub struct FreeSubscriptions(Mutex<WatchedRanges>);
 
 impl FreeSubscriptions {
-    /// Runs `free` while everything cached over `range` is invalidated and stays so.
+    /// Runs `free`. All entries of `range` are invalidated before, and stay invalid during the
+    /// call.
     ///
-    /// Frees of one range may overlap: as soon as the driver has an address back it may give it to
-    /// another thread, which may free it before the first free has ended here.
+    /// Frees of one range may overlap. The driver may reuse a freed address at once for another
+    /// thread, which may free it again before the first call has returned.
     pub fn while_freeing<T>(&self, range: AddressRange, free: impl FnOnce() -> T) -> T {
         let mut watched = self.0.lock();
-        watched.going.push(range);
+        watched.freeing.push(range);
         let touched = watched.by_id.values().filter(|watch| watch.range.overlaps(range));
         let touched: Vec<_> = touched.cloned().collect();
         drop(watched);
@@ -58,16 +59,16 @@ impl FreeSubscriptions {
             watch.invalidator.invalidate_end(change);
         }
         let mut watched = self.0.lock();
-        if let Some(at) = watched.going.iter().position(|going| *going == range) {
-            watched.going.swap_remove(at);
+        if let Some(at) = watched.freeing.iter().position(|freeing| *freeing == range) {
+            watched.freeing.swap_remove(at);
         }
         result
     }
 
-    /// Adds a subscription. A free in progress that overlaps `range` invalidates at once.
+    /// Adds a subscription. If a free of overlapping memory is in progress, invalidates at once.
     ///
-    /// A monitor looks the memory up after this call: a free from here on notifies, and the lookup
-    /// detects an earlier one.
+    /// The monitor must query the memory after this call: the query detects an earlier free, and
+    /// the subscription a later one.
     pub fn add(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Subscription {
         let watch = WatchedRange { range, invalidator, active: Arc::new(Mutex::new(true)) };
         let mut watched = self.0.lock();
@@ -75,15 +76,15 @@ impl FreeSubscriptions {
         let id = watched.next;
         watched.by_id.insert(id, watch.clone());
         // A free in progress does not notify this subscription.
-        let missed = watched.going.iter().copied().find(|going| going.overlaps(range));
+        let missed = watched.freeing.iter().copied().find(|freeing| freeing.overlaps(range));
         drop(watched);
-        if let Some(going) = missed {
-            watch.invalidator.invalidate(going, InvalidationCause::Free);
+        if let Some(freeing) = missed {
+            watch.invalidator.invalidate(freeing, InvalidationCause::Free);
         }
         Subscription(id)
     }
 
-    /// Removes a subscription. Waits for a call of its invalidator that is in progress.
+    /// Removes a subscription. Waits for a call of its invalidator in progress.
     pub fn remove(&self, subscription: Subscription) {
         let watch = self.0.lock().by_id.remove(&subscription.0);
         if let Some(watch) = watch {

@@ -1,7 +1,7 @@
-//! Noticing that memory changed under a registration.
+//! Monitors, which detect that registered memory was freed, unmapped or replaced.
 //!
-//! A monitor watches ranges for a cache and calls an [`Invalidator`] when one of them is freed,
-//! unmapped or replaced. Ifaces without callbacks answer [`Monitor::valid`] by allocation identity
+//! A monitor watches memory ranges for a cache, and notifies the cache's [`Invalidator`] of
+//! changes. If a driver has no callbacks, [`Monitor::valid`] compares allocation identities
 //! instead.
 
 mod free;
@@ -12,39 +12,39 @@ pub use free::FreeSubscriptions;
 
 use crate::{AddressRange, Allocation, Result};
 
-/// The way in which a monitor detects changes.
+/// The method by which a monitor detects changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DetectionMethod {
-    /// It is called back before the memory goes.
+    /// Something calls the monitor before the memory is freed.
     Callback,
-    /// It compares identities when asked.
+    /// The monitor compares allocation identities when the cache asks.
     Identity,
 }
 
-/// A change of memory that happened or is about to happen.
+/// The kind of change that invalidates cached memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[repr(u8)]
 pub enum InvalidationCause {
     /// `munmap(2)`.
     Unmap,
-    /// `mremap(2)`: the old place of what moved, and the part that shrinking cut off.
+    /// `mremap(2)`, for the old addresses of moved memory and for the end of shrunk memory.
     Remap,
     /// `madvise(2)` with MADV_DONTNEED, MADV_FREE or MADV_REMOVE.
     Discard,
-    /// `mmap(2)` with MAP_FIXED over it.
+    /// `mmap(2)` with MAP_FIXED over the memory.
     Replace,
     /// `brk(2)` to a lower address.
     Shrink,
     /// `shmdt(2)`.
     Detach,
-    /// A device driver's free.
+    /// A free by a device API.
     Free,
-    /// Another allocation was found at the address.
+    /// A query found another allocation at the address.
     Identity,
     /// The process is a forked child.
     Fork,
-    /// Said so by the application.
+    /// The application asked for it.
     Application,
 }
 
@@ -87,76 +87,83 @@ impl fmt::Display for InvalidationCause {
     }
 }
 
-/// A change under way: what [`Invalidator::invalidate_start`] gives and
-/// [`Invalidator::invalidate_end`] takes.
+/// A change in progress. [`Invalidator::invalidate_start`] returns it, for
+/// [`Invalidator::invalidate_end`].
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "nothing over the range can be cached until the change is ended"]
 pub struct InvalidationToken(pub u32);
 
-/// Told of ranges whose memory is about to go.
+/// The receiver of a monitor's notifications, which invalidates cached memory.
 ///
-/// Called on whatever thread frees, possibly inside a driver's callback or a patched `munmap`: an
-/// implementation takes no lock, allocates nothing, logs nothing and runs no destructor. Ranges
-/// that it knows nothing about are the usual case and must be cheap.
+/// The thread that frees the memory calls the methods, possibly inside a driver's callback or a
+/// patched `munmap`. So an implementation takes no lock, allocates nothing, logs nothing and runs
+/// no destructor. Most notifications are for memory that is not cached, and must be cheap.
 pub trait Invalidator: fmt::Debug + Send + Sync {
-    /// The memory behind `range` goes, and cannot come back as something else before this returns.
+    /// Invalidates a range of memory that is freed or changed. Until this returns, no other memory
+    /// can be at these addresses.
     fn invalidate(&self, range: AddressRange, cause: InvalidationCause);
 
-    /// The memory behind `range` begins to change: what is cached over it is dead at once, and
-    /// nothing becomes valid over it until [`Invalidator::invalidate_end`]. Changes may overlap,
-    /// from several threads.
+    /// Invalidates a range of memory that begins to change.
+    ///
+    /// All entries of the range are invalid at once, and new ones do not become valid until
+    /// [`Invalidator::invalidate_end`]. Changes on several threads may overlap.
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken;
 
-    /// The change is over: the memory is gone, or what is there now stays.
+    /// Ends a change: the memory is gone, or the new memory is in place.
     fn invalidate_end(&self, change: InvalidationToken);
 
-    /// Until [`Invalidator::open_gate`] no lookup hits: for a monitor that learns that something
-    /// changed before it learns what. Gates nest.
+    /// Disables all hits until [`Invalidator::open_gate`]. Calls may be nested.
+    ///
+    /// For monitors that learn that some memory changed before they know which.
     fn close_gate(&self);
 
     /// Undoes one [`Invalidator::close_gate`].
     fn open_gate(&self);
 }
 
-/// One subscription of a monitor; [`Monitor::unsubscribe`] takes it back. Those of one invalidator
-/// may be equal: each is then taken back as often as it was made.
+/// A subscription to a monitor, which [`Monitor::unsubscribe`] ends.
+///
+/// Subscriptions of one invalidator may be equal. Each [`Monitor::subscribe`] still needs its own
+/// [`Monitor::unsubscribe`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Subscription(pub u64);
 
-/// Watches memory of one iface.
+/// A monitor of the memory of one iface.
 pub trait Monitor: fmt::Debug + Send + Sync {
-    /// Its name as configuration and `info` use it: `memhooks`, `userfaultfd`, `import`.
+    /// Returns the name that the configuration and `info` use: `memhooks`, `userfaultfd`, `import`.
     fn name(&self) -> &str;
 
     /// Returns one line: why this monitor was chosen and which changes it misses.
     fn rationale(&self) -> String;
 
-    /// Returns the way in which the monitor detects changes.
+    /// Returns the method by which the monitor detects changes.
     fn detection(&self) -> DetectionMethod;
 
     /// Returns true if the monitor detects changes by `cause` in the ranges that it watches.
     fn detects(&self, cause: InvalidationCause) -> bool;
 
-    /// Watches `range` and reports to `invalidator` until unsubscribed.
+    /// Watches `range` and notifies `invalidator` of changes until [`Monitor::unsubscribe`].
     ///
-    /// An invalidator with several subscriptions may be told once of a change that touches several
-    /// of them, and of changes next to them.
+    /// An invalidator with several subscriptions may get one notification for a change that affects
+    /// several of them. It may also get notifications of changes near its ranges.
     ///
     /// # Errors
-    /// Unsupported if this monitor cannot watch that range. OutOfResources if it already watches
-    /// too many ranges: a domain's cache then evicts its idle entries and retries once.
+    /// - [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) if the monitor cannot watch the
+    ///   range.
+    /// - [`ErrorKind::OutOfResources`](crate::ErrorKind::OutOfResources) if it watches too many
+    ///   ranges already. A domain's cache then evicts its idle entries and retries once.
     fn subscribe(
         &self,
         range: AddressRange,
         invalidator: Arc<dyn Invalidator>,
     ) -> Result<Subscription>;
 
-    /// Stops watching. After it returns the invalidator of that subscription is not called, unless
-    /// it has others.
+    /// Ends a subscription. After this the invalidator gets no notification, unless it has other
+    /// subscriptions.
     fn unsubscribe(&self, subscription: Subscription);
 
-    /// Returns true if `allocation` still exists at its address. Monitors that are called back
-    /// always return true.
+    /// Returns true if `allocation` still exists at its address. A monitor with
+    /// [`DetectionMethod::Callback`] always returns true.
     ///
     /// # Errors
     /// A failed driver call.

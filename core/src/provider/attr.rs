@@ -8,57 +8,58 @@ use crate::{Access, Error, ErrorKind, MrFlags, MrMode, Result};
 pub struct Imports {
     /// Registers dma-buf fds.
     pub dma_buf: bool,
-    /// Wants the PCIe mapping of a dma-buf tried first.
+    /// Prefers the PCIe mapping of a dma-buf.
     pub pcie_mapping_first: bool,
-    /// Takes device addresses, for peer-memory clients to resolve. Whether one answers for a
-    /// device, a registration tells.
+    /// Registers device addresses, which peer-memory clients in the kernel resolve. Only a
+    /// registration shows if a client handles the device.
     pub peer_memory: bool,
-    /// Reaches memory through staged copies.
+    /// Accesses memory through staged copies.
     pub staged: bool,
 }
 
-/// Attributes of a NIC. They do not change while a domain is open on it.
+/// The attributes of a NIC. They do not change while a domain is open.
 #[derive(Clone, Debug)]
 pub struct ProviderAttr {
     /// The NIC.
     pub nic: Nic,
     /// The mr_mode bits that an application must offer.
     pub required_mr_mode: MrMode,
-    /// The mr_mode bits that it can run in when BASIC forces them on it.
+    /// The additional mr_mode bits that the NIC supports if the application requests BASIC.
     pub basic_mr_mode: MrMode,
-    /// Bytes of a key: 4 or 8.
+    /// The size of a key in bytes: 4 or 8.
     pub key_size: usize,
-    /// Bytes of a raw key.
+    /// The size of a raw key in bytes.
     pub raw_key_size: usize,
-    /// Ranges in one region, at least 1.
+    /// The largest number of ranges in a region, at least 1.
     pub mr_iov_limit: usize,
-    /// Bytes in one region.
+    /// The largest number of bytes in a region.
     pub max_mr_size: u64,
-    /// Regions at once.
+    /// The largest number of regions.
     pub max_mr_count: u64,
-    /// Page sizes that registrations may ask for, in bytes, ascending.
+    /// The page sizes that registrations may request, in bytes, ascending.
     pub page_sizes: Vec<usize>,
     /// The kinds of memory that the NIC imports.
     pub imports: Imports,
-    /// The rights that a staged region may have: the local ones where staged memory takes this
-    /// side's help to reach, all where the NIC copies for peers too.
+    /// The rights that a staged region may have: all rights if the provider also copies for peers,
+    /// and otherwise only the local rights.
     pub staged_access: Access,
-    /// The registration flags that it honours.
+    /// The registration flags that the provider supports.
     pub flags: MrFlags,
     /// The agent that executes posted requests.
     pub progress: ProgressModel,
-    /// The order that the requests of one endpoint to one peer keep.
+    /// The guaranteed order of requests of one endpoint to one peer.
     pub order: MsgOrder,
-    /// The bytes of immediate data that a message or write carries (`cq_data_size` of libfabric's
-    /// `fi_domain(3)`): 0 to 8. 0 if the NIC has none.
+    /// The size of immediate data in bytes, 0 to 8 (`cq_data_size` in `fi_domain(3)`). 0 if the NIC
+    /// has no immediate data.
     pub cq_data_size: usize,
 }
 
 impl ProviderAttr {
-    /// Checks immediate data, for a provider that posts a request with it.
+    /// Checks the immediate data of a request. For providers.
     ///
     /// # Errors
-    /// Unsupported if the NIC carries none; InvalidArgument for data that is wider than it carries.
+    /// - Unsupported if the NIC has no immediate data.
+    /// - InvalidArgument for data that is wider than [`ProviderAttr::cq_data_size`].
     pub fn check_data(&self, data: u64) -> Result<()> {
         let refuse = |kind, why: &'static str| {
             Err(Error::new(kind, "post")
@@ -68,23 +69,21 @@ impl ProviderAttr {
                 .remedy(why))
         };
         match self.cq_data_size {
-            0 => {
-                refuse(ErrorKind::Unsupported, "this NIC carries no immediate data: send a message")
-            }
+            0 => refuse(ErrorKind::Unsupported, "send a message: this NIC has no immediate data"),
             8.. => Ok(()),
             bytes if data >> (8 * bytes) == 0 => Ok(()),
             _ => refuse(
                 ErrorKind::InvalidArgument,
-                "immediate data has the NIC's width at most: send the rest in a message",
+                "send the data in a message: it is wider than the NIC's immediate data",
             ),
         }
     }
 }
 
-/// The agent that executes the requests of a domain, after the call that posted them returned.
+/// The agent that executes posted requests of a domain.
 ///
-/// It is about requests that name memory which the NIC reaches. Those that name staged memory may
-/// need calls besides: a domain with the facet [`ManualProgress`](super::ManualProgress) says so.
+/// This covers requests with memory that the NIC reaches directly. Requests with staged memory may
+/// also need calls. Then the domain has the facet [`ManualProgress`](super::ManualProgress).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ProgressModel {
     /// The NIC itself.
@@ -92,81 +91,81 @@ pub enum ProgressModel {
     /// A thread of the domain.
     Thread,
     /// Calls of [`ManualProgress::progress`](super::ManualProgress::progress) and
-    /// [`CompletionQueue::read`](super::CompletionQueue::read). Without them nothing moves.
+    /// [`CompletionQueue::read`](super::CompletionQueue::read). Without calls, no request proceeds.
     Manual,
 }
 
 bitflags::bitflags! {
-    /// The order in which the requests of one endpoint to one peer take effect there, with the bits
-    /// of libfabric's `FI_ORDER_*` (`fi_endpoint(3)`, "MESSAGE ORDERING").
+    /// The guaranteed order of requests of one endpoint to one peer, with the bits of libfabric's
+    /// `FI_ORDER_*` (`fi_endpoint(3)`, "MESSAGE ORDERING").
     ///
-    /// A name has two letters for kinds of requests around an `A` for "after": `WAR` orders a write
-    /// after the reads that were posted before it. `R` stands for reads and fetching atomics, `W`
-    /// for writes and atomics, `S` for messages. A pair without its bit has no order: the second
-    /// request may overtake the first. Its poster then waits for the first completion.
+    /// A name has two letters for kinds of requests around an `A` for "after". For example, `WAR`
+    /// means that a write takes effect after the reads that were posted before it. `R` stands for
+    /// reads and fetching atomics, `W` for writes and atomics, `S` for messages. Without the bit of
+    /// a pair, the second request may overtake the first. An application that needs the order then
+    /// waits for the first completion.
     ///
-    /// It is the order in which the NIC executes the requests. In the target's memory their bytes
-    /// become visible in that order to the NIC, and to software that polls only if the region was
-    /// registered so ([`WriteOrdering::Strict`](crate::WriteOrdering::Strict), which is not the
-    /// default).
+    /// This is the order in which the NIC executes the requests. Software that polls the target's
+    /// memory sees the bytes in this order only if the region has
+    /// [`WriteOrdering::Strict`](crate::WriteOrdering::Strict), which is not the default.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct MsgOrder: u64 {
-        /// Reads after reads.
+        /// Orders reads after earlier reads.
         const RAR = 1 << 0;
-        /// Reads after writes.
+        /// Orders reads after earlier writes.
         const RAW = 1 << 1;
-        /// Reads after messages.
+        /// Orders reads after earlier messages.
         const RAS = 1 << 2;
-        /// Writes after reads.
+        /// Orders writes after earlier reads.
         const WAR = 1 << 3;
-        /// Writes after writes.
+        /// Orders writes after earlier writes.
         const WAW = 1 << 4;
-        /// Writes after messages.
+        /// Orders writes after earlier messages.
         const WAS = 1 << 5;
-        /// Messages after reads.
+        /// Orders messages after earlier reads.
         const SAR = 1 << 6;
-        /// Messages after writes.
+        /// Orders messages after earlier writes.
         const SAW = 1 << 7;
-        /// Messages after messages.
+        /// Orders messages after earlier messages.
         const SAS = 1 << 8;
-        /// RAR among RMA requests.
+        /// Orders RMA reads after earlier RMA reads.
         const RMA_RAR = 1 << 32;
-        /// RAW among RMA requests.
+        /// Orders RMA reads after earlier RMA writes.
         const RMA_RAW = 1 << 33;
-        /// WAR among RMA requests.
+        /// Orders RMA writes after earlier RMA reads.
         const RMA_WAR = 1 << 34;
-        /// WAW among RMA requests.
+        /// Orders RMA writes after earlier RMA writes.
         const RMA_WAW = 1 << 35;
-        /// RAR among atomics.
+        /// Orders atomic reads after earlier atomic reads.
         const ATOMIC_RAR = 1 << 36;
-        /// RAW among atomics.
+        /// Orders atomic reads after earlier atomic writes.
         const ATOMIC_RAW = 1 << 37;
-        /// WAR among atomics.
+        /// Orders atomic writes after earlier atomic reads.
         const ATOMIC_WAR = 1 << 38;
-        /// WAW among atomics.
+        /// Orders atomic writes after earlier atomic writes.
         const ATOMIC_WAW = 1 << 39;
     }
 }
 
-/// The staging buffers of a domain: host memory that the NIC reaches, through which device memory
-/// is copied that it does not.
+/// The size and number of a domain's staging buffers.
 ///
-/// They are allocated and registered once, when the domain's first staged region is, and never
-/// grow: a transfer that finds them all in use waits.
+/// Staging buffers are registered host memory. Device memory that the NIC cannot reach is copied
+/// through them. The domain allocates and registers them with its first staged region, and never
+/// adds more. A transfer waits while all buffers are in use.
 ///
-/// The default, 8 buffers of 512 KiB, is half of the 8 MiB that an unprivileged process may lock on
-/// many systems. A buffer is long enough that the time to start a copy is small beside the copy,
-/// and 3 in flight keep copy engine and wire busy at the same time; the others serve further
+/// The default is 8 buffers of 512 KiB. That is half of the 8 MiB that an unprivileged process may
+/// lock on many systems. A buffer is long enough to make the start of a copy cheap in comparison.
+/// Three buffers in flight keep the copy engine and the wire busy, and the others serve more
 /// transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StagingAttr {
-    /// Bytes of a buffer, at least 1: the longest chunk. A message is cut into chunks of a
-    /// sixteenth of it, of 128 KiB at least and shorter at its ends, as far as a buffer holds
-    /// that.
+    /// The length of a buffer in bytes, at least 1, and so the longest chunk. A message is split
+    /// into chunks of a sixteenth of its length, but of at least 128 KiB if a buffer is that long.
+    /// The chunks at its ends are shorter.
     pub buffer_len: usize,
-    /// The number of buffers, at least 1. Where a NIC needs a message whole, as verbs does, half of
-    /// them serve receives and a quarter sends, so that transfers which wait for a peer never
-    /// keep the others from going on.
+    /// The number of buffers, at least 1. If a NIC needs a whole message at once (verbs does), half
+    /// of the buffers serve receives and a quarter serve sends. So transfers that wait for a peer
+    /// never block other transfers.
     pub buffer_count: usize,
 }
 
@@ -180,7 +179,7 @@ impl StagingAttr {
     /// Checks the numbers.
     ///
     /// # Errors
-    /// InvalidArgument if one is 0, or both together pass the address space.
+    /// InvalidArgument if a number is 0, or if the buffers together exceed the address space.
     pub fn check(&self) -> Result<()> {
         let bytes = self
             .buffer_len
@@ -190,7 +189,7 @@ impl StagingAttr {
             Error::new(ErrorKind::InvalidArgument, "open domain")
                 .context("staging buffer_len", self.buffer_len)
                 .context("staging buffer_count", self.buffer_count)
-                .remedy("staging takes at least one buffer of at least one byte")
+                .remedy("use at least one buffer of at least one byte, and fewer than 2^62 in all")
         })
     }
 }

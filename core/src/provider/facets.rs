@@ -1,4 +1,4 @@
-//! Abilities that a provider's domain may have beyond its core: one small trait each.
+//! The facets of a provider's domain: one small trait for each optional ability.
 
 use std::sync::Arc;
 
@@ -15,11 +15,11 @@ bitflags::bitflags! {
     /// The facets of an open domain.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct Features: u32 {
-        /// Registers parts of regions without their pages ([`SubRegions`]).
+        /// Registers parts of regions without pinning pages ([`SubRegions`]).
         const SUB_REGIONS = 1 << 0;
         /// Keeps disabled regions unusable until they are enabled ([`Enabling`]).
         const ENABLING = 1 << 1;
-        /// Has remote keys of more than one number ([`CompositeKeys`]).
+        /// Has remote keys of several numbers ([`CompositeKeys`]).
         const COMPOSITE_KEYS = 1 << 2;
         /// Has raw keys ([`RawKeys`]).
         const RAW_KEYS = 1 << 3;
@@ -33,14 +33,13 @@ bitflags::bitflags! {
         const ENDPOINT_BINDING = 1 << 7;
         /// Has staging buffers ([`StagingAccess`]).
         const STAGING = 1 << 8;
-        /// Has work that only calls execute ([`ManualProgress`]).
+        /// Has work that needs calls to make progress ([`ManualProgress`]).
         const MANUAL_PROGRESS = 1 << 9;
     }
 }
 
 impl Features {
-    /// Returns the facets that a domain has. They are read from the domain itself, so that they
-    /// cannot differ from what it does.
+    /// Returns the facets of a domain.
     #[must_use]
     pub fn of(domain: &dyn ProviderDomain) -> Self {
         let facets = [
@@ -59,17 +58,17 @@ impl Features {
     }
 }
 
-/// Regions that are parts of others.
+/// The facet of regions that are parts of other regions.
 pub trait SubRegions {
-    /// Registers `len` bytes from `offset` of `base` with its own key and rights, without touching
-    /// pages.
+    /// Registers `len` bytes from `offset` of `base` with a key and rights of their own.
     ///
-    /// This call is safe, because it grants nothing beyond `base`: the caller promised the bytes
-    /// and the rights of `base` to [`ProviderDomain::register`].
+    /// The call pins no pages. It is safe, because it grants nothing beyond `base`: the caller of
+    /// [`ProviderDomain::register`] guaranteed the memory and the rights of `base`.
     ///
     /// # Errors
-    /// OutOfBounds outside `base`; ZeroLength; AccessDenied for rights that let the NIC write where
-    /// those of `base` do not. Otherwise as [`ProviderDomain::register`].
+    /// - OutOfBounds for bytes outside `base`, and ZeroLength.
+    /// - AccessDenied for a right by which the NIC writes, if `base` has none.
+    /// - The errors of [`ProviderDomain::register`].
     fn register_sub(
         &self,
         base: ProviderRegion,
@@ -79,30 +78,29 @@ pub trait SubRegions {
     ) -> Result<ProviderRegion>;
 }
 
-/// Regions that are registered disabled ([`Registration::enabled`]). A provider without this facet
-/// does not refuse such a registration: the region is usable at once, and only the domain waits
-/// until it is enabled.
+/// The facet of regions that are registered disabled ([`Registration::enabled`]).
+///
+/// A provider without this facet accepts such registrations, and the regions are usable at once.
 pub trait Enabling {
-    /// Makes a region usable that was registered disabled.
+    /// Enables a region that was registered disabled.
     ///
     /// # Errors
     /// The error that the driver reported.
     fn enable(&self, region: ProviderRegion) -> Result<()>;
 }
 
-/// Remote keys that one number over the region's length does not describe.
+/// The facet of remote keys that one number cannot describe.
 pub trait CompositeKeys {
-    /// Returns the remote key of a region that takes more than one number (VRB-07), or that peers
-    /// address otherwise than the domain's other regions. `None` stands for a region whose key is
-    /// [`ProviderRegion::key`] over its length.
+    /// Returns the remote key of a region with several numbers (VRB-07), or with another addressing
+    /// than the domain's other regions. `None` means that the key is [`ProviderRegion::key`] over
+    /// the region's length.
     ///
     /// # Errors
-    /// KeyNotAvailable for a region that no peer can reach: a staged one, where the NIC does not
-    /// reach staged memory.
+    /// KeyNotAvailable for a staged region, if peers cannot access staged memory.
     fn remote_key(&self, region: ProviderRegion) -> Result<Option<RemoteKey>>;
 }
 
-/// Keys that peers exchange as bytes.
+/// The facet of raw keys, which peers exchange as bytes.
 pub trait RawKeys {
     /// Returns the raw key of a region.
     ///
@@ -110,10 +108,10 @@ pub trait RawKeys {
     /// The error that the driver reported.
     fn raw_key(&self, region: ProviderRegion) -> Result<RawKey>;
 
-    /// Makes a peer's raw key usable in transfers of this domain.
+    /// Maps a peer's raw key, so that transfers of this domain can use it.
     ///
     /// # Errors
-    /// Malformed for bytes that are no raw key; OutOfResources.
+    /// Malformed for bytes that are not a raw key. OutOfResources.
     fn map_raw(
         &self,
         base: Iova,
@@ -122,40 +120,42 @@ pub trait RawKeys {
         raw: &RawKey,
     ) -> Result<RemoteKey>;
 
-    /// Frees a mapped key.
+    /// Unmaps a key.
     ///
     /// # Errors
     /// InvalidKey for a key that this domain did not map.
     fn unmap_key(&self, key: &RemoteKey) -> Result<()>;
 }
 
-/// Regions whose pages may change while they are registered.
+/// The facet of regions whose pages may change while they are registered.
 pub trait Refresh {
-    /// Looks at the pages again: of `ranges` (addresses inside the region), or of all of it if
-    /// there are none. Waits for the transfers that use the pages, through sub-regions too. Peers'
-    /// accesses fail while it runs.
+    /// Updates the pages of `ranges`, which lie in the region. An empty list means the whole
+    /// region.
+    ///
+    /// Waits for transfers that use the pages, also through sub-regions. Accesses of peers during
+    /// the call fail.
     ///
     /// # Errors
-    /// BadAddress if pages are missing; what was promised before for other pages stays.
+    /// BadAddress if pages are missing. Other pages of the region stay usable.
     fn refresh_pages(&self, region: ProviderRegion, ranges: &[AddressRange]) -> Result<()>;
 }
 
-/// A part of a region to which a window is bound.
+/// The part of a region that a window is bound to, and the rights of peers.
 #[derive(Clone, Copy, Debug)]
 pub struct WindowBind {
     /// The region.
     pub region: ProviderRegion,
-    /// First byte, counted from the start of the region.
+    /// The offset of the first byte in the region.
     pub offset: u64,
-    /// Bytes; 0 unbinds a type 1 window.
+    /// The length in bytes. 0 unbinds a type 1 window.
     pub len: u64,
-    /// Remote rights.
+    /// The rights of peers.
     pub access: Access,
     /// The addressing for peers.
     pub addressing: Addressing,
 }
 
-/// Memory windows. Their states and the rules between them are those of [`WindowType::after`].
+/// The facet of memory windows. [`WindowType::after`] has the rules of their states.
 pub trait Windows {
     /// Returns the types that the NIC has, at least one.
     fn window_types(&self) -> &[WindowType];
@@ -163,25 +163,25 @@ pub trait Windows {
     /// Allocates an unbound window.
     ///
     /// # Errors
-    /// Unsupported for a type that the NIC lacks; OutOfResources.
+    /// Unsupported for a type that the NIC does not have. OutOfResources.
     fn alloc_window(&self, window: WindowType) -> Result<ProviderWindow>;
 
-    /// Binds a type 1 window, or unbinds it with length 0; the handle comes back with its new key.
+    /// Binds a type 1 window, or unbinds it with length 0. Returns the handle with the new key.
     ///
     /// # Errors
-    /// That of the rule that was broken; the driver's own.
+    /// The error of the violated rule, or the driver's own error.
     fn bind_window(&self, window: ProviderWindow, bind: &WindowBind) -> Result<ProviderWindow>;
 
-    /// Frees a window; its key is dead.
+    /// Frees a window. Its key becomes invalid.
     ///
     /// # Errors
     /// The error that the driver reported.
     fn free_window(&self, window: ProviderWindow) -> Result<()>;
 
-    /// Returns what the provider knows about a window.
+    /// Returns the current state and key of a window.
     ///
     /// # Errors
-    /// InvalidArgument for a window that is not allocated here.
+    /// InvalidArgument for a window that this domain did not allocate.
     fn window_status(&self, window: ProviderWindow) -> Result<WindowStatus>;
 
     /// Binds a type 2 window through an endpoint, without a completion: when it returns, the key
@@ -203,12 +203,14 @@ pub trait Windows {
             .remedy("this provider binds type 2 windows by posted requests only"))
     }
 
-    /// Invalidates the key of a type 2 window through the endpoint that bound it, without a
-    /// completion: when it returns, the key is dead and the window free.
+    /// Invalidates the key of a type 2 window through the endpoint that bound it.
+    ///
+    /// There is no completion. When the call returns, the key is invalid and the window is free.
     ///
     /// # Errors
-    /// Unsupported where an invalidation always has a completion, or where the driver cannot do it
-    /// safely; that of the rule that was broken; the driver's own.
+    /// - Unsupported if the provider has only posted invalidations, or if its driver cannot do this
+    ///   safely.
+    /// - The error of the violated rule, or the driver's own error.
     fn invalidate_window_now(
         &self,
         endpoint: &dyn ProviderEndpoint,
@@ -220,37 +222,38 @@ pub trait Windows {
     }
 }
 
-/// Counters of the accesses to a region.
+/// The facet of counters of accesses to a region.
 pub trait RegionCounters {
-    /// Counts remote writes and atomics of the region in `counter` too; a region may have several
-    /// counters, each bound once.
+    /// Binds a counter, which then counts remote writes and atomics of the region. A region may
+    /// have several counters, each bound once.
     ///
     /// # Errors
     /// The error that the driver reported.
     fn bind_counter(&self, region: ProviderRegion, counter: &Arc<Counter>) -> Result<()>;
 }
 
-/// Regions that serve one endpoint (ENDPOINT mode).
+/// The facet of regions that are bound to one endpoint (ENDPOINT mode).
 pub trait EndpointBinding {
-    /// Makes the region reachable through `endpoint` only.
+    /// Binds a region to an endpoint. Peers then reach it through this endpoint only.
     ///
     /// # Errors
     /// InvalidArgument for an endpoint of another domain.
     fn bind_endpoint(&self, region: ProviderRegion, endpoint: &dyn ProviderEndpoint) -> Result<()>;
 }
 
-/// The domain's staging buffers.
+/// The facet of a domain with staging buffers.
 pub trait StagingAccess {
-    /// Returns the bytes of the buffers: 0 before the first staged region, the same ever after.
+    /// Returns the size of all buffers in bytes: 0 before the first staged region, constant after
+    /// that.
     fn staging_bytes(&self) -> u64;
 }
 
-/// Work that only calls execute: all transfers where progress is manual
-/// ([`ProgressModel::Manual`](super::ProgressModel::Manual)), or only the staged ones.
+/// The facet of work that needs calls to make progress: all transfers with
+/// [`ProgressModel::Manual`](super::ProgressModel::Manual), or only the staged ones.
 pub trait ManualProgress {
-    /// Executes such work; returns how many requests it ended.
+    /// Executes such work. Returns the number of requests that ended.
     ///
     /// # Errors
-    /// A dead device.
+    /// The driver's error if the device failed.
     fn progress(&self) -> Result<usize>;
 }

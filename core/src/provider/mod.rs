@@ -1,12 +1,12 @@
-//! Contracts of RDMA hardware and of the software NIC; `fi_mr` semantics are implemented once,
-//! above them.
+//! The traits that a provider implements, for RDMA hardware or for a software NIC.
 //!
-//! Core has checked flags, rights, limits and mode rules before it calls a provider. A provider
-//! checks what only it knows (its keys, its pages) and answers with typed errors.
+//! The core implements the semantics of `fi_mr(3)` above these traits. It has checked flags,
+//! rights, limits and mode rules before it calls a provider. A provider checks what depends on its
+//! own state (its keys, its pages) and returns typed errors.
 //!
-//! A [`ProviderDomain`] has six required methods. Everything else that a NIC may be able to do is a
-//! facet, a small trait of its own: the domain returns it where it has it, and core answers for the
-//! missing ones. [`Features::of`] lists the facets of a domain.
+//! A [`ProviderDomain`] has six required methods. Each optional ability of a NIC is a facet: a
+//! small trait, which the domain returns if it has the ability. For a missing facet the core
+//! returns the error. [`Features::of`] lists the facets of a domain.
 
 mod attr;
 mod facets;
@@ -41,26 +41,26 @@ pub use crate::{
     window::{WindowEvent, WindowRule, WindowState, WindowStatus, WindowType},
 };
 
-/// A request to open a domain; core has negotiated the mode.
+/// A request to open a provider's domain. The core has negotiated the mode.
 #[derive(Clone, Debug)]
 pub struct DomainRequest {
-    /// The NIC's name; `None` for the provider's first.
+    /// The NIC's name. `None` means the provider's first NIC.
     pub nic: Option<String>,
     /// The mode in force ([`MrMode::effective`]).
     pub mode: MrMode,
     /// The domain's authorization key.
     pub auth_key: AuthKey,
-    /// Set if the application asked for the HMEM capability.
+    /// Set if the application uses device memory (`FI_HMEM`).
     pub hmem: bool,
-    /// The ifaces, for transfers that name device addresses without a descriptor.
+    /// The ifaces, for transfers with device addresses but no descriptor.
     pub registry: Arc<Registry>,
-    /// The staging buffers that staged regions get.
+    /// The size and number of staging buffers.
     pub staging: StagingAttr,
 }
 
-/// Memory reached through copies: the software side of a staged path.
+/// Memory that a provider accesses by copies (the staged path).
 ///
-/// Offsets count from the start of the piece. Calls may come from any thread, several at once.
+/// Offsets count from the start of the piece. Any threads may call the methods at once.
 pub trait StagedMemory: fmt::Debug + Send + Sync {
     /// Fills `into` from the memory.
     ///
@@ -74,8 +74,9 @@ pub trait StagedMemory: fmt::Debug + Send + Sync {
     /// The error that the copy engine reported.
     fn write(&self, offset: u64, from: &[u8]) -> Result<()>;
 
-    /// Starts filling `len` bytes of host memory from the memory. Where there is no engine to do
-    /// it, it is done when this returns ([`FinishedCopy`](crate::iface::FinishedCopy)).
+    /// Starts to fill `len` bytes of host memory from the memory. Without an asynchronous copy
+    /// engine, the copy is complete when this returns
+    /// ([`FinishedCopy`](crate::iface::FinishedCopy)).
     ///
     /// # Safety
     /// `into` is valid for writes of `len` bytes and not referenced elsewhere until the event is
@@ -101,16 +102,16 @@ pub trait StagedMemory: fmt::Debug + Send + Sync {
     ) -> Result<Box<dyn CopyEvent>>;
 }
 
-/// The access of a provider to one piece of memory.
+/// The means by which a provider accesses one piece of memory.
 #[derive(Clone, Debug)]
 pub enum Backing<'a> {
     /// Host pages at the range's own addresses.
     Host {
-        /// Set if the region owns the pages: they stay mapped until it is closed. Only then may a
-        /// software provider touch them with plain loads and stores.
+        /// Set if the region owns the pages, which then stay mapped until the region is closed.
+        /// Only then may a software provider access them with plain loads and stores.
         owned: bool,
     },
-    /// A dma-buf (or memfd); the provider takes its own reference if it needs the fd later.
+    /// A dma-buf or memfd. A provider that needs the fd later duplicates it.
     DmaBuf {
         /// The fd.
         fd: BorrowedFd<'a>,
@@ -122,80 +123,82 @@ pub enum Backing<'a> {
         /// The address.
         address: Address,
     },
-    /// Copies; atomics are refused.
+    /// Copies through staging buffers. Atomics are refused.
     Staged(Arc<dyn StagedMemory>),
 }
 
-/// One range of a registration and how to get at it.
+/// One range of a registration, with the means to access it.
 #[derive(Clone, Debug)]
 pub struct Piece<'a> {
-    /// The addresses by which the application knows it.
+    /// The application's addresses of the memory.
     pub range: AddressRange,
     /// The access of the provider to the piece.
     pub backing: Backing<'a>,
 }
 
-/// The objects that a provider domain holds, as a leak test reads them.
+/// The numbers of objects that a provider's domain holds, for leak tests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LiveObjects {
     /// Registered regions, sub-regions included.
     pub regions: u64,
-    /// Registrations of pages: sub-regions add none (SUB-03).
+    /// Registrations of pages. Sub-regions do not count (SUB-03).
     pub page_registrations: u64,
     /// Bytes pinned or exported for registrations.
     pub bytes: u64,
-    /// Windows.
+    /// Allocated memory windows.
     pub windows: u64,
     /// Mapped raw keys.
     pub mapped_keys: u64,
-    /// Endpoints.
+    /// Open endpoints.
     pub endpoints: u64,
-    /// Staging buffers that transfers hold.
+    /// Staging buffers in use by transfers.
     pub staging_buffers: u64,
 }
 
-/// A family of NICs.
+/// A family of NICs with a common driver.
 ///
-/// Implementing this trait is safe: the library trusts only the domains that it opens with memory.
+/// This trait is safe to implement. Only its domains get access to memory, and their trait is
+/// unsafe.
 pub trait Provider: fmt::Debug + Send + Sync {
-    /// Its name: `loopback`, `verbs`.
+    /// Returns the provider's name, for example `loopback` or `verbs`.
     fn name(&self) -> &str;
 
-    /// Its NICs with what each offers and needs.
+    /// Returns the attributes of all NICs.
     ///
     /// # Errors
-    /// Unavailable with library and reason.
+    /// Unavailable, with the library and the reason.
     fn nics(&self) -> Result<Vec<ProviderAttr>>;
 
     /// Opens a domain on a NIC.
     ///
     /// # Errors
-    /// InvalidArgument for a NIC that it does not have; what the driver reported otherwise.
+    /// - InvalidArgument for a NIC that the provider does not have.
+    /// - The error that the driver reported.
     fn open_domain(&self, request: &DomainRequest) -> Result<Arc<dyn ProviderDomain>>;
 }
 
-/// An open domain of a provider. Calls may come from any thread, several at once.
+/// An open domain of a provider. Any threads may call the methods at once.
 ///
-/// A facet is there from the start and for as long as the domain, or never.
+/// A domain always returns the same facets.
 ///
 /// # Safety
-/// Safe code of this library frees memory when a provider says that it is deregistered. So an
-/// implementation promises, for itself, for its facets, and for the endpoints and completion queues
+/// Safe code of this library frees memory when a provider reports that it is deregistered. So an
+/// implementation must guarantee, for itself, its facets, and the endpoints and completion queues
 /// that it opens:
 ///
-/// - A registration reaches the bytes of its pieces and no others, and writes them only as the
-///   region's rights allow. A sub-region or a window reaches bytes of its region only, and grants
-///   no write where the region has no right by which the NIC writes.
+/// - A registration accesses only the bytes of its pieces, and writes them only as the region's
+///   rights allow. A sub-region or a window accesses only bytes of its region. It grants no write
+///   if the region has no right by which the NIC writes.
 /// - [`register`](Self::register) leaves nothing registered when it fails or panics.
 /// - Once [`deregister`](Self::deregister) has returned `Ok`, nothing touches the memory through
 ///   the region, its sub-regions or its windows, transfers in flight included. While it returns an
 ///   error, the region stays registered.
 /// - The other safe methods, those of facets included, register nothing, and keep no region from
 ///   being deregistered for good.
-/// - A [`ProviderRegion`] or [`ProviderWindow`] may be of another domain, of an object that is
-///   gone, or made up. Such a handle is an error or names a live object of this domain. It never
-///   leads to freed memory.
+/// - A caller may pass a [`ProviderRegion`] or [`ProviderWindow`] of another domain, of a freed
+///   object, or with any numbers. The call then fails, or uses a live object of this domain. It
+///   never accesses freed memory.
 /// - [`ProviderEndpoint::post`] refuses a descriptor of a region that is deregistered, and a
 ///   segment outside the region of its descriptor.
 /// - A completion is reported only when the NIC is done with the local memory of its request.
@@ -206,21 +209,21 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// Registers pieces as one region.
     ///
     /// # Safety
-    /// As [`Domain::regattr`](crate::Domain::regattr): until the region is deregistered the NIC and
-    /// peers reach the memory behind the compiler's back. Memory said to be owned
-    /// ([`Backing::Host`]) stays mapped until then.
+    /// The conditions of [`Domain::regattr`](crate::Domain::regattr): until the region is
+    /// deregistered, the NIC and peers access the memory without the compiler's knowledge. Memory
+    /// that is marked as owned ([`Backing::Host`]) stays mapped until then.
     ///
     /// # Errors
-    /// NoKey, KeyRejected, BadAddress, OutOfResources, Unsupported for a backing it cannot import.
-    /// Nothing stays registered or pinned.
+    /// NoKey, KeyRejected, BadAddress, OutOfResources, and Unsupported for a backing that the NIC
+    /// cannot import. After an error nothing stays registered or pinned.
     unsafe fn register(
         &self,
         registration: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion>;
 
-    /// Deregisters. After it returns, the NIC does not touch the memory, transfers in flight
-    /// included, and the keys are dead.
+    /// Deregisters a region. After this the NIC does not access the memory, not even for transfers
+    /// in flight, and the keys are invalid.
     ///
     /// # Errors
     /// The error that the driver reported. The region is then still registered.
@@ -241,59 +244,59 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// Returns the objects that the domain holds now.
     fn live(&self) -> LiveObjects;
 
-    /// Returns parts of regions as regions, if the domain has them.
+    /// Returns the facet for sub-regions, if the domain has it.
     fn sub_regions(&self) -> Option<&dyn SubRegions> {
         None
     }
 
-    /// Returns the enabling of disabled regions. Without it, regions are usable at once.
+    /// Returns the facet for disabled regions. Without it, regions are usable at once.
     fn enabling(&self) -> Option<&dyn Enabling> {
         None
     }
 
-    /// Returns the keys that one number does not describe. Without it, every remote key is
+    /// Returns the facet for keys of several numbers. Without it, every remote key is
     /// [`ProviderRegion::key`] over the region's length.
     fn composite_keys(&self) -> Option<&dyn CompositeKeys> {
         None
     }
 
-    /// Returns the raw keys, if the domain has them.
+    /// Returns the facet for raw keys, if the domain has it.
     fn raw_keys(&self) -> Option<&dyn RawKeys> {
         None
     }
 
-    /// Returns the refreshing of pages, if regions follow a change of their pages.
+    /// Returns the facet for refreshing pages, if a region's pages may change.
     fn refresh(&self) -> Option<&dyn Refresh> {
         None
     }
 
-    /// Returns the memory windows, if the NIC has a type of them.
+    /// Returns the facet for memory windows, if the NIC has any type of them.
     fn windows(&self) -> Option<&dyn Windows> {
         None
     }
 
-    /// Returns the counters of regions, if the NIC counts accesses.
+    /// Returns the facet for counters of regions, if the NIC counts accesses.
     fn region_counters(&self) -> Option<&dyn RegionCounters> {
         None
     }
 
-    /// Returns the binding of regions to endpoints, if the NIC has it.
+    /// Returns the facet for binding regions to endpoints, if the NIC has it.
     fn endpoint_binding(&self) -> Option<&dyn EndpointBinding> {
         None
     }
 
-    /// Returns the staging buffers, if the domain imports staged memory ([`Imports::staged`]).
+    /// Returns the facet for staging buffers, if the domain supports staged memory
+    /// ([`Imports::staged`]).
     fn staging(&self) -> Option<&dyn StagingAccess> {
         None
     }
 
-    /// Returns the execution of work by calls. Without it, nothing waits for calls.
+    /// Returns the facet for manual progress. Without it, no work needs calls.
     fn manual_progress(&self) -> Option<&dyn ManualProgress> {
         None
     }
 
-    /// Returns advice for a caller who needs a facet that the domain lacks, for the error of core.
-    /// `None` takes core's own advice.
+    /// Returns the remedy in the error for a missing facet. `None` uses the core's own remedy.
     fn remedy_without(&self, _missing: Features) -> Option<&'static str> {
         None
     }
@@ -306,21 +309,22 @@ pub struct EndpointAttr {
     pub tx_cq: Arc<dyn CompletionQueue>,
     /// The queue for completions of receives.
     pub rx_cq: Arc<dyn CompletionQueue>,
-    /// Created with the RMA_EVENT capability: regions with counters can be reached through it
-    /// (EVT-02).
+    /// Enables the RMA_EVENT capability: peers can access regions with counters through the
+    /// endpoint (EVT-02).
     pub rma_event: bool,
-    /// Its authorization key; `None` for the domain's.
+    /// The authorization key. `None` means the domain's.
     pub auth_key: Option<AuthKey>,
-    /// Counts completed transmits, where given.
+    /// A counter of completed transmits, if given.
     pub tx_counter: Option<Arc<Counter>>,
-    /// Counts completed receives, where given.
+    /// A counter of completed receives, if given.
     pub rx_counter: Option<Arc<Counter>>,
-    /// Requests that can be outstanding in each direction.
+    /// The number of requests that may be outstanding in each direction.
     pub depth: usize,
 }
 
 impl EndpointAttr {
-    /// An endpoint with `cq` for both directions, 128 requests deep, and nothing else asked for.
+    /// Creates a request with `cq` for both directions, a depth of 128, and defaults for everything
+    /// else.
     #[must_use]
     pub fn new(cq: &Arc<dyn CompletionQueue>) -> Self {
         Self {
@@ -337,27 +341,28 @@ impl EndpointAttr {
 
 /// A queue of completions.
 ///
-/// Implementing this trait is safe: a [`ProviderDomain`] vouches for the queues that it opens, and
-/// takes no others.
+/// This trait is safe to implement. A [`ProviderDomain`] guarantees the behaviour of the queues
+/// that it opens, and refuses all others.
 pub trait CompletionQueue: Any + fmt::Debug + Send + Sync {
-    /// Moves up to `max` completions to the end of `out`, after making progress where that is by
-    /// hand, and returns how many.
+    /// Appends up to `max` completions to `out` and returns their number. Does not wait.
+    ///
+    /// The call also makes progress for providers that need calls ([`ManualProgress`]).
     ///
     /// # Errors
-    /// A dead device, or an overrun queue.
+    /// The driver's error if the device failed or the queue overran.
     fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize>;
 
-    /// Reads completions as [`read`](Self::read) does, and waits up to `timeout` for the first one.
-    /// Returns 0 once the time is over, or at once if `max` is 0.
+    /// Reads completions like [`read`](Self::read), and waits up to `timeout` for the first one.
+    /// Returns 0 after the timeout, or at once if `max` is 0.
     ///
-    /// A timeout of zero does not wait. [`Duration::MAX`] waits without end. Several threads may
-    /// wait for one queue: each completion goes to one of them, and a thread sleeps only while the
-    /// queue is empty.
+    /// A timeout of zero does not wait. [`Duration::MAX`] waits forever. Several threads may wait
+    /// for one queue. Each completion goes to one of them, and a thread sleeps only while the queue
+    /// is empty.
     ///
-    /// A wait also makes the progress that needs calls ([`ManualProgress`]). It then sleeps for a
-    /// millisecond at a time, so that it also executes what other threads post meanwhile. The
-    /// default implementation does so for every queue; it does not notice that the domain is
-    /// closed.
+    /// A wait also makes progress for providers that need calls ([`ManualProgress`]). It then
+    /// sleeps for at most a millisecond at a time, so that it also executes requests that other
+    /// threads post. The default implementation does this for every queue, and does not detect that
+    /// the domain is closed.
     ///
     /// ```
     /// use std::time::Duration;
@@ -374,8 +379,9 @@ pub trait CompletionQueue: Any + fmt::Debug + Send + Sync {
     /// ```
     ///
     /// # Errors
-    /// As [`read`](Self::read). BadState once the queue is empty and its domain is closed, for
-    /// waits under way too: nothing completes to the queue any more.
+    /// - The errors of [`read`](Self::read).
+    /// - BadState if the queue is empty and its domain is closed, also during the wait. No request
+    ///   completes to the queue any more.
     fn wait(&self, out: &mut Vec<Completion>, max: usize, timeout: Duration) -> Result<usize> {
         let deadline = Instant::now().checked_add(timeout);
         let mut pause = Duration::from_micros(10);
@@ -392,33 +398,33 @@ pub trait CompletionQueue: Any + fmt::Debug + Send + Sync {
         }
     }
 
-    /// Returns the file descriptor by which an event loop waits for the queue, if it has one.
+    /// Returns the queue's file descriptor for event loops, if it has one.
     fn channel(&self) -> Option<&dyn CompletionChannel> {
         None
     }
 }
 
-/// The longest sleep of a wait that makes the progress itself.
+/// The longest sleep of a wait that makes progress by calls.
 pub const MANUAL_WAIT: Duration = Duration::from_millis(1);
 
 /// The file descriptor of a completion queue, for `poll`, `epoll` and asynchronous runtimes.
 ///
-/// The order of the steps is what keeps a wakeup from being lost:
+/// Follow these steps in order, so that no wakeup is lost:
 ///
 /// 1. [`read`](CompletionQueue::read) the queue until it returns 0.
 /// 2. [`arm`](Self::arm) the channel. If it returns false, go to step 1.
 /// 3. Sleep until the fd is readable, and go to step 1.
 ///
-/// A completion that comes between step 1 and step 2 makes `arm` return false. One that comes after
-/// step 2 makes the fd readable. An edge-triggered event loop forgets the readiness of the fd
-/// before step 1, not after it. The example `async_completions` does this with tokio.
+/// A completion between step 1 and step 2 makes `arm` return false. A completion after step 2 makes
+/// the fd readable. An edge-triggered event loop clears the readiness of the fd before step 1, not
+/// after it. The example `async_completions` does this with tokio.
 ///
-/// Only `arm` makes the fd unreadable again. Do not read the fd. One task at a time goes through
-/// these steps. Other threads may read the queue meanwhile, and do not [`wait`] for it.
+/// Only `arm` makes the fd unreadable again: do not read the fd. Only one task at a time may follow
+/// these steps. Other threads may read the queue, but must not [`wait`] for it.
 ///
 /// [`wait`]: CompletionQueue::wait
 pub trait CompletionChannel {
-    /// Returns the file descriptor. It stays the same, and is open for as long as the queue.
+    /// Returns the file descriptor. It never changes, and is closed with the queue.
     ///
     /// # Errors
     /// OutOfResources if the process has no room for another file descriptor.
@@ -426,44 +432,51 @@ pub trait CompletionChannel {
 
     /// Prepares for a sleep: makes the fd unreadable until the next completion, and returns true.
     ///
-    /// Returns false if the caller must not sleep: the queue has completions, or transfers are
-    /// under way that only calls move on (staged ones, on a NIC).
+    /// Returns false if the caller must not sleep: the queue has completions, or a transfer in
+    /// flight needs calls to make progress (a staged transfer, for example).
     ///
     /// # Errors
-    /// A dead device, or an overrun queue. BadState once the queue is empty and its domain is
-    /// closed, which makes the fd readable too.
+    /// - The driver's error if the device failed or the queue overran.
+    /// - BadState if the queue is empty and its domain is closed. Closing the domain also makes the
+    ///   fd readable.
     fn arm(&self) -> Result<bool>;
 }
 
 /// An endpoint of a provider domain.
 ///
-/// Implementing this trait is safe: a [`ProviderDomain`] vouches for the endpoints that it opens,
-/// and takes no others.
+/// This trait is safe to implement. A [`ProviderDomain`] guarantees the behaviour of the endpoints
+/// that it opens, and refuses all others.
 pub trait ProviderEndpoint: Any + fmt::Debug + Send + Sync {
-    /// The name by which a peer finds it.
+    /// Returns the name by which peers resolve the endpoint.
     fn name(&self) -> EndpointName;
 
-    /// Finds (and, for connected transports, connects) the peer of a name.
+    /// Resolves a peer's name, and connects to the peer if the transport needs that.
     ///
     /// # Errors
-    /// Unreachable if nobody answers to it; Malformed for bytes that are no name of this provider.
+    /// - Unreachable if no endpoint has this name, or the peer does not answer.
+    /// - Malformed for bytes that are not a name of this provider.
     fn resolve(&self, name: &EndpointName) -> Result<PeerId>;
 
-    /// Posts a work request. Its segment lists are copied; the memory they name is used until
-    /// completion.
+    /// Posts a work request. The lists of segments are copied. The memory of the segments is in use
+    /// until the completion.
     ///
     /// # Safety
-    /// Local memory named without a descriptor stays valid until the completion.
+    /// The memory of local segments without a descriptor stays valid until the completion.
     ///
     /// # Errors
-    /// Again if the queue is full; NoRegion for a descriptor that is missing or foreign; BadAccess.
-    /// Errors that only the target can detect come back as a failed completion.
+    /// - Again if the queue is full.
+    /// - NoRegion for a descriptor that is missing or that is not of this domain.
+    /// - BadAccess for rights that the operation does not allow.
+    ///
+    /// An error that only the target can detect is reported by the completion.
     unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()>;
 
-    /// Closes it: outstanding requests complete as canceled.
+    /// Closes the endpoint. Outstanding requests complete as canceled.
+    ///
+    /// A region that is bound to the endpoint (ENDPOINT mode) does not keep it open. Peers no
+    /// longer reach the region, which can still be closed.
     ///
     /// # Errors
-    /// Busy if a type 2A window is bound to it. A region that is bound to it (ENDPOINT mode) does
-    /// not keep it open: no peer reaches the region any more, and the region can still be closed.
+    /// Busy while a type 2A window is bound through the endpoint.
     fn close(&self) -> Result<()>;
 }

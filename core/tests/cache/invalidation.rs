@@ -1,4 +1,4 @@
-//! Invalidation: which entries, when they are deregistered, and callbacks.
+//! Invalidation: the affected entries, their deregistration, and callbacks.
 
 use std::{
     sync::{

@@ -111,7 +111,7 @@ fn unwatchable_memory_is_uncached_with_the_reason() {
     books.unwatchable.store(true, Ordering::SeqCst);
     let lease = cache.get_or_register(&key(0, PAGE)).unwrap();
     let Some(UncachedReason::Unwatched(why)) = lease.uncached_reason() else { panic!("{lease:?}") };
-    assert!(why.to_string().contains("nobody watches this"));
+    assert!(why.to_string().contains("no monitor watches this"));
     drop(lease);
     assert_empty(&books);
     books.unwatchable.store(false, Ordering::SeqCst);

@@ -119,7 +119,7 @@ fn range_across_the_end_of_the_index_is_uncached_with_the_reason() {
 /// Intel's device memory lies in the upper half of the address space. Addresses with the same lower
 /// bits are apart, also when one of them is invalidated.
 #[test]
-fn ranges_of_the_upper_half_are_cached_and_told_apart() {
+fn ranges_in_the_upper_half_are_cached_and_distinguished() {
     let (cache, books) = cache(Limits::default());
     let halves = [0, 1 << 48, 0xff00 << 48, 0xffff << 48];
     let starts = halves.map(|half: u64| half | 0xc001_ffc3_0000);
@@ -148,7 +148,7 @@ fn ranges_of_the_upper_half_are_cached_and_told_apart() {
 }
 
 #[test]
-fn leases_cross_threads_and_one_thread_may_hold_hundreds() {
+fn leases_move_between_threads_and_number_hundreds() {
     let (cache, books) = cache(Limits::default());
     let leases: Vec<_> =
         (0..300).map(|i| cache.get_or_register(&key(i * PAGE, PAGE)).unwrap()).collect();

@@ -1,4 +1,4 @@
-//! The registration cache over a backend that keeps books.
+//! The registration cache over a backend that records its calls.
 
 mod forks;
 mod invalidation;

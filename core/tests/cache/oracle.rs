@@ -82,7 +82,7 @@ impl Drop for Place {
     }
 }
 
-/// The page that was mapped at registration, which a NIC with pinned pages would reach.
+/// A region with the pages that were mapped at its registration, like those that a NIC pins.
 struct Pinned {
     id: u64,
     first: usize,
@@ -94,7 +94,7 @@ struct Pinning {
     place: Arc<Place>,
     alive: Arc<Mutex<BTreeMap<u64, ()>>>,
     next: Arc<AtomicU64>,
-    /// One in this many calls fails; 0 for none.
+    /// On average one call of this number fails. 0 means that no call fails.
     failing: u64,
     calls: Arc<AtomicU64>,
     watches: Arc<AtomicUsize>,
@@ -308,7 +308,8 @@ mod properties {
                         let key = Key::new(range, Access::SEND).unwrap();
                         let Ok(lease) = cache.get_or_register(&key) else { continue };
                         for page in first..first + pages {
-                            prop_assert_eq!(lease.numbers[page - lease.first], place.number_at(page));
+                            let registered = lease.numbers[page - lease.first];
+                            prop_assert_eq!(registered, place.number_at(page));
                         }
                         if keep {
                             kept.push(lease);

@@ -1,4 +1,4 @@
-//! A backend that keeps books of registrations, watches and calls.
+//! A backend that records registrations, watches and calls.
 
 use std::{
     collections::BTreeMap,
@@ -16,7 +16,7 @@ use hmem_core::{
 };
 use parking_lot::{Condvar, Mutex};
 
-/// A registration in the books.
+/// A recorded registration.
 #[derive(Debug)]
 pub(crate) struct Region {
     pub(crate) id: u64,
@@ -106,7 +106,7 @@ impl Books {
     }
 }
 
-/// The backend over the books.
+/// The backend that records in the books.
 #[derive(Clone, Default)]
 pub(crate) struct Ledger(pub(crate) Arc<Books>);
 
@@ -117,7 +117,7 @@ impl CacheBackend for Ledger {
     fn watch(&self, key: &Key, _: &Arc<dyn Invalidator>) -> Result<Key> {
         if self.0.unwatchable.load(Ordering::SeqCst) || touches(&self.0.blind, key) {
             return Err(
-                Error::new(ErrorKind::Unsupported, "subscribe").remedy("nobody watches this")
+                Error::new(ErrorKind::Unsupported, "subscribe").remedy("no monitor watches this")
             );
         }
         self.0.watches.fetch_add(1, Ordering::SeqCst);

@@ -1,5 +1,4 @@
-//! Registrations and deregistrations in progress: who waits for them, and what their failures
-//! leave.
+//! Registrations and deregistrations in progress: waiting threads, and failures.
 
 use std::{
     sync::{

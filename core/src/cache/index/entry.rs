@@ -211,7 +211,7 @@ impl<S: CacheBackend> Entry<S> {
         }
     }
 
-    /// Starts a use of a free entry.
+    /// Fills a free entry with a key, and marks it as being registered.
     pub(in crate::cache) fn fill(&self, key: &Key) {
         self.start.store(key.start, Ordering::Relaxed);
         self.last.store(key.last, Ordering::Relaxed);
@@ -224,7 +224,7 @@ impl<S: CacheBackend> Entry<S> {
         self.state.store(word, Ordering::Release);
     }
 
-    /// Ends a use.
+    /// Frees the entry. Its generation increments.
     pub(in crate::cache) fn free(&self) {
         let word = self.state.load(Ordering::Relaxed);
         self.state.store(state::freed(word), Ordering::Release);
@@ -280,7 +280,7 @@ impl<S: CacheBackend> Entry<S> {
     /// Returns the watch.
     ///
     /// # Safety
-    /// As for [`Entry::region`], for an entry in the table.
+    /// The conditions of [`Entry::region`], for an entry in the table.
     pub(in crate::cache) unsafe fn watch(&self) -> &S::Watch {
         // SAFETY: the watch was written and is taken out together with the region, which the caller
         // keeps in place.
@@ -301,7 +301,8 @@ impl<S: CacheBackend> Entry<S> {
     /// Takes the region out.
     ///
     /// # Safety
-    /// As for [`Entry::take`], or the caller owns an entry outside the table and calls this once.
+    /// The conditions of [`Entry::take`], or the caller owns an entry outside the table and calls
+    /// this once.
     pub(in crate::cache) unsafe fn take_region(&self) -> S::Region {
         // SAFETY: the region was written when the entry was registered or created. The caller
         // guarantees that it is read out once.

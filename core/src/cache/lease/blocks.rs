@@ -8,23 +8,24 @@ use super::super::{
 };
 use crate::Result;
 
-/// Slots of a block. With the block's header they fill four pairs of cache lines.
+/// The number of slots in a block. With the block's header they fill four pairs of cache lines.
 #[cfg(not(loom))]
 const SLOTS: usize = 31;
 #[cfg(loom)]
 const SLOTS: usize = 2;
 
-/// Blocks of one cache: one for each thread that looks up at a time, more for a thread with many
-/// leases.
+/// The largest number of blocks of a cache. Each thread that looks up has one, and a thread with
+/// many leases has more.
 #[cfg(not(loom))]
 const MAX_BLOCKS: usize = 1 << 16;
 #[cfg(loom)]
 const MAX_BLOCKS: usize = 4;
 
-/// Slots that are tested together.
+/// The number of slots that one test covers.
 const AT_ONCE: usize = 10;
 
-/// Blocks of a thread that are searched for a free slot before the thread takes another block.
+/// The number of a thread's blocks that are searched for a free slot. After that, the thread takes
+/// another block.
 const NEAR: usize = 8;
 
 /// The word in which a thread publishes a lease, with data of its owner.

@@ -13,7 +13,7 @@ use self::blocks::LeaseBlocks;
 use super::{gate::Gate, sync::Barrier};
 use crate::Result;
 
-/// Caches whose block a thread finds at once.
+/// The number of caches for which a thread notes its block, so that it finds the block at once.
 pub(super) const WAYS: usize = 4;
 
 /// State that lookups need to publish leases.

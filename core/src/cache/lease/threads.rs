@@ -14,7 +14,7 @@ use super::{
     blocks::{LeaseBlock, LeaseBlocks, LeaseSlot},
 };
 
-/// The word of no gate.
+/// A value that no gate's word ever has.
 const NO_CACHE: u64 = u64::MAX;
 
 /// A thread's noted blocks, and the slot to try in each. `words` identifies the cache of each

@@ -37,7 +37,7 @@ use crate::{
 struct Memory {
     /// The version of the memory, incremented when the memory is replaced.
     version: AtomicU32,
-    /// One bit for each live registration.
+    /// The live registrations, one bit each.
     alive: AtomicU32,
     made: AtomicU32,
     /// Number of registrations that the provider refuses, from the first on.
@@ -48,7 +48,8 @@ struct Registration {
     number: u32,
     version: u32,
     start: u64,
-    /// Read by uses of the region and written by its end. Loom checks that the two are ordered.
+    /// A cell that uses of the region read, and its deregistration writes. Loom checks that the two
+    /// are ordered.
     used: UnsafeCell<()>,
 }
 

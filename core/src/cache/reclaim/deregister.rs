@@ -188,7 +188,8 @@ impl<S: CacheBackend> CacheCore<S> {
         self.ended.notify_all();
     }
 
-    /// Takes the callbacks that wait until no deregistration is in flight, if none is.
+    /// Returns the callbacks that wait for deregistrations in flight. Returns none of them while a
+    /// deregistration is in flight.
     pub(super) fn take_callbacks_after_flight(
         &self,
         locked: &mut LockedState<S>,

@@ -16,7 +16,7 @@ const BATCH_PART: usize = 16;
 /// The largest number of entries that an eviction evicts beyond what is needed.
 pub(super) const MAX_BATCH: usize = 64;
 
-/// Extent of an eviction.
+/// The required extent of an eviction.
 struct EvictionGoal {
     /// Smallest number of entries.
     count: usize,
@@ -217,8 +217,8 @@ impl<S: CacheBackend> CacheCore<S> {
         issued
     }
 
-    /// Marks every entry that has a lease with the scan's number. After a [heavy
-    /// barrier](CacheCore::heavy_barrier).
+    /// Marks every entry that has a lease with the scan's number. The caller issued a [heavy
+    /// barrier](CacheCore::heavy_barrier) before.
     pub(super) fn scan(&self, locked: &mut LockedState<S>) {
         let eviction = &mut locked.reclaim.eviction;
         eviction.scan = eviction.scan.wrapping_add(1);

@@ -1,4 +1,4 @@
-//! Reclamation: how entries end, and who deregisters their regions.
+//! Reclamation: the end of entries, and the deregistration of their regions.
 //!
 //! An entry ends by eviction (`evict`) or because it was invalidated (`collect`). Either way its
 //! region is detached from the entry under the cache's lock, and deregistered without the lock

@@ -1,4 +1,4 @@
-//! State of reclamation: invalidated entries, detached regions, and who waits for them.
+//! The state of reclamation: invalidated entries, detached regions, and pending callbacks.
 
 use std::{
     collections::HashMap,
@@ -26,8 +26,8 @@ pub(in crate::cache) struct ReclaimState<S: CacheBackend> {
     pub(in crate::cache) drains: u64,
     /// Callbacks that wait for the deregistration of an entry.
     pub(in crate::cache) callbacks: HashMap<u32, Vec<Arc<CompletionCallback>>>,
-    /// Callbacks that wait until no deregistration is in flight. While there are any, they count as
-    /// one waiter of [`InFlightCounter`].
+    /// Callbacks to run when no deregistration is in flight. If there are any, they count together
+    /// as one waiter of [`InFlightCounter`].
     pub(in crate::cache) callbacks_after_flight: Vec<Arc<CompletionCallback>>,
     /// Regions ever detached for deregistration. [`InFlightCounter`] counts their ends.
     pub(in crate::cache) detached: u64,
@@ -74,7 +74,7 @@ pub(in crate::cache) struct DetachedRegion<S: CacheBackend> {
     pub(in crate::cache) callbacks: Option<Box<[Arc<CompletionCallback>]>>,
 }
 
-/// Regions that are detached at once: often one.
+/// A list of detached regions, often with one element.
 pub(in crate::cache) type DetachedRegions<S> = SmallVec<[DetachedRegion<S>; 1]>;
 
 /// Callbacks that run after the locks are released. Dropping the value runs them.

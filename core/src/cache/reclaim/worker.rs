@@ -13,8 +13,9 @@ use std::{
 use super::super::{backend::CacheBackend, cache_core::CacheCore};
 use crate::{Error, ErrorKind, Result};
 
-/// After a call the worker polls for more calls with this period instead of sleeping. A thread that
-/// unmaps again and again then wakes nobody, and entries invalidated meanwhile share one barrier.
+/// The period with which the worker polls for more calls after a call, instead of sleeping. A
+/// thread that unmaps repeatedly then issues no wakeup, and the entries that it invalidates share
+/// one barrier.
 const POLL_PERIOD: Duration = Duration::from_millis(1);
 /// Polls without a call before the worker sleeps.
 const IDLE_POLLS: u32 = 16;

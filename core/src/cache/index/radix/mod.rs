@@ -40,7 +40,7 @@ const INDEX: u32 = CHAIN - 1;
 /// The highest index that an entry may have.
 pub(in crate::cache) const MAX_INDEX: u32 = INDEX;
 
-/// Slots that are tested together.
+/// The number of slots that one test covers.
 const AT_ONCE: usize = 8;
 
 /// A walk over up to this many slots of a leaf first tests whether all are empty.
@@ -97,7 +97,7 @@ pub(in crate::cache) struct Radix {
     buckets: Arena<Bucket>,
 }
 
-/// State of the thread that alters the table.
+/// The state of the table that only the altering thread needs.
 #[derive(Debug)]
 pub(in crate::cache) struct Shape {
     /// Slots in use, by node.
@@ -132,8 +132,8 @@ fn is_empty(slots: &[AtomicU32]) -> bool {
 /// table's end.
 ///
 /// Addresses that differ in their highest bits only have the same place. Device memory may lie in
-/// the upper half of the address space, where all of them are set (Intel's does). Users of the table
-/// compare whole addresses.
+/// the upper half of the address space, where all of them are set (Intel's does). Users of the
+/// table compare whole addresses.
 pub(in crate::cache) fn pages(start: u64, last: u64) -> Option<(u64, u64)> {
     let page = |address: u64| (address % END) >> PAGE_BITS;
     (start / END == last / END).then_some((page(start), page(last)))
@@ -194,7 +194,7 @@ impl Radix {
         if value < CHAIN { Ok(value) } else { Err(PartialSearch { value, level: 0 }) }
     }
 
-    /// Continues the search of [`Radix::find_at_page`].
+    /// Continues the search that [`Radix::find_at_page`] could not complete.
     pub(in crate::cache) fn find_from(
         &self,
         address: u64,
@@ -356,7 +356,7 @@ impl Radix {
     }
 }
 
-/// A slot's value at a level, where a search for a lone entry stopped.
+/// The state of a search that found no single entry: a slot's value and its level.
 #[derive(Clone, Copy)]
 pub(in crate::cache) struct PartialSearch {
     value: u32,
@@ -365,7 +365,7 @@ pub(in crate::cache) struct PartialSearch {
 
 enum Found {
     Entry(u32),
-    /// The node below, or 0.
+    /// The node below the slot, or 0.
     Below(u32),
 }
 

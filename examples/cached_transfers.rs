@@ -1,0 +1,84 @@
+//! Host memory that eight threads transfer through the registration cache.
+//!
+//! The cache owns one buffer. Each thread asks it for a region of the part that it sends next. The
+//! first request for a part registers it; later ones find it without a lock.
+//!
+//! ```text
+//! cargo run --example cached_transfers
+//! ```
+
+use std::{thread, time::Duration};
+
+use hmem::{
+    Access, CacheAttr, CachedBuffer, Domain, DomainAttr, Error, Hmem, Result,
+    cache::CacheStatistics, loopback::Loopback, provider::EndpointAttr,
+};
+
+const THREADS: u64 = 8;
+/// Parts of the buffer.
+const PARTS: u64 = 16;
+const PART: u64 = 64 << 10;
+/// Transfers of each thread.
+const ROUNDS: u64 = 100;
+
+fn content(part: u64) -> Vec<u8> {
+    vec![part as u8 + 1; PART as usize]
+}
+
+/// Writes parts of the buffer into memory of its own, and checks what arrives.
+fn transfer(domain: &Domain, buffer: &CachedBuffer<Vec<u8>>, thread: u64) -> Result<()> {
+    let queue = domain.open_cq(16)?;
+    let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue))?;
+    let peer = endpoint.resolve(&endpoint.name())?;
+    let target = domain.register(vec![0; PART as usize], Access::REMOTE_WRITE)?;
+    let (key, mut found, mut done) = (target.key()?, vec![0; PART as usize], Vec::new());
+    for round in 0..ROUNDS {
+        let part = (round * 7 + thread * 3) % PARTS;
+        // The region stays registered for as long as this lease lives, at least.
+        let region = buffer.get_or_register(part * PART, PART, Access::WRITE)?;
+        endpoint.write(&[region.slice(0, PART)?], &[key.slice(0, PART)?], peer, round)?;
+        while done.is_empty() {
+            queue.wait(&mut done, 1, Duration::MAX)?;
+        }
+        done.remove(0).result?;
+        target.read(0, &mut found)?;
+        assert_eq!(found, content(part), "part {part} arrived");
+    }
+    Ok(())
+}
+
+/// Runs all threads, and returns the statistics of the cache.
+pub(crate) fn run() -> Result<CacheStatistics> {
+    let hmem =
+        Hmem::builder().without_vendor_ifaces().provider(Loopback::builder().build()?).build()?;
+    let attr = DomainAttr { cache: Some(CacheAttr::default()), ..DomainAttr::default() };
+    let domain = hmem.domain("loopback", attr)?;
+    let cache = domain.cache()?;
+    println!("monitor of host memory: {}", hmem.cache_monitor().choice().name);
+
+    let buffer = cache.own((0..PARTS).flat_map(content).collect::<Vec<u8>>())?;
+    thread::scope(|scope| {
+        let (domain, buffer) = (&domain, &buffer);
+        let threads: Vec<_> = (0..THREADS)
+            .map(|thread| scope.spawn(move || transfer(domain, buffer, thread)))
+            .collect();
+        threads.into_iter().try_for_each(|thread| thread.join().expect("no thread panics"))
+    })?;
+
+    let statistics = cache.statistics();
+    println!(
+        "{} transfers: {} hits, {} registrations",
+        THREADS * ROUNDS,
+        statistics.hits,
+        statistics.misses
+    );
+    // The buffer comes back once no region of it is registered.
+    let bytes = buffer.close().map_err(Error::from)?;
+    assert_eq!(bytes.len() as u64, PARTS * PART);
+    Ok(statistics)
+}
+
+#[allow(dead_code, reason = "the test that includes this file calls `run`")]
+fn main() -> Result<()> {
+    run().map(|_| ())
+}

@@ -1,0 +1,44 @@
+//! The guide: one page for each job, each with an example that runs without hardware.
+//!
+//! Read the first four pages in order. The others stand alone.
+//!
+//! 1. [Register host memory](host_memory)
+//! 2. [Register device memory](device_memory)
+//! 3. [Exchange keys](keys)
+//! 4. [Transfers and completions](transfers)
+//! 5. [The registration cache](cache)
+//! 6. [Your own protection domain](own_protection_domain)
+//! 7. [Windows and grants](windows_and_grants)
+//! 8. [Errors and explain](errors)
+//! 9. [Testing without hardware](testing)
+//! 10. [Containers](containers)
+
+#[doc = include_str!("host_memory.md")]
+pub mod host_memory {}
+
+#[doc = include_str!("device_memory.md")]
+pub mod device_memory {}
+
+#[doc = include_str!("keys.md")]
+pub mod keys {}
+
+#[doc = include_str!("transfers.md")]
+pub mod transfers {}
+
+#[doc = include_str!("cache.md")]
+pub mod cache {}
+
+#[doc = include_str!("own_protection_domain.md")]
+pub mod own_protection_domain {}
+
+#[doc = include_str!("windows_and_grants.md")]
+pub mod windows_and_grants {}
+
+#[doc = include_str!("errors.md")]
+pub mod errors {}
+
+#[doc = include_str!("testing.md")]
+pub mod testing {}
+
+#[doc = include_str!("containers.md")]
+pub mod containers {}

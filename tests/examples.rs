@@ -1,0 +1,49 @@
+//! The examples, run as a user runs them.
+
+use hmem::ErrorKind;
+
+#[path = "../examples/cached_transfers.rs"]
+mod cached_transfers;
+#[path = "../examples/error_handling.rs"]
+mod error_handling;
+#[path = "../examples/kv_cache_transfer.rs"]
+mod kv_cache_transfer;
+#[cfg(feature = "verbs")]
+#[path = "../examples/own_protection_domain.rs"]
+mod own_protection_domain;
+#[path = "../examples/plug_in_provider.rs"]
+mod plug_in_provider;
+
+#[test]
+fn kv_cache_blocks_arrive_in_device_memory() {
+    assert_eq!(kv_cache_transfer::run().expect("the example works"), 100);
+}
+
+/// CACHE-02
+#[test]
+fn cached_transfers_register_each_part_once() {
+    let statistics = cached_transfers::run().expect("the example works");
+    assert_eq!((statistics.misses, statistics.hits), (16, 8 * 100 - 16));
+}
+
+#[test]
+fn error_handling_meets_the_errors_that_it_shows() {
+    error_handling::run().expect("the example works");
+}
+
+#[test]
+fn plug_in_provider_moves_bytes() {
+    plug_in_provider::run().expect("the example works");
+}
+
+#[cfg(feature = "verbs")]
+#[test]
+fn own_protection_domain_works_or_names_the_missing_device() {
+    match own_protection_domain::run() {
+        Ok((lkey, rkey)) => assert!(lkey != 0 && rkey != 0, "keys {lkey:#x} and {rkey:#x}"),
+        Err(error) => {
+            assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+            assert!(error.remedy_text().is_some_and(|text| text.contains("rdma")), "{error}");
+        }
+    }
+}
