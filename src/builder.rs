@@ -638,20 +638,20 @@ fn open_cuda() -> Result<hmem_iface_cuda::Cuda> {
 
 #[cfg(feature = "neuron")]
 fn open_neuron() -> Result<hmem_iface_neuron::Neuron> {
-    use hmem_iface_neuron::{LIBRARY_VARIABLE, Neuron, START_VARIABLE};
+    use hmem_iface_neuron::Neuron;
 
-    let start = env::boolean(START_VARIABLE)?.unwrap_or(false);
+    let start = env::boolean(Neuron::START_VARIABLE)?.unwrap_or(false);
     let opened = Neuron::builder().start_runtime(start).open();
-    opened.map_err(|error| env::of_library(LIBRARY_VARIABLE, error))
+    opened.map_err(|error| env::of_library(Neuron::LIBRARY_VARIABLE, error))
 }
 
 #[cfg(feature = "synapseai")]
 fn open_synapseai() -> Result<hmem_iface_synapseai::SynapseAi> {
-    use hmem_iface_synapseai::{ACQUIRE_VARIABLE, LIBRARY_VARIABLE, SynapseAi};
+    use hmem_iface_synapseai::SynapseAi;
 
-    let acquire = env::boolean(ACQUIRE_VARIABLE)?.unwrap_or(false);
-    let opened = SynapseAi::builder().acquire_device(acquire).open();
-    opened.map_err(|error| env::of_library(LIBRARY_VARIABLE, error))
+    let start = env::boolean(SynapseAi::START_VARIABLE)?.unwrap_or(false);
+    let opened = SynapseAi::builder().start_runtime(start).open();
+    opened.map_err(|error| env::of_library(SynapseAi::LIBRARY_VARIABLE, error))
 }
 
 /// A provider, and its NICs that cannot be opened.

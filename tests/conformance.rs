@@ -169,7 +169,7 @@ fn synapseai(suite: &mut Suite) {
     use hmem_fake_accelerators::{Profile, restart};
 
     if std::env::var("HMEM_SYNAPSEAI").is_ok_and(|asked| asked == "real") {
-        let open = || Ok(Arc::new(SynapseAi::builder().acquire_device(true).open()?) as _);
+        let open = || Ok(Arc::new(SynapseAi::builder().start_runtime(true).open()?) as _);
         return suite.iface("synapseai", open);
     }
     suite.iface("synapseai", || {

@@ -21,7 +21,7 @@ Environment:
                                     ZE, NEURON, SYNAPSEAI and HLTHUNK
   HMEM_CUDA_MONITOR                 auto, hooks or identity
   HMEM_NEURON_START_RUNTIME         boolean: start the Neuron runtime
-  HMEM_SYNAPSEAI_ACQUIRE            boolean: acquire a Gaudi device
+  HMEM_SYNAPSEAI_START_RUNTIME      boolean: acquire a Gaudi device
   HMEM_VERBS_PCIE_MAPPING           boolean: NICs need the PCIe mapping of device memory
   COLUMNS                           width of the output
   NO_COLOR                          no colours, unless --color asks for them

@@ -11,7 +11,7 @@ const LIBRARIES: [&str; 3] =
 
 /// The variables that start the runtimes.
 const START: [(&str, &str); 2] =
-    [("HMEM_NEURON_START_RUNTIME", "1"), ("HMEM_SYNAPSEAI_ACQUIRE", "1")];
+    [("HMEM_NEURON_START_RUNTIME", "1"), ("HMEM_SYNAPSEAI_START_RUNTIME", "1")];
 
 /// Returns the fake library, a dependency that Cargo builds beside this test.
 fn library() -> PathBuf {

@@ -216,7 +216,7 @@ fn invalid_value_of_any_variable_exits_with_status_2() {
         ("FI_MR_ZE_CACHE_MONITOR_ENABLED", "maybe", boolean),
         ("HMEM_CUDA_MONITOR", "hook", "auto, hooks, identity"),
         ("HMEM_NEURON_START_RUNTIME", "maybe", boolean),
-        ("HMEM_SYNAPSEAI_ACQUIRE", "maybe", boolean),
+        ("HMEM_SYNAPSEAI_START_RUNTIME", "maybe", boolean),
         ("HMEM_VERBS_PCIE_MAPPING", "maybe", boolean),
     ] {
         for command in ["info", "check", "explain"] {

@@ -1,4 +1,4 @@
-//! The calls of a driver that an iface needs.
+//! The driver calls that an iface needs.
 
 use std::{
     fmt,
@@ -16,11 +16,11 @@ use crate::exports;
 /// One allocation of a driver.
 #[derive(Clone, Copy, Debug)]
 pub struct Block<H> {
-    /// Its addresses.
+    /// Addresses of the allocation.
     pub range: AddressRange,
     /// The device that holds it.
     pub device: DeviceId,
-    /// The driver's own name for it.
+    /// The driver's own handle of the allocation.
     pub handle: H,
 }
 
@@ -52,20 +52,19 @@ pub struct DmaBuf {
     pub offset: u64,
 }
 
-/// Calls of a driver that [`Announced`](crate::Announced) makes an iface of.
+/// Driver calls from which [`Announced`](crate::Announced) builds an iface.
 ///
 /// # Safety
 /// An iface makes the promises of [`Iface`](hmem_core::Iface) on behalf of its driver. So an
 /// implementation promises:
 ///
-/// - [`allocate`](Self::allocate) returns memory of at least the length asked for, which nothing
+/// - [`allocate`](Self::allocate) returns memory of at least the requested length, which nothing
 ///   else uses until [`free`](Self::free) succeeds.
 /// - [`write`](Self::write) and [`read`](Self::read) touch the named bytes and no others, on any
 ///   number of threads at once, and have ended when they return.
-/// - [`export`](Self::export) returns a dma-buf whose bytes from `offset` on are those of the
-///   range.
+/// - [`export`](Self::export) returns a dma-buf that holds the bytes of the range from `offset` on.
 pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
-    /// The driver's name for an allocation, besides its address.
+    /// The driver's handle of an allocation, besides its address.
     type Handle: Copy + fmt::Debug + Send + Sync + 'static;
 
     /// The number of the iface.
@@ -98,7 +97,7 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Frees memory.
     ///
     /// # Safety
-    /// [`allocate`](Self::allocate) returned it, and nothing uses it any longer.
+    /// [`allocate`](Self::allocate) returned the memory, and nothing uses it any longer.
     ///
     /// # Errors
     /// The error that the driver reported. The memory is still allocated.
@@ -107,7 +106,7 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Copies from host memory at `from` to device memory.
     ///
     /// # Safety
-    /// `from` is readable for the length of the part, whose memory is not freed meanwhile.
+    /// `from` is readable for the length of the part. The part's memory is not freed during the call.
     ///
     /// # Errors
     /// The error that the driver reported.
@@ -116,14 +115,14 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Copies from device memory to host memory at `to`.
     ///
     /// # Safety
-    /// `to` is writable for the length of the part, whose memory is not freed meanwhile.
+    /// `to` is writable for the length of the part. The part's memory is not freed during the call.
     ///
     /// # Errors
     /// The error that the driver reported.
     unsafe fn read(&self, from: &Part<Self::Handle>, to: Address) -> Result<()>;
 
-    /// Exports whole pages that hold a part of the allocation. The first and the last page may
-    /// reach beyond the allocation where that does not fill its pages.
+    /// Exports the whole pages that hold a part of the allocation. The first and the last page may
+    /// reach beyond an allocation that does not fill its pages.
     ///
     /// # Errors
     /// Unsupported where the driver or the kernel cannot.
@@ -132,8 +131,8 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Makes inbound RMA writes visible to work that the device starts after this call.
     ///
     /// # Errors
-    /// Unsupported, the default: no call of the driver does, and it does not say that the device
-    /// needs none.
+    /// Unsupported by default: the driver has no call for it, and does not say that the device needs
+    /// none.
     fn flush(&self, device: DeviceId) -> Result<()> {
         Err(Error::new(ErrorKind::Unsupported, "flush_inbound")
             .iface(Self::KIND)
@@ -142,8 +141,16 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
             .remedy("have the NIC read a byte that it wrote before the device uses the memory"))
     }
 
-    /// Returns true if somebody besides the descriptor `dma_buf` uses the dma-buf, or may use it:
-    /// while a NIC has it registered, for example. The default asks the kernel.
+    /// Releases what the driver keeps for copies. Called when nothing is allocated or in flight.
+    ///
+    /// # Errors
+    /// The error that the driver reported. The call can be repeated.
+    fn close(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Returns true if the dma-buf has, or may have, users besides the descriptor `dma_buf`, such as
+    /// a NIC that has it registered. The default asks the kernel.
     fn others_use(&self, dma_buf: BorrowedFd<'_>) -> bool {
         exports::others_use(dma_buf)
     }
@@ -153,22 +160,35 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
         None
     }
 
-    /// Returns the reason why a facet is missing that no iface of this crate has.
+    /// Returns the reason why the iface lacks a facet.
     fn lacks(&self, facet: Facet) -> Error {
         facet.unavailable(Self::KIND).context("reason", "the driver has no such call")
     }
 
-    /// Returns the causes that only this driver's refusals have.
+    /// Returns the causes of refusals that only this driver has.
     fn causes(&self) -> &'static [RefusalCause] {
         &[]
     }
 }
 
-/// A driver that a builder opens: it gives [`Announced`](crate::Announced) its `open` and
-/// `builder`.
+/// A driver that a builder opens. [`Announced`](crate::Announced) gets `open` and `builder` from it.
 pub trait Open: Driver + Sized {
     /// The builder.
     type Builder: Default;
+
+    /// Environment variable that names the library to load.
+    const LIBRARY_VARIABLE: &'static str;
+
+    /// Environment variable that lets the iface start the vendor's runtime if it is 1.
+    const START_VARIABLE: &'static str;
+
+    /// Returns whether the iface may start the runtime: as the builder decided, else as the
+    /// environment says.
+    fn may_start(decided: Option<bool>) -> bool {
+        let in_environment =
+            || std::env::var_os(Self::START_VARIABLE).is_some_and(|set| set == "1");
+        decided.unwrap_or_else(in_environment)
+    }
 
     /// Opens the driver.
     ///

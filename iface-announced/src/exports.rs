@@ -1,31 +1,31 @@
-//! Dma-bufs of an allocation that somebody may still use.
+//! Dma-bufs of an allocation that are still in use.
 //!
-//! A CUDA or ROCr driver keeps the pages of a dma-buf until its last user has let go. The kernel
+//! A CUDA or ROCr driver keeps the pages of a dma-buf until its last user releases it. The kernel
 //! drivers of Neuron and Gaudi do not: memory that is freed under a registration may be allocated
 //! again while the NIC still reaches it. So the iface keeps a descriptor of each dma-buf that it
-//! exported, and frees the memory when nobody else has one. The kernel counts the users of a
-//! dma-buf in its `fdinfo`: descriptors, mappings, and the attachments of drivers.
+//! exported, and frees the memory when that descriptor is the last user. The kernel counts the users
+//! of a dma-buf in its `fdinfo`: descriptors, mappings, and the attachments of drivers.
 
 use std::{
     fs,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
 };
 
-/// Dma-bufs that were exported of one allocation.
+/// Dma-bufs of one allocation.
 #[derive(Debug, Default)]
 pub(crate) struct Exports {
     kept: Vec<OwnedFd>,
-    /// Number of descriptors at which unused ones are closed.
+    /// Number of descriptors at which `keep` closes the unused ones.
     limit: usize,
 }
 
 impl Exports {
-    /// Keeps a descriptor of a dma-buf, if somebody else has one.
+    /// Keeps a descriptor of a dma-buf, if the dma-buf has other users.
     pub(crate) fn keep(&mut self, fd: OwnedFd, others_use: impl Fn(BorrowedFd<'_>) -> bool) {
         if !others_use(fd.as_fd()) {
             return;
         }
-        // Each look reads a file of procfs, so it is taken when the number has doubled.
+        // Each check reads a file of procfs, so it runs only when the number has doubled.
         if self.kept.len() >= self.limit {
             self.in_use(others_use);
             self.limit = (self.kept.len() * 2).max(1);
@@ -33,23 +33,22 @@ impl Exports {
         self.kept.push(fd);
     }
 
-    /// Closes the dma-bufs that nobody else uses, and returns true if some are left.
+    /// Closes the dma-bufs without other users. Returns true if some are left.
     pub(crate) fn in_use(&mut self, others_use: impl Fn(BorrowedFd<'_>) -> bool) -> bool {
         self.kept.retain(|fd| others_use(fd.as_fd()));
         !self.kept.is_empty()
     }
 }
 
-/// Returns true if somebody besides the descriptor `fd` uses the dma-buf, or may use it.
+/// Returns true if the dma-buf has, or may have, users besides the descriptor `fd`.
 pub(crate) fn others_use(fd: BorrowedFd<'_>) -> bool {
     users(fd).is_none_or(|users| users > 1)
 }
 
-/// Returns the number of users of a dma-buf, its descriptor `fd` included. `None` if the kernel
-/// does not say: without procfs, for example.
+/// Returns the number of users of a dma-buf, its descriptor `fd` included, or `None` without procfs.
 fn users(fd: BorrowedFd<'_>) -> Option<u64> {
     let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd())).ok()?;
-    // Only dma-bufs have this line. A file that is none keeps its own memory.
+    // Only dma-bufs have this line. Any other file keeps its own memory.
     Some(count(&info).unwrap_or(1))
 }
 
@@ -63,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn users_of_a_dma_buf_are_read_from_its_fdinfo() {
+    fn fdinfo_has_the_number_of_users_of_a_dma_buf() {
         let info = "pos:\t0\nflags:\t02000002\nmnt_id:\t15\nino:\t1072\nsize:\t65536\ncount:\t3\n\
                     exp_name:\tneuron\n";
         assert_eq!(count(info), Some(3));
@@ -71,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_no_dma_buf_is_not_kept() {
+    fn file_other_than_a_dma_buf_is_not_kept() {
         let mut exports = Exports::default();
         exports.keep(OwnedFd::from(fs::File::open("/dev/null").expect("a file")), others_use);
         assert!(!exports.in_use(others_use));

@@ -4,7 +4,7 @@ use std::{fmt, sync::Arc};
 
 use hmem_core::{
     Address, AddressRange, AllocOffset, Allocation, AllocationKind, DeviceId, DmaBufOffset, Error,
-    ErrorKind, Iface, IfaceKind, Result,
+    ErrorKind, Iface, IfaceKind, Rejected, Result,
     cause::RefusalCause,
     iface::{
         AllocRequest, Allocator, Device, DmaBufExport, DmaBufExporter, DmaBufMapping, Facet,
@@ -21,14 +21,14 @@ use crate::{
     table::{Entry, Origin, Table},
 };
 
-/// Bytes of the host buffer that a copy between two allocations goes through.
+/// Bytes of the host buffer for copies between two allocations.
 const BOUNCE: u64 = 1 << 20;
 
-/// An iface over a driver that cannot tell whose an address is.
+/// An iface over a driver without queries for the owner of an address.
 pub struct Announced<D: Driver> {
     driver: D,
     table: Arc<Table<D::Handle>>,
-    /// Freed memory of which somebody still uses a dma-buf. See `exports`.
+    /// Freed memory with a dma-buf in use (see `exports`).
     lingering: Mutex<Vec<Entry<D::Handle>>>,
 }
 
@@ -54,19 +54,18 @@ impl<D: Driver> Announced<D> {
         &self.driver
     }
 
-    /// Announces memory that the application allocated through the vendor's library, so that
-    /// [`query`](Iface::query) recognises it.
+    /// Announces memory that the application allocated through the vendor's library.
+    /// [`query`](Iface::query) recognises it from then on.
     ///
     /// # Safety
     /// - `range` is memory of `device`, and `handle` names the allocation that begins at its start.
     /// - The memory stays allocated until it was withdrawn ([`withdraw`](Self::withdraw)) and every
-    ///   region, dma-buf and copy of it has ended. The drivers of this crate's ifaces do not keep
-    ///   memory allocated for a NIC: a region that outlives its memory reaches what is allocated
-    ///   there next.
+    ///   region, dma-buf and copy of it has ended. The drivers of Neuron and Gaudi do not keep memory
+    ///   allocated for a NIC: a region that outlives its memory reaches the next allocation there.
     ///
     /// # Errors
-    /// ZeroLength; InvalidArgument for a device out of range, and for addresses of another live
-    /// allocation.
+    /// ZeroLength for an empty range. InvalidArgument for a device out of range, and for addresses
+    /// of another live allocation.
     pub unsafe fn announce(
         &self,
         range: AddressRange,
@@ -79,14 +78,36 @@ impl<D: Driver> Announced<D> {
         self.table.insert(OPERATION, Block { range, device, handle }, Origin::Announced)
     }
 
-    /// Withdraws announced memory. Everything cached over it is invalidated, and it is recognised
-    /// no longer. The application calls this before it frees the memory.
+    /// Withdraws announced memory. This invalidates every cached registration of it, and `query` no
+    /// longer recognises it. The application calls this before it frees the memory.
     ///
     /// # Errors
-    /// InvalidArgument if it is not announced.
+    /// InvalidArgument if the memory is not announced.
     pub fn withdraw(&self, allocation: &Allocation) -> Result<()> {
         let remove = || self.table.remove("withdraw", allocation, Origin::Announced);
         self.table.subscriptions.while_freeing(allocation.range, remove).map(drop)
+    }
+
+    /// Closes the iface: releases everything that its driver keeps for copies.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`] while memory is allocated or announced, or while a dma-buf of freed memory
+    /// is in use. Otherwise the error that the driver reported. The iface comes back with the error
+    /// and can be closed again.
+    pub fn close(self) -> Result<(), Rejected<Self>> {
+        self.free_lingering();
+        let busy = |what, count, remedy| {
+            Err(Error::new(ErrorKind::Busy, "close")
+                .iface(D::KIND)
+                .context(what, count)
+                .remedy(remedy))
+        };
+        let closed = match (self.table.len(), self.lingering.lock().len()) {
+            (0, 0) => self.driver.close(),
+            (0, lingering) => busy("exported", lingering, "deregister the freed memory first"),
+            (live, _) => busy("allocations", live, "free or withdraw the memory first"),
+        };
+        closed.map_err(|error| Rejected::new(self, error))
     }
 
     fn check_request(&self, operation: &'static str, device: DeviceId, len: u64) -> Result<()> {
@@ -103,41 +124,42 @@ impl<D: Driver> Announced<D> {
         Ok(())
     }
 
-    /// Frees the memory of an entry that is out of the table, or keeps it until nobody uses its
-    /// dma-bufs.
+    /// Frees the memory of an entry that was removed from the table. Memory with a dma-buf in use is
+    /// kept until that use ends.
     fn release(&self, mut entry: Entry<D::Handle>) -> Result<(), (Entry<D::Handle>, Error)> {
         if entry.exports.in_use(|fd| self.driver.others_use(fd)) {
-            tracing::debug!(iface = D::NAME, range = %entry.block.range, "freed memory is kept for its dma-bufs");
+            let range = entry.block.range;
+            tracing::debug!(iface = D::NAME, %range, "freed memory is kept for its dma-bufs");
             self.lingering.lock().push(entry);
             return Ok(());
         }
         let Block { range, device, handle } = entry.block;
-        // SAFETY: the table had it from `Driver::allocate`, and it is in the table no longer. The
-        // caller of `Allocator::free` promised that nothing uses it.
+        // SAFETY: `Driver::allocate` returned the memory, and its entry is no longer in the table.
+        // The caller of `Allocator::free` promised that nothing uses it.
         let freed = unsafe { self.driver.free(device, range.start(), handle) };
         freed.map_err(|error| (entry, error))
     }
 
-    /// Frees memory that was kept for its dma-bufs, as far as nobody uses them any longer.
+    /// Frees memory that was kept for its dma-bufs, if they are no longer in use.
     fn free_lingering(&self) {
-        // Called with every allocation and free, of which nearly none finds something here.
         let kept = std::mem::take(&mut *self.lingering.lock());
         for entry in kept {
             if let Err((entry, error)) = self.release(entry) {
-                tracing::warn!(iface = D::NAME, range = %entry.block.range, %error, "cannot free memory");
+                let range = entry.block.range;
+                tracing::warn!(iface = D::NAME, %range, %error, "cannot free memory");
                 self.lingering.lock().push(entry);
             }
         }
     }
 
-    /// Copies between two allocations through host memory: not every driver copies between devices.
+    /// Copies between two allocations through host memory, as not every driver copies between devices.
     ///
     /// # Safety
     /// As [`Iface::copy`].
     unsafe fn copy_between(&self, to: Part<D::Handle>, from: Part<D::Handle>) -> Result<()> {
         let mut buffer = vec![0u8; to.len.min(BOUNCE) as usize];
         let host = Address::of_ptr(buffer.as_mut_ptr());
-        // From the end where the destination overlaps the rest of the source.
+        // Backwards if the destination may overlap later bytes of the source.
         let backwards = to.address() > from.address();
         let mut done = 0;
         while done < to.len {
@@ -147,7 +169,7 @@ impl<D: Driver> Announced<D> {
             // SAFETY: the buffer has `len` writable bytes. The piece lies in a part that the caller
             // keeps allocated.
             unsafe { self.driver.read(&piece(&from), host) }?;
-            // SAFETY: likewise, and the buffer is initialised.
+            // SAFETY: the buffer has `len` initialised bytes. The caller keeps the part allocated.
             unsafe { self.driver.write(&piece(&to), host) }?;
             done += len;
         }
@@ -156,6 +178,13 @@ impl<D: Driver> Announced<D> {
 }
 
 impl<D: Open> Announced<D> {
+    /// Environment variable that names the library to load, unless the builder names one.
+    pub const LIBRARY_VARIABLE: &str = D::LIBRARY_VARIABLE;
+
+    /// Environment variable that lets the iface start the vendor's runtime if it is 1, unless the
+    /// builder decides.
+    pub const START_VARIABLE: &str = D::START_VARIABLE;
+
     /// Opens the library that the environment names, or the one that the dynamic loader finds.
     ///
     /// # Errors
@@ -181,11 +210,13 @@ impl<D: Driver> Drop for Announced<D> {
     }
 }
 
-// SAFETY: the table has only memory that the driver allocated and that was not freed since, or that
-// a caller of `announce` promised to keep allocated until it is withdrawn; `insert` refuses overlaps
-// and gives each an identity of its own. `part` bounds copies and exports. Of memory that it
-// allocated the iface frees nothing while a dma-buf of it is in use (`release`); a caller of
-// `announce` promised the same.
+// SAFETY:
+// - The table has only memory that the driver allocated and did not free since, and memory that a
+//   caller of `announce` promised to keep allocated until it is withdrawn.
+// - `Table::insert` refuses overlaps and gives each allocation an identity of its own.
+// - `Table::part` bounds copies and exports.
+// - `release` frees no memory while one of its dma-bufs is in use. A caller of `announce` promised
+//   the same for announced memory.
 unsafe impl<D: Driver> Iface for Announced<D> {
     fn kind(&self) -> IfaceKind {
         D::KIND
@@ -235,8 +266,8 @@ unsafe impl<D: Driver> Iface for Announced<D> {
         }
     }
 
-    /// A NIC's writes to Neuron memory need a flush, for which NCCL's plug-in reads through the NIC:
-    /// this iface has no such call, and must not say that none is needed.
+    /// A NIC's writes to Neuron memory need a flush, which NCCL's plug-in does by a read through the
+    /// NIC. The iface has no call for it, and returns this facet so that callers do not skip the flush.
     fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
         Some(self)
     }
@@ -276,7 +307,7 @@ impl<D: Driver> Allocator for Announced<D> {
             self.table.insert(OPERATION, block, Origin::Allocated)
         });
         entered.map_err(|error| {
-            // SAFETY: allocated above and given to nobody.
+            // SAFETY: `allocate` returned the memory above, and no caller has seen it.
             if let Err(error) = unsafe { self.driver.free(device, address, handle) } {
                 tracing::warn!(iface = D::NAME, %error, "cannot free memory that was not entered");
             }

@@ -1,4 +1,4 @@
-//! An iface over a driver that cannot tell whose an address is.
+//! An iface over a driver without queries for the owner of an address.
 //!
 //! AWS Neuron and Intel Gaudi have no call like `cuPointerGetAttribute`. [`Announced`] is an iface
 //! over such a driver. It recognises memory by a table, which holds
@@ -6,9 +6,9 @@
 //! - memory that was allocated through the iface;
 //! - memory that the application allocated itself and announced ([`Announced::announce`]).
 //!
-//! A back end implements [`Driver`] and gets allocating, blocking copies, dma-buf export and a
-//! monitor from it. [`function_table!`] declares the functions of a vendor's library, which is
-//! loaded at run time.
+//! A back end implements [`Driver`]. [`Announced`] adds allocation, blocking copies, dma-buf export
+//! and a monitor. [`function_table!`] declares the functions of a vendor's library, which is loaded
+//! at run time.
 //!
 //! # Examples
 //! ```
@@ -20,7 +20,7 @@
 //! #[derive(Debug)]
 //! struct Nothing;
 //!
-//! // SAFETY: it gives out no memory.
+//! // SAFETY: it returns no memory.
 //! unsafe impl Driver for Nothing {
 //!     type Handle = ();
 //!     const KIND: IfaceKind = IfaceKind::FIRST_PLUG_IN;
@@ -62,17 +62,17 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `exports`, `library`: dma-bufs that are still in use; the loading of a library
-//! - `driver`: the calls of a driver
+//! - `exports`, `library`: dma-bufs in use; loading of a library
+//! - `driver`: the driver calls that an iface needs
 //! - `table`: allocations by address
 //! - `monitor`: detection of frees
 //! - `iface`: [`Announced`]
 //!
 //! # Things this crate does not do
 //!
-//! It does not notice a free that goes past the iface: an application withdraws announced memory
-//! before it frees it. It copies nothing asynchronously, and knows no physical segments, IPC or
-//! peer memory. A driver without a call for it refuses to flush inbound writes.
+//! It does not detect a free that bypasses the iface: an application withdraws announced memory
+//! before it frees it. It has no asynchronous copies, physical segments, IPC or peer memory. A
+//! driver without a call for it refuses to flush inbound writes.
 
 #![deny(unsafe_code)]
 
@@ -87,7 +87,7 @@ mod monitor;
 mod table;
 
 pub use driver::{Block, DmaBuf, Driver, Open, Part};
-#[doc(hidden)] // `function_table!` names it in crates that may not.
+#[doc(hidden)] // `function_table!` expands to paths in it.
 pub use hmem_core;
 pub use iface::Announced;
 pub use library::{SharedLibrary, library_path};

@@ -8,8 +8,8 @@ use std::{
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
-/// Returns the library to load: the one that the caller names, else the one that the variable of
-/// the environment names, else the one that the dynamic loader finds.
+/// Returns the library to load: `named`, else the value of the environment variable, else `default`,
+/// which the dynamic loader finds.
 #[must_use]
 pub fn library_path(named: Option<PathBuf>, variable: &str, default: &str) -> PathBuf {
     let of_environment = || env::var_os(variable).filter(|path| !path.is_empty());
@@ -28,8 +28,8 @@ impl SharedLibrary {
     /// # Errors
     /// Unavailable with the loader's reason and `remedy`.
     pub fn open(iface: IfaceKind, path: &Path, remedy: &'static str) -> Result<Self> {
-        // SAFETY: loading runs the library's initialisers; the caller names a vendor's runtime,
-        // whose initialisers have no precondition.
+        // SAFETY: loading runs the library's initialisers. The caller names a vendor's runtime, and
+        // those have initialisers without preconditions.
         let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) };
         let library = library.map_err(|reason| {
             let error = Error::new(ErrorKind::Unavailable, "load library")
@@ -52,8 +52,8 @@ impl SharedLibrary {
         Some(symbol.as_raw_ptr().cast_const().cast())
     }
 
-    /// Keeps the library loaded for the rest of the process: it leaves threads and exit handlers
-    /// behind that need its code.
+    /// Keeps the library loaded for the rest of the process. Its threads and exit handlers need its
+    /// code.
     pub fn keep_loaded(self) {
         std::mem::forget(self.library);
     }
@@ -91,15 +91,27 @@ macro_rules! function_table {
     (
         $(#[doc = $table_doc:literal])+
         library $library:literal of $kind:expr, $remedy:literal;
-        required { $($(#[doc = $doc:literal])+ $field:ident: $symbol:ident = fn($($argument:ty),*) -> $result:ty;)+ }
-        optional { $($(#[doc = $odoc:literal])+ $ofield:ident: $osymbol:ident = fn($($oargument:ty),*) -> $oresult:ty;)* }
+        required { $(
+            $(#[doc = $doc:literal])+
+            $field:ident: $symbol:ident = fn($($argument:ty),*) -> $result:ty;
+        )+ }
+        optional { $(
+            $(#[doc = $odoc:literal])+
+            $ofield:ident: $osymbol:ident = fn($($oargument:ty),*) -> $oresult:ty;
+        )* }
     ) => {
         $(#[doc = $table_doc])+
         #[derive(Clone, Debug)]
         pub struct Functions {
             library: std::sync::Arc<str>,
-            $($(#[doc = $doc])+ pub(crate) $field: unsafe extern "C" fn($($argument),*) -> $result,)+
-            $($(#[doc = $odoc])+ pub(crate) $ofield: Option<unsafe extern "C" fn($($oargument),*) -> $oresult>,)*
+            $(
+                $(#[doc = $doc])+
+                pub(crate) $field: unsafe extern "C" fn($($argument),*) -> $result,
+            )+
+            $(
+                $(#[doc = $odoc])+
+                pub(crate) $ofield: Option<unsafe extern "C" fn($($oargument),*) -> $oresult>,
+            )*
         }
 
         impl Functions {
@@ -110,7 +122,7 @@ macro_rules! function_table {
             pub const SYMBOLS: &[&str] = &[$(stringify!($symbol)),+];
 
             /// Symbols that an older library may lack.
-            pub const OPTIONAL: &[&str] = &[$(stringify!($osymbol)),*];
+            pub const OPTIONAL_SYMBOLS: &[&str] = &[$(stringify!($osymbol)),*];
 
             /// Loads the library at `path`, which stays loaded for the rest of the process.
             ///
@@ -121,17 +133,18 @@ macro_rules! function_table {
                 let library = $crate::SharedLibrary::open($kind, path, $remedy)?;
                 // SAFETY: the addresses come from the library under the names of its own header,
                 // and the library is not unloaded once the table is filled.
-                let functions =
-                    unsafe { Self::fill(&path.display().to_string(), |name| library.symbol(name)) }?;
+                let functions = unsafe {
+                    Self::fill(&path.display().to_string(), |name| library.symbol(name))
+                }?;
                 library.keep_loaded();
                 Ok(functions)
             }
 
-            /// Fills the table from a lookup closure, for the library of a test, say.
+            /// Fills the table from a lookup closure, such as that of a test's fake library.
             ///
             /// # Errors
-            /// Unavailable, naming the first of [`Functions::SYMBOLS`] for which `lookup` has
-            /// nothing.
+            /// Unavailable, naming the first of [`Functions::SYMBOLS`] for which `lookup` returns
+            /// `None`.
             ///
             /// # Safety
             /// Each address that `lookup` returns is a function with the signature that the
@@ -140,7 +153,7 @@ macro_rules! function_table {
             pub unsafe fn from_lookup(
                 lookup: impl FnMut(&'static str) -> Option<*const ()>,
             ) -> $crate::hmem_core::Result<Self> {
-                // SAFETY: passed on to the caller.
+                // SAFETY: the caller keeps the contract of `fill`, which is the same.
                 unsafe { Self::fill("(injected)", lookup) }
             }
 
@@ -158,26 +171,37 @@ macro_rules! function_table {
             ) -> $crate::hmem_core::Result<Self> {
                 let mut find = |symbol| lookup(symbol).filter(|address| !address.is_null());
                 let missing = |symbol: &'static str| {
-                    $crate::hmem_core::Error::new($crate::hmem_core::ErrorKind::Unavailable, "load library")
+                    use $crate::hmem_core::{Error, ErrorKind};
+                    Error::new(ErrorKind::Unavailable, "load library")
                         .iface($kind)
                         .context("library", library)
                         .context("symbol", symbol)
-                        .remedy(concat!("the library has no such symbol: it is not ", $library, ", or too old"))
+                        .remedy(concat!(
+                            "the library has no such symbol: it is not ", $library, ", or too old"
+                        ))
                 };
                 Ok(Self {
                     library: library.into(),
                     $($field: {
-                        let address = find(stringify!($symbol)).ok_or_else(|| missing(stringify!($symbol)))?;
+                        let address = find(stringify!($symbol));
+                        let address = address.ok_or_else(|| missing(stringify!($symbol)))?;
                         // SAFETY: the caller promises a function of the signature that the header
                         // declares for this name, which is the one in this table.
                         unsafe {
-                            std::mem::transmute::<*const (), unsafe extern "C" fn($($argument),*) -> $result>(address)
+                            std::mem::transmute::<
+                                *const (),
+                                unsafe extern "C" fn($($argument),*) -> $result,
+                            >(address)
                         }
                     },)+
                     $($ofield: find(stringify!($osymbol)).map(|address| {
-                        // SAFETY: as for the required functions: the caller promises the signature.
+                        // SAFETY: the caller promises a function of the signature that the header
+                        // declares for this name, which is the one in this table.
                         unsafe {
-                            std::mem::transmute::<*const (), unsafe extern "C" fn($($oargument),*) -> $oresult>(address)
+                            std::mem::transmute::<
+                                *const (),
+                                unsafe extern "C" fn($($oargument),*) -> $oresult,
+                            >(address)
                         }
                     }),)*
                 })

@@ -1,4 +1,4 @@
-//! Detection of frees: those of the iface itself, and the withdrawals of announced memory.
+//! Detection of frees through the iface, and of withdrawals of announced memory.
 
 use std::{
     fmt,
@@ -31,8 +31,8 @@ impl<H: Copy + fmt::Debug + Send + Sync> Monitor for TableMonitor<H> {
 
     fn rationale(&self) -> String {
         format!(
-            "the {} driver reports no frees: those through the iface and withdrawals of announced memory notify; a free \
-             of announced memory that was not withdrawn before is missed",
+            "the {} driver reports no frees: those through the iface and withdrawals of announced \
+             memory notify; a free of announced memory that was not withdrawn before is missed",
             self.iface
         )
     }

@@ -47,7 +47,7 @@ pub(crate) struct Located<H> {
 pub(crate) struct Table<H> {
     iface: IfaceKind,
     entries: RwLock<BTreeMap<u64, Entry<H>>>,
-    /// Bounds of all addresses that were ever entered, which a lookup compares before it locks.
+    /// Bounds of all addresses that were ever entered. A lookup compares them before it locks.
     lowest: AtomicU64,
     highest: AtomicU64,
     next_id: AtomicU64,
@@ -76,10 +76,10 @@ impl<H: Copy> Table<H> {
         self.with(address, |entry| self.describe(entry))
     }
 
-    /// Returns the bytes that begin at `address`, or `None` if that is in no allocation.
+    /// Returns the bytes that begin at `address`, or `None` outside all allocations.
     ///
     /// # Errors
-    /// OutOfBounds if they leave the allocation.
+    /// OutOfBounds for bytes beyond the allocation.
     pub(crate) fn part(
         &self,
         operation: &'static str,
@@ -101,10 +101,10 @@ impl<H: Copy> Table<H> {
         Ok(Some(Located { id, part }))
     }
 
-    /// Enters an allocation under an identity that no other has.
+    /// Enters an allocation under a new identity.
     ///
     /// # Errors
-    /// InvalidArgument if a live allocation has some of its addresses.
+    /// InvalidArgument if it overlaps a live allocation.
     pub(crate) fn insert(
         &self,
         operation: &'static str,
@@ -121,7 +121,10 @@ impl<H: Copy> Table<H> {
                 .iface(self.iface)
                 .context("range", range)
                 .context("allocation", other.block.range)
-                .remedy("the addresses belong to another allocation: withdraw announced memory before it is freed"));
+                .remedy(concat!(
+                    "the addresses belong to another allocation: ",
+                    "withdraw announced memory before it is freed",
+                )));
         }
         self.lowest.fetch_min(range.start().0, Ordering::Relaxed);
         self.highest.fetch_max(last, Ordering::Relaxed);
@@ -132,10 +135,10 @@ impl<H: Copy> Table<H> {
         Ok(allocation)
     }
 
-    /// Takes an allocation out. Another allocation at its address stays.
+    /// Removes an allocation. Another allocation at its address stays.
     ///
     /// # Errors
-    /// InvalidArgument if it is not live, or of another origin.
+    /// InvalidArgument if it is not live, or has another origin.
     pub(crate) fn remove(
         &self,
         operation: &'static str,
@@ -169,13 +172,13 @@ impl<H: Copy> Table<H> {
         entries.remove(&base).ok_or_else(|| refused("not a live allocation of this iface"))
     }
 
-    /// Puts an entry back whose memory could not be freed.
+    /// Puts an entry back after its memory could not be freed.
     pub(crate) fn restore(&self, entry: Entry<H>) {
         self.entries.write().insert(entry.block.range.start().0, entry);
     }
 
-    /// Keeps a dma-buf with its allocation, if that is the iface's own. Returns false if the
-    /// allocation was freed or withdrawn meanwhile.
+    /// Keeps a dma-buf with its allocation, if the iface allocated that. Returns false if the
+    /// allocation was freed or withdrawn in the meantime.
     #[must_use]
     pub(crate) fn keep_export(
         &self,

@@ -1,4 +1,4 @@
-//! The causes of refusals that only this runtime gives, beside the general ones.
+//! Causes of refusals that only this runtime has.
 
 use hmem_core::{
     Path,
@@ -7,14 +7,20 @@ use hmem_core::{
 
 use crate::sys::NrtStatus;
 
-/// The causes of refusals that only the Neuron runtime gives.
+/// Causes of refusals that only the Neuron runtime has.
 pub const CAUSES: &[RefusalCause] = &[RefusalCause {
     name: "neuron-export-invalid",
     rank: 135,
     paths: &[Path::DmaBuf],
     steps: &[Step::Export],
     answers: &[Answer::Driver(&[NrtStatus::NRT_INVALID.0 as i64])],
-    cause: "libnrt exports no dma-bufs while NEURON_RT_ENABLE_P2P is 0, and release 2.32.31 refuses each export",
-    remedy: "unset NEURON_RT_ENABLE_P2P, and install another release of aws-neuronx-runtime-lib if it is 2.32.31",
+    cause: concat!(
+        "libnrt exports no dma-bufs while NEURON_RT_ENABLE_P2P is 0, ",
+        "and release 2.32.31 refuses each export",
+    ),
+    remedy: concat!(
+        "unset NEURON_RT_ENABLE_P2P, ",
+        "and install another release of aws-neuronx-runtime-lib if it is 2.32.31",
+    ),
     ..RefusalCause::ANY
 }];

@@ -1,4 +1,4 @@
-//! The calls of the runtime behind the iface.
+//! The runtime calls behind the iface.
 
 use std::{
     ffi::{c_int, c_void},
@@ -73,14 +73,14 @@ impl Runtime {
     /// Unsupported for a tensor without addresses.
     pub unsafe fn tensor(&self, tensor: *mut c_void) -> Result<(Tensor, AddressRange)> {
         let tensor = Tensor::new(tensor);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised a live tensor.
         Ok((tensor, unsafe { self.range_of(tensor) }?))
     }
 
     /// # Safety
     /// The tensor is live.
     unsafe fn range_of(&self, tensor: Tensor) -> Result<AddressRange> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised a live tensor.
         let (va, size) = unsafe {
             let tensor = tensor.pointer();
             ((self.functions.tensor_get_va)(tensor), (self.functions.tensor_get_size)(tensor))
@@ -116,7 +116,7 @@ impl Runtime {
         unsafe { (self.functions.tensor_free)(&mut pointer) }
     }
 
-    /// Allocates a tensor, and starts the runtime for it if that is allowed.
+    /// Allocates a tensor. Starts the runtime first, if nothing has started it and the iface may.
     fn tensor_of_running(&self, device: DeviceId, len: u64) -> Result<Tensor> {
         let refused = |code| refusal(code, "nrt_tensor_allocate");
         match self.new_tensor(device, len) {
@@ -124,7 +124,7 @@ impl Runtime {
             allocated => return allocated.map_err(refused),
         }
         let _starting = self.starting.lock();
-        // Another thread may have started it meanwhile.
+        // Another thread may have started it in the meantime.
         match self.new_tensor(device, len) {
             Err(NrtStatus::NRT_UNINITIALIZED) => {}
             allocated => return allocated.map_err(refused),
@@ -144,7 +144,7 @@ impl Runtime {
         let (mut stats, mut written) = (sys::MemoryStats::default(), 0);
         // SAFETY: `stats` is writable for the size that is passed.
         let code = unsafe { stats_of(core, &mut stats, size_of_val(&stats), &mut written) };
-        // The runtime knows only after `nrt_init`.
+        // The call fails before `nrt_init`.
         if code == NrtStatus::NRT_SUCCESS { stats.bytes_limit as u64 } else { 0 }
     }
 }
@@ -156,9 +156,9 @@ fn no_fd(call: &'static str) -> Error {
         .context("reason", "the call succeeded and returned nothing")
 }
 
-// SAFETY: a tensor of the runtime is the caller's alone until `nrt_tensor_free`. Reads and writes
-// name the tensor and bytes in it, and are blocking. An export names whole pages of a tensor's
-// mapping; the kernel driver's dma-buf begins with them.
+// SAFETY: nothing else uses a tensor of the runtime until `nrt_tensor_free`. Reads and writes name
+// the tensor and bytes in it, and are blocking. An export names whole pages of a tensor's mapping;
+// the kernel driver's dma-buf begins with them.
 unsafe impl Driver for Runtime {
     type Handle = Tensor;
 
@@ -169,7 +169,7 @@ unsafe impl Driver for Runtime {
         self.cores
     }
 
-    /// The runtime has no call that leads from a core to the PCI function that it lies on.
+    /// Lists the cores without bus ids: the runtime has no call for the PCI function of a core.
     fn devices(&self) -> Result<Vec<Device>> {
         let device = |core| Device {
             id: DeviceId(core),
@@ -180,7 +180,7 @@ unsafe impl Driver for Runtime {
         Ok((0..self.cores).map(device).collect())
     }
 
-    /// Allocates a page and frees it: no call of the runtime says whether it was initialised.
+    /// Allocates a page and frees it, as no call of the runtime reports if it was initialised.
     fn is_active(&self, device: DeviceId) -> Result<bool> {
         match self.new_tensor(device, PAGE) {
             Ok(tensor) => {
@@ -197,7 +197,7 @@ unsafe impl Driver for Runtime {
             Error::new(ErrorKind::OutOfResources, "allocate").iface(IfaceKind::NEURON)
         })?;
         let tensor = self.tensor_of_running(device, whole)?;
-        // SAFETY: allocated just now.
+        // SAFETY: the call above returned the tensor.
         match unsafe { self.range_of(tensor) } {
             Ok(range) => Ok((range.start(), tensor)),
             Err(error) => {
@@ -247,15 +247,20 @@ unsafe impl Driver for Runtime {
         };
         match code {
             NrtStatus::NRT_SUCCESS if fd < 0 => Err(no_fd(call)),
-            // SAFETY: the runtime made the fd for this call and keeps no other use of it.
-            NrtStatus::NRT_SUCCESS => Ok(DmaBuf { fd: unsafe { OwnedFd::from_raw_fd(fd) }, offset }),
-            // The kernel driver's reason does not come through: an old kernel, a runtime without
+            NrtStatus::NRT_SUCCESS => {
+                // SAFETY: the runtime made the fd for this call, and does not use it any longer.
+                Ok(DmaBuf { fd: unsafe { OwnedFd::from_raw_fd(fd) }, offset })
+            }
+            // The runtime hides the kernel driver's reason, such as an old kernel or missing
             // peer-to-peer support.
             NrtStatus::NRT_INVALID | NrtStatus::NRT_FAILURE => Err(coded(
                 lacks(call, "the runtime exports no dma-buf of the memory"),
                 code,
             )
-            .remedy("dma-bufs need Linux 5.15, a kernel module aws-neuronx-dkms that has them, and NEURON_RT_ENABLE_P2P unset")),
+            .remedy(concat!(
+                "dma-bufs need Linux 5.15, a kernel module aws-neuronx-dkms that has them, ",
+                "and NEURON_RT_ENABLE_P2P unset",
+            ))),
             _ => Err(refusal(code, call)),
         }
     }
@@ -269,9 +274,10 @@ unsafe impl Driver for Runtime {
     fn lacks(&self, facet: Facet) -> Error {
         let reason = match facet {
             Facet::CopyEngine => "hmem-iface-neuron copies blockingly",
-            Facet::PeerMemory => {
-                "hmem-iface-neuron exports dma-bufs, and does not use the older client of the EFA driver"
-            }
+            Facet::PeerMemory => concat!(
+                "hmem-iface-neuron exports dma-bufs, ",
+                "and does not use the older client of the EFA driver",
+            ),
             Facet::HostRegistrar => "libnrt does not page-lock host memory",
             Facet::Ipc => "libnrt does not hand memory to other processes",
             _ => "libnrt has no such call",

@@ -1,10 +1,10 @@
-//! The runtime's codes as errors: the one place that gives them a kind.
+//! Errors for the runtime's codes. Only this file maps a code to a kind.
 
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 
 use crate::sys::NrtStatus;
 
-/// Returns the error for an operation that is lacking.
+/// Returns the error for a missing operation.
 pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
     Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::NEURON).context("reason", reason)
 }

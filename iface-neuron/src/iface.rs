@@ -1,9 +1,6 @@
 //! The iface, and the builder that opens it.
 
-use std::{
-    env,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 use hmem_iface_announced::{Announced, Open, library_path};
@@ -48,12 +45,6 @@ pub struct Builder {
     start_runtime: Option<bool>,
 }
 
-/// Environment variable that names the library to load, unless the builder names one.
-pub const LIBRARY_VARIABLE: &str = "HMEM_NEURON_LIBRARY";
-
-/// Environment variable that lets the iface start the runtime if it is 1, unless the builder says.
-pub const START_VARIABLE: &str = "HMEM_NEURON_START_RUNTIME";
-
 impl Builder {
     /// Loads the library at `path` instead of the one that `HMEM_NEURON_LIBRARY` names or the
     /// dynamic loader finds.
@@ -68,10 +59,10 @@ impl Builder {
         self
     }
 
-    /// Lets the iface call `nrt_init` when memory is first allocated and nothing has called it
-    /// before. It overrides `HMEM_NEURON_START_RUNTIME`; the default is false.
+    /// Lets the iface call `nrt_init` at the first allocation, if nothing has called it before.
+    /// Overrides `HMEM_NEURON_START_RUNTIME`. The default is false.
     ///
-    /// The runtime takes the visible NeuronCores for this process until it ends.
+    /// The runtime reserves the visible NeuronCores for this process until it ends.
     pub fn start_runtime(mut self, start: bool) -> Self {
         self.start_runtime = Some(start);
         self
@@ -90,12 +81,15 @@ impl Builder {
 impl Open for Runtime {
     type Builder = Builder;
 
+    const LIBRARY_VARIABLE: &'static str = "HMEM_NEURON_LIBRARY";
+    const START_VARIABLE: &'static str = "HMEM_NEURON_START_RUNTIME";
+
     fn open(builder: Builder) -> Result<Self> {
         let functions = match builder.functions {
             Some(functions) => functions,
             None => Functions::load(&library_path(
                 builder.library,
-                LIBRARY_VARIABLE,
+                Self::LIBRARY_VARIABLE,
                 Functions::LIBRARY,
             ))?,
         };
@@ -109,10 +103,7 @@ impl Open for Runtime {
             Ok(0) => Err(unavailable().context("devices", 0)),
             Ok(cores) => {
                 tracing::debug!(library = functions.library(), cores, "Neuron opened");
-                let in_environment =
-                    || env::var_os(START_VARIABLE).is_some_and(|value| value == "1");
-                let may_start = builder.start_runtime.unwrap_or_else(in_environment);
-                Ok(Self::new(functions, cores, may_start))
+                Ok(Self::new(functions, cores, Self::may_start(builder.start_runtime)))
             }
             Err(code) => Err(coded(unavailable(), code)),
         }

@@ -1,7 +1,7 @@
 //! AWS Neuron memory: tensors of Trainium and Inferentia devices.
 //!
-//! [`Neuron`] loads `libnrt.so.1` at run time. The runtime has no call that tells whose an address
-//! is, so the iface knows the memory that it allocated and the tensors that the application
+//! [`Neuron`] loads `libnrt.so.1` at run time. The runtime has no query for the owner of an address,
+//! so the iface recognises the memory that it allocated and the tensors that the application
 //! announced ([`Announced::announce`], with a [`Tensor`]).
 //!
 //! # Examples
@@ -16,7 +16,7 @@
 //! # Ok::<(), hmem_core::Error>(())
 //! ```
 //!
-//! A tensor that a framework allocated is announced while it lives:
+//! Announcing a tensor that a framework allocated:
 //!
 //! ```no_run
 //! use std::ffi::c_void;
@@ -25,7 +25,7 @@
 //! use hmem_iface_neuron::{Neuron, Tensor};
 //!
 //! fn announce(neuron: &Neuron, tensor: *mut c_void) -> Result<Allocation> {
-//!     // SAFETY: a live tensor.
+//!     // SAFETY: the caller passes a live tensor.
 //!     let (tensor, range) = unsafe { neuron.driver().tensor(tensor) }?;
 //!     // SAFETY: the caller frees the tensor after `withdraw`, and after its regions are closed.
 //!     unsafe { neuron.announce(range, DeviceId(0), tensor) }
@@ -34,30 +34,32 @@
 //!
 //! # Ending
 //!
-//! Drop the iface, and free what it allocated, before `nrt_close`: no call on a tensor may follow it.
+//! Free the memory of the iface and close it ([`Announced::close`]) before `nrt_close`: no call on a
+//! tensor may follow that.
 //!
 //! # Layers
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
 //! - `sys`: the function table and constants
-//! - `causes`: the meaning of refusals
-//! - `error`: the runtime's codes as errors
-//! - `driver`: the calls behind the iface
+//! - `causes`: causes of refusals
+//! - `error`: errors for the runtime's codes
+//! - `driver`: the runtime calls behind the iface
 //! - `iface`: [`Neuron`]
 //!
 //! # The runtime
 //!
-//! `nrt_init` takes the visible NeuronCores for this process. An application or its framework calls
-//! it once. The iface calls it only if [`Builder::start_runtime`] or `HMEM_NEURON_START_RUNTIME=1`
-//! asks for it, when memory is first allocated; the runtime then stays up until the process ends.
+//! `nrt_init` reserves the visible NeuronCores for this process. An application or its framework
+//! calls it once. The iface calls it at the first allocation, and only with
+//! [`Builder::start_runtime`] or `HMEM_NEURON_START_RUNTIME=1`. The runtime then stays up until the
+//! process ends.
 //!
 //! # References
 //! `nrt/nrt.h` and `nrt/nrt_status.h` of the package `aws-neuronx-runtime-lib`.
 //!
 //! # Things this crate does not do
 //!
-//! It runs no models, and copies nothing asynchronously. It has not been tested on a device.
+//! It runs no models, and has no asynchronous copies. It has not been tested on a device.
 
 #![deny(unsafe_code)]
 
@@ -72,4 +74,4 @@ pub mod sys;
 pub use causes::CAUSES;
 pub use driver::{Runtime, Tensor};
 pub use hmem_iface_announced::Announced;
-pub use iface::{Builder, LIBRARY_VARIABLE, Neuron, START_VARIABLE};
+pub use iface::{Builder, Neuron};

@@ -58,7 +58,7 @@ pub const NRT_FRAMEWORK_TYPE_NO_FW: c_int = 1;
 pub struct MemoryStats {
     /// Bytes in use.
     pub bytes_used: usize,
-    /// Bytes in all.
+    /// Total bytes.
     pub bytes_limit: usize,
 }
 
@@ -74,7 +74,8 @@ hmem_iface_announced::function_table! {
         /// `nrt_get_visible_nc_count(count)`
         get_visible_nc_count: nrt_get_visible_nc_count = fn(*mut u32) -> NrtStatus;
         /// `nrt_tensor_allocate(placement, core, size, name, tensor)`
-        tensor_allocate: nrt_tensor_allocate = fn(c_int, c_int, usize, *const c_char, *mut *mut c_void) -> NrtStatus;
+        tensor_allocate: nrt_tensor_allocate =
+            fn(c_int, c_int, usize, *const c_char, *mut *mut c_void) -> NrtStatus;
         /// `nrt_tensor_free(tensor)`
         tensor_free: nrt_tensor_free = fn(*mut *mut c_void) -> ();
         /// `nrt_tensor_get_va(tensor)`
@@ -94,6 +95,7 @@ hmem_iface_announced::function_table! {
         /// `nrt_get_dmabuf_fd_v2(address, size, fd, offset)`
         get_dmabuf_fd_v2: nrt_get_dmabuf_fd_v2 = fn(u64, u64, *mut c_int, *mut u64) -> NrtStatus;
         /// `nrt_get_vnc_memory_stats(core, stats, size_in, size_out)`
-        get_vnc_memory_stats: nrt_get_vnc_memory_stats = fn(u32, *mut MemoryStats, usize, *mut usize) -> NrtStatus;
+        get_vnc_memory_stats: nrt_get_vnc_memory_stats =
+            fn(u32, *mut MemoryStats, usize, *mut usize) -> NrtStatus;
     }
 }

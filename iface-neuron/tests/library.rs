@@ -1,4 +1,4 @@
-//! Opening: a typed error that names what is missing, and a runtime that is started when asked.
+//! Opening: typed errors for missing parts, and starting the runtime on request.
 #![allow(unsafe_code)]
 
 use std::path::Path;
@@ -7,7 +7,7 @@ use hmem_core::{
     AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt, IfaceKind, iface::AllocRequest,
 };
 use hmem_fake_accelerators::{Fake, Profile};
-use hmem_iface_neuron::{Builder, LIBRARY_VARIABLE, Neuron, sys::Functions};
+use hmem_iface_neuron::{Builder, Neuron, sys::Functions};
 
 fn refused(library: impl AsRef<Path>) -> Error {
     let library = library.as_ref();
@@ -30,29 +30,32 @@ const REQUEST: AllocRequest =
 
 /// HM-04
 #[test]
-fn an_absent_library_is_unavailable_with_the_variable_that_names_another() {
+fn absent_library_is_unavailable_with_its_variable() {
     let error = refused("/nowhere/libnrt.so.1");
     assert!(error.to_string().contains("cannot open shared object file"), "{error}");
-    assert!(error.remedy_text().is_some_and(|text| text.contains(LIBRARY_VARIABLE)), "{error}");
+    assert!(
+        error.remedy_text().is_some_and(|text| text.contains(Neuron::LIBRARY_VARIABLE)),
+        "{error}"
+    );
 }
 
 /// HM-04
 #[test]
-fn a_file_that_is_no_library_is_unavailable_with_the_loaders_reason() {
+fn file_other_than_a_library_is_unavailable() {
     let error = refused(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"));
     assert!(error.to_string().contains("invalid ELF header"), "{error}");
 }
 
 /// HM-04
 #[test]
-fn another_library_is_unavailable_naming_the_symbol_that_it_lacks() {
+fn wrong_library_is_unavailable_with_the_missing_symbol() {
     let error = refused("libm.so.6");
     assert_eq!(error.context_value("symbol"), Some(Functions::SYMBOLS[0]));
 }
 
 /// HM-04
 #[test]
-fn a_machine_without_neuron_cores_is_unavailable() {
+fn machine_without_neuron_cores_is_unavailable() {
     let fake = Fake::start(Profile { devices: 0, ..Profile::default() });
     let error = builder(&fake).open().expect_err("no device");
     assert_eq!(error.kind(), ErrorKind::Unavailable);
@@ -65,7 +68,7 @@ fn a_machine_without_neuron_cores_is_unavailable() {
 
 /// HM-05
 #[test]
-fn a_runtime_that_was_not_started_is_unavailable_and_stays_so() {
+fn runtime_is_not_started_without_permission() {
     let fake = Fake::start(Profile::default());
     let neuron = builder(&fake).start_runtime(false).open().expect("two cores");
     assert_eq!(neuron.devices().expect("devices").len(), 2);
@@ -78,7 +81,7 @@ fn a_runtime_that_was_not_started_is_unavailable_and_stays_so() {
 
 /// HM-05
 #[test]
-fn the_runtime_is_started_once_by_the_first_allocation_if_asked() {
+fn first_allocation_starts_the_runtime_once_if_allowed() {
     let fake = Fake::start(Profile::default());
     let neuron = builder(&fake).start_runtime(true).open().expect("two cores");
     assert_eq!(fake.calls("nrt_init"), 0, "opening starts nothing");
@@ -93,7 +96,7 @@ fn the_runtime_is_started_once_by_the_first_allocation_if_asked() {
     assert_eq!(neuron.devices().expect("devices")[0].memory, 1 << 34);
     for own in own {
         assert_eq!(own.device, Some(DeviceId(1)));
-        // SAFETY: nothing uses it.
+        // SAFETY: nothing uses the memory.
         unsafe { neuron.free(&own) }.expect("free");
     }
     assert_eq!(fake.live().allocations, 0);

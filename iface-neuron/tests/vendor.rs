@@ -22,17 +22,20 @@ fn functions_are_declared_as_in_nrt_h() -> Outcome {
         &header,
         &[
             "NRT_STATUS nrt_get_visible_nc_count(uint32_t *vnc_count);",
-            "NRT_STATUS nrt_tensor_allocate(nrt_tensor_placement_t tensor_placement, int vnc, size_t size, \
-             const char *name, nrt_tensor_t **tensor);",
+            "NRT_STATUS nrt_tensor_allocate(nrt_tensor_placement_t tensor_placement, int vnc, \
+             size_t size, const char *name, nrt_tensor_t **tensor);",
             "void nrt_tensor_free(nrt_tensor_t **tensor);",
             "void *nrt_tensor_get_va(const nrt_tensor_t *tensor);",
             "size_t nrt_tensor_get_size(const nrt_tensor_t *tensor);",
-            "NRT_STATUS nrt_tensor_read(const nrt_tensor_t *tensor, void *buf, size_t offset, size_t size);",
-            "NRT_STATUS nrt_tensor_write(nrt_tensor_t *tensor, const void *buf, size_t offset, size_t size);",
-            "NRT_STATUS nrt_init(nrt_framework_type_t framework, const char *fw_version, const char *fal_version);",
+            "NRT_STATUS nrt_tensor_read(const nrt_tensor_t *tensor, void *buf, size_t offset, \
+             size_t size);",
+            "NRT_STATUS nrt_tensor_write(nrt_tensor_t *tensor, const void *buf, size_t offset, \
+             size_t size);",
+            "NRT_STATUS nrt_init(nrt_framework_type_t framework, const char *fw_version, \
+             const char *fal_version);",
             "NRT_STATUS nrt_get_dmabuf_fd(uint64_t va, uint64_t size, int* fd);",
-            "NRT_STATUS nrt_get_vnc_memory_stats(uint32_t vnc, nrt_vnc_memory_stats_t *stats, size_t stats_size_in, \
-             size_t *stats_size_out);",
+            "NRT_STATUS nrt_get_vnc_memory_stats(uint32_t vnc, nrt_vnc_memory_stats_t *stats, \
+             size_t stats_size_in, size_t *stats_size_out);",
             "typedef struct nrt_vnc_memory_stats { size_t bytes_used; size_t bytes_limit;",
             "typedef enum { NRT_TENSOR_PLACEMENT_DEVICE,",
             "NRT_FRAMEWORK_TYPE_NO_FW = 1,",

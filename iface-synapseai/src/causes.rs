@@ -1,4 +1,4 @@
-//! The causes of refusals that only this driver gives, beside the general ones.
+//! Causes of refusals that only this driver has.
 
 use hmem_core::{
     Path,
@@ -8,14 +8,17 @@ use hmem_core::{
 /// EINVAL: the kernel driver's answer for a range that it does not find in the mapping.
 const EINVAL: i32 = 22;
 
-/// The causes of refusals that only the Gaudi drivers give.
+/// Causes of refusals that only the Gaudi drivers have.
 pub const CAUSES: &[RefusalCause] = &[RefusalCause {
     name: "synapseai-export-invalid",
     rank: 136,
     paths: &[Path::DmaBuf],
     steps: &[Step::Export],
     answers: &[Answer::Errno(&[EINVAL])],
-    cause: "the Gaudi kernel driver exports ranges of the mapping of all device memory only, from Gaudi 2 on",
+    cause: concat!(
+        "the Gaudi kernel driver exports ranges of the mapping of all device memory only, ",
+        "from Gaudi 2 on",
+    ),
     remedy: "install kernel driver and SynapseAI software of one release",
     ..RefusalCause::ANY
 }];

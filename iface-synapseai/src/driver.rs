@@ -1,4 +1,4 @@
-//! The calls of the runtime behind the iface.
+//! The runtime calls behind the iface.
 
 use std::{
     ffi::{CStr, c_int},
@@ -22,18 +22,18 @@ use crate::{
     sys::{DeviceInfo, SYN_DEVICE_GAUDI2, SynStatus, hlthunk, synapse},
 };
 
-/// The number that SynapseAI gives the one device of a process.
+/// SynapseAI's number for the one device of a process.
 const DEVICE: u32 = 0;
 /// Bytes of a page of the kernel driver's exports.
 const PAGE: u64 = 4096;
-/// `O_RDWR | O_CLOEXEC`, the flags that libhl-thunk takes.
+/// `O_RDWR | O_CLOEXEC`, the flags that libhl-thunk accepts.
 const EXPORT_FLAGS: u32 = 0o2 | 0o2000000;
 
 /// The SynapseAI runtime of this process.
 #[derive(Debug)]
 pub struct Synapse {
     functions: Arc<synapse::Functions>,
-    /// `Err` with the reason why libhl-thunk is not there.
+    /// `Err` with the reason why libhl-thunk cannot be loaded.
     hlthunk: std::result::Result<hlthunk::Functions, Arc<Error>>,
     staging: Staging,
     /// Set if the iface may acquire a device.
@@ -55,7 +55,7 @@ impl Synapse {
                 .context("library", functions.library())
                 .remedy("no Gaudi device answers: see `hl-smi` and whether /dev/accel exists")
         };
-        // SAFETY: may be called any number of times; the application may have called it.
+        // SAFETY: the call has no precondition, and may follow a call of the application.
         match unsafe { (functions.initialize)() } {
             SynStatus::SUCCESS
             | SynStatus::ALREADY_INITIALIZED
@@ -82,7 +82,7 @@ impl Synapse {
         })
     }
 
-    /// Returns the device that this process acquired, or `None` if it acquired none.
+    /// Returns the device that this process acquired, or `None` without one.
     fn acquired(&self) -> Result<Option<DeviceInfo>> {
         let mut info = DeviceInfo::default();
         // SAFETY: `info` is writable, with room for more members.
@@ -98,7 +98,8 @@ impl Synapse {
         }
     }
 
-    /// Returns the device that this process acquired, and acquires one if that is allowed.
+    /// Returns the device that this process acquired. Acquires one first, if it has none and the iface
+    /// may.
     fn device(&self) -> Result<DeviceInfo> {
         let _acquiring = self.acquiring.lock();
         let info = match self.acquired()? {
@@ -149,14 +150,14 @@ impl Synapse {
 
 fn not_acquired() -> Error {
     Error::new(ErrorKind::Unavailable, "synDeviceGetInfoV2").iface(IfaceKind::SYNAPSEAI).remedy(
-        "set HMEM_SYNAPSEAI_ACQUIRE=1 to let hmem acquire a Gaudi device (in Rust: \
-         SynapseAi::builder().acquire_device(true)), or acquire one in the application",
+        "set HMEM_SYNAPSEAI_START_RUNTIME=1 to let hmem acquire a Gaudi device (in Rust: \
+         SynapseAi::builder().start_runtime(true)), or acquire one in the application",
     )
 }
 
-// SAFETY: a buffer of `synDeviceMalloc` is the caller's alone until `synDeviceFree`. A copy names
-// the buffer's bytes, and has ended when the stream was synchronised. An export names whole pages
-// of the mapping of all device memory, at which the dma-buf begins.
+// SAFETY: nothing else uses a buffer of `synDeviceMalloc` until `synDeviceFree`. A copy names the
+// buffer's bytes, and has ended when the stream was synchronised. An export names whole pages of the
+// mapping of all device memory, and the dma-buf begins with them.
 unsafe impl Driver for Synapse {
     type Handle = ();
 
@@ -204,17 +205,17 @@ unsafe impl Driver for Synapse {
     }
 
     unsafe fn free(&self, _: DeviceId, address: Address, (): ()) -> Result<()> {
-        // SAFETY: the caller got it from `allocate`, and nothing uses it any longer.
+        // SAFETY: the caller promised that `allocate` returned the memory and nothing uses it.
         check(unsafe { (self.functions.device_free)(DEVICE, address.0, 0) }, "synDeviceFree")
     }
 
     unsafe fn write(&self, to: &Part<()>, from: Address) -> Result<()> {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller promised both sides for the length of the copy.
         unsafe { self.staging.copy(to.address(), Host::Source(from), to.len) }
     }
 
     unsafe fn read(&self, from: &Part<()>, to: Address) -> Result<()> {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller promised both sides for the length of the copy.
         unsafe { self.staging.copy(from.address(), Host::Destination(to), from.len) }
     }
 
@@ -244,8 +245,12 @@ unsafe impl Driver for Synapse {
         if fd < 0 {
             return Err(Error::os(Errno(fd.saturating_neg()), CALL).iface(IfaceKind::SYNAPSEAI));
         }
-        // SAFETY: libhl-thunk made the fd for this call and keeps no other use of it.
+        // SAFETY: libhl-thunk made the fd for this call, and does not use it any longer.
         Ok(DmaBuf { fd: unsafe { OwnedFd::from_raw_fd(fd) }, offset: 0 })
+    }
+
+    fn close(&self) -> Result<()> {
+        self.staging.release()
     }
 
     fn no_dma_buf(&self) -> Option<Error> {

@@ -1,9 +1,6 @@
 //! The iface, and the builder that opens it.
 
-use std::{
-    env,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use hmem_core::Result;
 use hmem_iface_announced::{Announced, Open, library_path};
@@ -13,8 +10,7 @@ use crate::{
     sys::{hlthunk, synapse},
 };
 
-/// Intel Gaudi memory, over `libSynapse.so` and `libhl-thunk.so`. The device that the process
-/// acquired is device 0.
+/// Intel Gaudi memory, over `libSynapse.so` and `libhl-thunk.so`. The process's device is device 0.
 ///
 /// # Examples
 /// ```
@@ -29,14 +25,8 @@ use crate::{
 /// ```
 pub type SynapseAi = Announced<Synapse>;
 
-/// Environment variable that names the library to load, unless the builder names one.
-pub const LIBRARY_VARIABLE: &str = "HMEM_SYNAPSEAI_LIBRARY";
-
 /// Environment variable that names libhl-thunk, unless the builder names it.
-pub const HLTHUNK_VARIABLE: &str = "HMEM_HLTHUNK_LIBRARY";
-
-/// Environment variable that lets the iface acquire a device if it is 1, unless the builder says.
-pub const ACQUIRE_VARIABLE: &str = "HMEM_SYNAPSEAI_ACQUIRE";
+pub const HLTHUNK_LIBRARY_VARIABLE: &str = "HMEM_HLTHUNK_LIBRARY";
 
 /// Opens [`SynapseAi`] over libraries of choice.
 ///
@@ -55,7 +45,7 @@ pub struct Builder {
     library: Option<PathBuf>,
     hlthunk: Option<PathBuf>,
     functions: Option<(synapse::Functions, Option<hlthunk::Functions>)>,
-    acquire: Option<bool>,
+    start_runtime: Option<bool>,
 }
 
 impl Builder {
@@ -73,8 +63,7 @@ impl Builder {
         self
     }
 
-    /// Calls these functions instead of loading libSynapse, and those of libhl-thunk if they are
-    /// given.
+    /// Calls these functions instead of loading libSynapse. `None` still loads libhl-thunk.
     pub fn functions(
         mut self,
         synapse: synapse::Functions,
@@ -84,12 +73,12 @@ impl Builder {
         self
     }
 
-    /// Lets the iface acquire a device when memory is first allocated and the process has none. It
-    /// overrides `HMEM_SYNAPSEAI_ACQUIRE`; the default is false.
+    /// Lets the iface acquire a device at the first allocation, if the process has none. Overrides
+    /// `HMEM_SYNAPSEAI_START_RUNTIME`. The default is false.
     ///
     /// The device stays acquired until the process ends.
-    pub fn acquire_device(mut self, acquire: bool) -> Self {
-        self.acquire = Some(acquire);
+    pub fn start_runtime(mut self, start: bool) -> Self {
+        self.start_runtime = Some(start);
         self
     }
 
@@ -107,21 +96,23 @@ impl Builder {
 impl Open for Synapse {
     type Builder = Builder;
 
+    const LIBRARY_VARIABLE: &'static str = "HMEM_SYNAPSEAI_LIBRARY";
+    const START_VARIABLE: &'static str = "HMEM_SYNAPSEAI_START_RUNTIME";
+
     fn open(builder: Builder) -> Result<Self> {
         let load_hlthunk = |named| {
             let library = hlthunk::Functions::LIBRARY;
-            hlthunk::Functions::load(&library_path(named, HLTHUNK_VARIABLE, library))
+            hlthunk::Functions::load(&library_path(named, HLTHUNK_LIBRARY_VARIABLE, library))
         };
         let (synapse, hlthunk) = match builder.functions {
             Some((synapse, Some(hlthunk))) => (synapse, Ok(hlthunk)),
             Some((synapse, None)) => (synapse, load_hlthunk(builder.hlthunk)),
             None => {
                 let library = synapse::Functions::LIBRARY;
-                let path = library_path(builder.library, LIBRARY_VARIABLE, library);
+                let path = library_path(builder.library, Self::LIBRARY_VARIABLE, library);
                 (synapse::Functions::load(&path)?, load_hlthunk(builder.hlthunk))
             }
         };
-        let in_environment = || env::var_os(ACQUIRE_VARIABLE).is_some_and(|value| value == "1");
-        Self::start(synapse, hlthunk, builder.acquire.unwrap_or_else(in_environment))
+        Self::start(synapse, hlthunk, Self::may_start(builder.start_runtime))
     }
 }

@@ -1,8 +1,8 @@
 //! Intel Gaudi memory (SynapseAI): Gaudi 2 and later.
 //!
 //! [`SynapseAi`] loads `libSynapse.so` at run time, and `libhl-thunk.so` for dma-bufs. The runtime
-//! has no call that tells whose an address is, so the iface knows the memory that it allocated and
-//! the buffers that the application announced ([`Announced::announce`]).
+//! has no query for the owner of an address, so the iface recognises the memory that it allocated
+//! and the buffers that the application announced ([`Announced::announce`]).
 //!
 //! # Examples
 //! ```
@@ -16,15 +16,15 @@
 //! # Ok::<(), hmem_core::Error>(())
 //! ```
 //!
-//! A buffer that a framework allocated is announced while it lives:
+//! Announcing a buffer that a framework allocated:
 //!
 //! ```no_run
 //! use hmem_core::{AddressRange, Allocation, DeviceId, Result};
 //! use hmem_iface_synapseai::SynapseAi;
 //!
 //! fn announce(gaudi: &SynapseAi, buffer: AddressRange) -> Result<Allocation> {
-//!     // SAFETY: `buffer` is of `synDeviceMalloc`. The caller frees it after `withdraw`, and after
-//!     // its regions are closed.
+//!     // SAFETY: `synDeviceMalloc` returned `buffer`. The caller frees it after `withdraw`, and
+//!     // after its regions are closed.
 //!     unsafe { gaudi.announce(buffer, DeviceId(0), ()) }
 //! }
 //! ```
@@ -33,21 +33,21 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `sys`, `causes`: the function tables and constants; the meaning of refusals
-//! - `error`: the runtime's codes as errors
+//! - `sys`, `causes`: the function tables and constants; causes of refusals
+//! - `error`: errors for the runtime's codes
 //! - `staging`: the page-locked buffer and the stream of copies
-//! - `driver`: the calls behind the iface
+//! - `driver`: the runtime calls behind the iface
 //! - `iface`: [`SynapseAi`]
 //!
 //! # The device
 //!
-//! A process acquires one Gaudi device; SynapseAI numbers it 0, and so does the iface. An
-//! application or its framework acquires it. The iface does so only if [`Builder::acquire_device`]
-//! or `HMEM_SYNAPSEAI_ACQUIRE=1` asks for it, when memory is first allocated; the device then stays
-//! acquired until the process ends.
+//! A process acquires one Gaudi device. SynapseAI numbers it 0, and so does the iface. An application
+//! or its framework acquires it. The iface does so at the first allocation, and only with
+//! [`Builder::start_runtime`] or `HMEM_SYNAPSEAI_START_RUNTIME=1`. The device then stays acquired
+//! until the process ends.
 //!
-//! Drop the iface before `synDeviceRelease`. Its buffer and stream for copies belong to the device:
-//! once another is acquired, they can no longer be told from the new one's.
+//! Close the iface ([`Announced::close`]) before `synDeviceRelease`. Its buffer and stream for copies
+//! belong to the device, and their handles can be those of the next device's objects.
 //!
 //! # References
 //! `synapse_api.h` and `synapse_common_types.h` of the SynapseAI software, `hlthunk.h` of
@@ -55,8 +55,8 @@
 //!
 //! # Things this crate does not do
 //!
-//! It runs no graphs, and copies nothing asynchronously. It refuses first-generation Gaudi, whose
-//! device addresses can equal those of host memory. It has not been tested on a device.
+//! It runs no graphs, and has no asynchronous copies. It refuses first-generation Gaudi, where device
+//! addresses can equal host addresses. It has not been tested on a device.
 
 #![deny(unsafe_code)]
 
@@ -73,4 +73,4 @@ pub mod sys;
 pub use causes::CAUSES;
 pub use driver::Synapse;
 pub use hmem_iface_announced::Announced;
-pub use iface::{ACQUIRE_VARIABLE, Builder, HLTHUNK_VARIABLE, LIBRARY_VARIABLE, SynapseAi};
+pub use iface::{Builder, HLTHUNK_LIBRARY_VARIABLE, SynapseAi};

@@ -1,7 +1,7 @@
 //! Copies between host and device memory.
 //!
-//! The device reads and writes only host memory that is mapped for it, so that copies go through a
-//! buffer of `synHostMalloc`. There is one buffer and one stream: copies take turns.
+//! The device reaches only host memory that is mapped for it, so copies go through a buffer of
+//! `synHostMalloc`. There is one buffer and one stream, which copies use one after the other.
 
 use std::{ffi::c_void, ptr, sync::Arc};
 
@@ -20,15 +20,14 @@ const BUFFER: u64 = 4 << 20;
 #[derive(Debug)]
 pub(crate) struct Staging {
     functions: Arc<Functions>,
-    /// Created for the first copy.
-    lane: Mutex<Option<Lane>>,
+    lane: Mutex<Lane>,
 }
 
-/// A buffer that the device reaches, and a stream.
-#[derive(Debug)]
+/// A buffer that the device reaches, and a stream. The first copy creates them.
+#[derive(Debug, Default)]
 struct Lane {
-    buffer: *mut c_void,
-    stream: *mut c_void,
+    buffer: Option<*mut c_void>,
+    stream: Option<*mut c_void>,
 }
 
 // SAFETY: both are handles of the runtime, which any thread may use.
@@ -51,27 +50,24 @@ impl Staging {
     /// Copies `len` bytes between host memory and device memory at `device`.
     ///
     /// # Safety
-    /// The host side is valid for `len` bytes. The device memory is not freed meanwhile.
+    /// The host side is valid for `len` bytes. The device memory is not freed during the call.
     pub(crate) unsafe fn copy(&self, device: Address, host: Host, len: u64) -> Result<()> {
-        let mut slot = self.lane.lock();
-        let lane = match slot.take() {
-            Some(lane) => lane,
-            None => self.new_lane()?,
-        };
+        let mut lane = self.lane.lock();
+        let (buffer, stream) = self.prepare(&mut lane)?;
         let mut done = 0;
         while done < len {
             let piece = (len - done).min(BUFFER);
             let at = Address(device.0 + done);
             // SAFETY: the piece lies in the caller's memory, on both sides.
-            let copied = unsafe { self.piece(&lane, at, host, done, piece) };
+            let copied = unsafe { self.piece((buffer, stream), at, host, done, piece) };
             if let Err(error) = copied {
-                // The device may still use the buffer: neither is used again.
+                // The device may still use them: neither is used again.
+                *lane = Lane::default();
                 tracing::warn!(%error, "the staging buffer of a failed copy is abandoned");
                 return Err(error);
             }
             done += piece;
         }
-        *slot = Some(lane);
         Ok(())
     }
 
@@ -79,42 +75,62 @@ impl Staging {
     /// As [`Staging::copy`], for `len` bytes that are `done` bytes into the host side.
     unsafe fn piece(
         &self,
-        lane: &Lane,
+        (buffer, stream): (*mut c_void, *mut c_void),
         device: Address,
         host: Host,
         done: u64,
         len: u64,
     ) -> Result<()> {
-        let staged = lane.buffer.expose_provenance() as u64;
-        let buffer: *mut u8 = lane.buffer.cast();
+        let staged = buffer.expose_provenance() as u64;
+        let buffer: *mut u8 = buffer.cast();
         match host {
             Host::Source(from) => {
                 let from = ptr::with_exposed_provenance::<u8>((from.0 + done) as usize);
-                // SAFETY: `len` bytes fit the buffer, which no other copy uses; the caller's memory
-                // is readable.
+                // SAFETY: `len` bytes fit the buffer, and the lane's lock excludes other copies. The
+                // caller promised readable memory.
                 unsafe { ptr::copy_nonoverlapping(from, buffer, len as usize) };
-                self.transfer(lane, staged, len, device.0, HOST_TO_DRAM)
+                self.transfer(stream, staged, len, device.0, HOST_TO_DRAM)
             }
             Host::Destination(to) => {
-                self.transfer(lane, device.0, len, staged, DRAM_TO_HOST)?;
+                self.transfer(stream, device.0, len, staged, DRAM_TO_HOST)?;
                 let to = ptr::with_exposed_provenance_mut::<u8>((to.0 + done) as usize);
-                // SAFETY: likewise; the caller's memory is writable.
+                // SAFETY: `len` bytes fit the buffer, and the lane's lock excludes other copies. The
+                // caller promised writable memory.
                 unsafe { ptr::copy_nonoverlapping(buffer, to, len as usize) };
                 Ok(())
             }
         }
     }
 
-    fn transfer(&self, lane: &Lane, from: u64, len: u64, to: u64, direction: i32) -> Result<()> {
+    fn transfer(
+        &self,
+        stream: *mut c_void,
+        from: u64,
+        len: u64,
+        to: u64,
+        direction: i32,
+    ) -> Result<()> {
         // SAFETY: one side is the buffer, the other device memory that the caller keeps allocated.
-        let code =
-            unsafe { (self.functions.mem_copy_async)(lane.stream, from, len, to, direction) };
+        let code = unsafe { (self.functions.mem_copy_async)(stream, from, len, to, direction) };
         check(code, "synMemCopyAsync")?;
         // SAFETY: the lane's own stream.
-        check(unsafe { (self.functions.stream_synchronize)(lane.stream) }, "synStreamSynchronize")
+        check(unsafe { (self.functions.stream_synchronize)(stream) }, "synStreamSynchronize")
     }
 
-    fn new_lane(&self) -> Result<Lane> {
+    /// Returns the buffer and the stream, and creates those that are missing.
+    fn prepare(&self, lane: &mut Lane) -> Result<(*mut c_void, *mut c_void)> {
+        let buffer = match lane.buffer {
+            Some(buffer) => buffer,
+            None => *lane.buffer.insert(self.new_buffer()?),
+        };
+        let stream = match lane.stream {
+            Some(stream) => stream,
+            None => *lane.stream.insert(self.new_stream()?),
+        };
+        Ok((buffer, stream))
+    }
+
+    fn new_buffer(&self) -> Result<*mut c_void> {
         let mut buffer = ptr::null_mut();
         // SAFETY: `buffer` is writable.
         let code = unsafe { (self.functions.host_malloc)(0, BUFFER, 0, &mut buffer) };
@@ -124,41 +140,53 @@ impl Staging {
                 .iface(IfaceKind::SYNAPSEAI)
                 .context("reason", "the call succeeded and returned nothing"));
         }
+        Ok(buffer)
+    }
+
+    fn new_stream(&self) -> Result<*mut c_void> {
         let mut stream = ptr::null_mut();
         // SAFETY: `stream` is writable.
         let code = unsafe { (self.functions.stream_create)(&mut stream, 0, 0) };
-        if let Err(error) = check(code, "synStreamCreateGeneric") {
-            self.free_buffer(buffer);
-            return Err(error);
-        }
-        Ok(Lane { buffer, stream })
+        check(code, "synStreamCreateGeneric").map(|()| stream)
     }
 
-    fn free_buffer(&self, buffer: *mut c_void) {
-        // SAFETY: a buffer of `synHostMalloc` that no copy uses.
-        let code = unsafe { (self.functions.host_free)(0, buffer, 0) };
-        if let Err(error) = check(code, "synHostFree") {
-            tracing::warn!(%error, "cannot free the staging buffer");
+    /// Destroys the stream and frees the buffer. A later copy creates them again.
+    ///
+    /// # Errors
+    /// The error that the runtime reported. A second call releases the rest.
+    pub(crate) fn release(&self) -> Result<()> {
+        let mut lane = self.lane.lock();
+        if lane.buffer.is_none() && lane.stream.is_none() {
+            return Ok(());
         }
+        let mut info = DeviceInfo::default();
+        // SAFETY: `info` is writable, with room for more members.
+        let code = unsafe { (self.functions.device_get_info)(0, &mut info) };
+        if code != SynStatus::SUCCESS {
+            // Both went with the device, and their handles may belong to another owner by now.
+            tracing::warn!("the device was released before the iface");
+            *lane = Lane::default();
+            return Ok(());
+        }
+        if let Some(stream) = lane.stream {
+            // SAFETY: the lane's own stream, on which nothing is in flight.
+            let code = unsafe { (self.functions.stream_destroy)(stream) };
+            check(code, "synStreamDestroy")?;
+            lane.stream = None;
+        }
+        if let Some(buffer) = lane.buffer {
+            // SAFETY: `synHostMalloc` returned the buffer, and no copy uses it.
+            check(unsafe { (self.functions.host_free)(0, buffer, 0) }, "synHostFree")?;
+            lane.buffer = None;
+        }
+        Ok(())
     }
 }
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        let Some(lane) = self.lane.lock().take() else { return };
-        let mut info = DeviceInfo::default();
-        // SAFETY: `info` is writable, with room for more members.
-        let code = unsafe { (self.functions.device_get_info)(0, &mut info) };
-        if code != SynStatus::SUCCESS {
-            // Both went with the device, and their handles may be others' by now.
-            tracing::warn!("the device was released before the iface was dropped");
-            return;
+        if let Err(error) = self.release() {
+            tracing::warn!(%error, "cannot release the stream and the buffer of copies");
         }
-        // SAFETY: the lane's own stream, on which nothing is in flight.
-        let code = unsafe { (self.functions.stream_destroy)(lane.stream) };
-        if let Err(error) = check(code, "synStreamDestroy") {
-            tracing::warn!(%error, "cannot destroy the stream of copies");
-        }
-        self.free_buffer(lane.buffer);
     }
 }

@@ -70,7 +70,7 @@ pub struct DeviceInfo {
     pub sram_size: u32,
     /// Bytes of DRAM.
     pub dram_size: u64,
-    /// Bits of the compute units in use.
+    /// Bit mask of the compute units in use.
     pub tpc_enabled_mask: u64,
     /// 1 if there is DRAM.
     pub dram_enabled: u8,
@@ -82,7 +82,7 @@ pub struct DeviceInfo {
     pub device_type: c_int,
     /// The number of the device on the machine.
     pub device_index: u8,
-    /// First address of the mapping of all device memory; 0 from software that does not know it.
+    /// First address of the mapping of all device memory, or 0 from older software.
     pub global_hbm_base: u64,
     /// Room for members of newer software.
     pub reserved: [u64; 23],
@@ -150,7 +150,8 @@ pub mod hlthunk {
              SynapseAi::builder().hlthunk(path))";
         required {
             /// `hlthunk_device_mapped_memory_export_dmabuf_fd(fd, address, size, offset, flags)`
-            export_dmabuf_fd: hlthunk_device_mapped_memory_export_dmabuf_fd = fn(c_int, u64, u64, u64, u32) -> c_int;
+            export_dmabuf_fd: hlthunk_device_mapped_memory_export_dmabuf_fd =
+                fn(c_int, u64, u64, u64, u32) -> c_int;
             /// `hlthunk_get_pci_bus_id_from_fd(fd, bus_id, len)`
             get_pci_bus_id: hlthunk_get_pci_bus_id_from_fd = fn(c_int, *mut c_char, c_int) -> c_int;
         }

@@ -1,4 +1,4 @@
-//! Opening: a typed error that names what is missing, and a device that is acquired when asked.
+//! Opening: typed errors for missing parts, and acquiring a device on request.
 #![allow(unsafe_code)]
 
 use std::path::Path;
@@ -9,7 +9,7 @@ use hmem_core::{
 };
 use hmem_fake_accelerators::{Fake, Profile};
 use hmem_iface_synapseai::{
-    Builder, HLTHUNK_VARIABLE, LIBRARY_VARIABLE, SynapseAi,
+    Builder, HLTHUNK_LIBRARY_VARIABLE, SynapseAi,
     sys::{hlthunk, synapse},
 };
 
@@ -29,7 +29,7 @@ fn synapse(fake: &Fake) -> synapse::Functions {
 }
 
 fn builder(fake: &Fake) -> Builder {
-    // SAFETY: as above.
+    // SAFETY: the fake's functions have the signatures of their names and live forever.
     let hlthunk = unsafe { hlthunk::Functions::from_lookup(|name| fake.symbol(name)) };
     SynapseAi::builder().functions(synapse(fake), Some(hlthunk.expect("all functions")))
 }
@@ -39,22 +39,25 @@ const REQUEST: AllocRequest =
 
 /// HM-04
 #[test]
-fn an_absent_library_is_unavailable_with_the_variable_that_names_another() {
+fn absent_library_is_unavailable_with_its_variable() {
     let error = refused("/nowhere/libSynapse.so");
     assert!(error.to_string().contains("cannot open shared object file"), "{error}");
-    assert!(error.remedy_text().is_some_and(|text| text.contains(LIBRARY_VARIABLE)), "{error}");
+    assert!(
+        error.remedy_text().is_some_and(|text| text.contains(SynapseAi::LIBRARY_VARIABLE)),
+        "{error}"
+    );
 }
 
 /// HM-04
 #[test]
-fn another_library_is_unavailable_naming_the_symbol_that_it_lacks() {
+fn wrong_library_is_unavailable_with_the_missing_symbol() {
     let error = refused("libm.so.6");
     assert_eq!(error.context_value("symbol"), Some(synapse::Functions::SYMBOLS[0]));
 }
 
 /// HM-04 HM-06
 #[test]
-fn without_libhl_thunk_there_are_no_dma_bufs_and_the_error_says_why() {
+fn missing_libhl_thunk_is_the_reason_for_no_dma_bufs() {
     let fake = Fake::start(Profile::running());
     let gaudi = SynapseAi::builder()
         .functions(synapse(&fake), None)
@@ -64,16 +67,19 @@ fn without_libhl_thunk_there_are_no_dma_bufs_and_the_error_says_why() {
     assert!(gaudi.dma_buf().is_none());
     let error = gaudi.unavailable(Facet::DmaBuf);
     assert_eq!(error.kind(), ErrorKind::Unsupported);
-    assert!(error.remedy_text().is_some_and(|text| text.contains(HLTHUNK_VARIABLE)), "{error}");
+    assert!(
+        error.remedy_text().is_some_and(|text| text.contains(HLTHUNK_LIBRARY_VARIABLE)),
+        "{error}"
+    );
     assert!(error.to_string().contains("/nowhere/libhl-thunk.so"), "{error}");
     let own = gaudi.allocate(&REQUEST).expect("allocate");
-    // SAFETY: nothing uses it.
+    // SAFETY: nothing uses the memory.
     unsafe { gaudi.free(&own) }.expect("free");
 }
 
 /// HM-04
 #[test]
-fn a_machine_without_gaudi_devices_is_unavailable() {
+fn machine_without_gaudi_devices_is_unavailable() {
     let fake = Fake::start(Profile { devices: 0, ..Profile::default() });
     let error = builder(&fake).open().expect_err("no device");
     assert_eq!(error.kind(), ErrorKind::Unavailable);
@@ -89,16 +95,16 @@ fn a_machine_without_gaudi_devices_is_unavailable() {
 
 /// HM-05
 #[test]
-fn a_process_without_a_device_is_told_so_and_acquires_one_only_if_asked() {
+fn device_is_acquired_only_with_permission() {
     let fake = Fake::start(Profile::default());
-    let gaudi = builder(&fake).acquire_device(false).open().expect("a device");
+    let gaudi = builder(&fake).start_runtime(false).open().expect("a device");
     assert!(!gaudi.is_device_active(DeviceId(0)).expect("a device"));
     let error = gaudi.allocate(&REQUEST).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
-    assert!(error.remedy_text().is_some_and(|text| text.contains("HMEM_SYNAPSEAI_ACQUIRE")));
+    assert!(error.remedy_text().is_some_and(|text| text.contains("HMEM_SYNAPSEAI_START_RUNTIME")));
     assert_eq!(fake.calls("synDeviceAcquire"), 0);
 
-    let gaudi = builder(&fake).acquire_device(true).open().expect("a device");
+    let gaudi = builder(&fake).start_runtime(true).open().expect("a device");
     let own = std::thread::scope(|scope| {
         let threads = [(); 4].map(|()| scope.spawn(|| gaudi.allocate(&REQUEST)));
         threads.map(|thread| thread.join().expect("no panic").expect("allocate"))
@@ -108,14 +114,14 @@ fn a_process_without_a_device_is_told_so_and_acquires_one_only_if_asked() {
     assert_eq!((device.name.as_str(), device.memory), ("Gaudi 2", 1 << 34));
     assert_eq!(device.pci_bus_id.as_deref(), Some("0000:19:00.0"));
     for own in own {
-        // SAFETY: nothing uses it.
+        // SAFETY: nothing uses the memory.
         unsafe { gaudi.free(&own) }.expect("free");
     }
 }
 
 /// HM-03
 #[test]
-fn the_buffer_and_the_stream_of_copies_go_with_the_iface() {
+fn dropping_the_iface_releases_its_buffer_and_stream() {
     let fake = Fake::start(Profile::running());
     let gaudi = builder(&fake).open().expect("a device");
     let own = gaudi.allocate(&REQUEST).expect("allocate");
@@ -137,5 +143,5 @@ fn the_buffer_and_the_stream_of_copies_go_with_the_iface() {
     }
     drop(gaudi);
     let live = fake.live();
-    assert_eq!((live.host_buffers, live.streams), (1, 1), "those of the failed copy are left");
+    assert_eq!((live.host_buffers, live.streams), (1, 1), "only those of the failed copy are left");
 }

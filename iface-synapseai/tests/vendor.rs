@@ -28,7 +28,7 @@ trials::trials! {
     /// HM-06
     functions_are_declared_as_in_hlthunk_h,
     /// HM-04 HM-06
-    the_real_libhl_thunk_takes_the_call_and_refuses_a_file_that_is_no_device,
+    real_libhlthunk_refuses_a_file_that_is_no_device,
 }
 
 /// The reference implementation is older than `synDeviceGetInfoV2` and `synStreamCreateGeneric`.
@@ -42,13 +42,15 @@ fn functions_are_declared_as_in_synapse_api_h() -> Outcome {
             "synDeviceAcquire(synDeviceId* pDeviceId, const char* pciBus);",
             "synDeviceMalloc(const synDeviceId deviceId, const uint64_t size, uint64_t reqAddr, \
              const uint32_t flags, uint64_t* buffer);",
-            "synDeviceFree(const synDeviceId deviceId, const uint64_t buffer, const uint32_t flags);",
-            "synHostMalloc(const synDeviceId deviceId, const uint64_t size, const uint32_t flags, void** buffer);",
+            "synDeviceFree(const synDeviceId deviceId, const uint64_t buffer, \
+             const uint32_t flags);",
+            "synHostMalloc(const synDeviceId deviceId, const uint64_t size, const uint32_t flags, \
+             void** buffer);",
             "synHostFree(const synDeviceId deviceId, const void* buffer, const uint32_t flags);",
             "synStreamDestroy(const synStreamHandle streamHandle);",
             "synStreamSynchronize(const synStreamHandle streamHandle);",
-            "synMemCopyAsync(const synStreamHandle streamHandle, const uint64_t src, const uint64_t size, \
-             const uint64_t dst, const synDmaDir direction);",
+            "synMemCopyAsync(const synStreamHandle streamHandle, const uint64_t src, \
+             const uint64_t size, const uint64_t dst, const synDmaDir direction);",
         ],
     );
     Ok(())
@@ -70,16 +72,17 @@ fn functions_are_declared_as_in_hlthunk_h() -> Outcome {
     has(
         &header,
         &[
-            "int hlthunk_device_mapped_memory_export_dmabuf_fd(int fd, uint64_t addr, uint64_t size, \
-             uint64_t offset, uint32_t flags);",
+            "int hlthunk_device_mapped_memory_export_dmabuf_fd(int fd, uint64_t addr, \
+             uint64_t size, uint64_t offset, uint32_t flags);",
             "int hlthunk_get_pci_bus_id_from_fd(int fd, char *pci_bus_id, int len);",
         ],
     );
     Ok(())
 }
 
-/// The flags are those that it takes: any others are EINVAL before the kernel is asked.
-fn the_real_libhl_thunk_takes_the_call_and_refuses_a_file_that_is_no_device() -> Outcome {
+/// libhl-thunk returns EINVAL for other flags before it calls the kernel. EBADF shows that it
+/// accepts the flags of this library.
+fn real_libhlthunk_refuses_a_file_that_is_no_device() -> Outcome {
     const EBADF: i32 = 9;
     let library = cached("hl-thunk/libhl-thunk.so")?;
     let fake = Fake::start(Profile::running());
@@ -94,7 +97,7 @@ fn the_real_libhl_thunk_takes_the_call_and_refuses_a_file_that_is_no_device() ->
     let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
     let error = gaudi.export_dma_buf(own.range, &nic, DmaBufMapping::Default).unwrap_err();
     assert_eq!(error.os_errno().map(|errno| errno.0), Some(EBADF), "{error}");
-    // SAFETY: nothing uses it.
+    // SAFETY: nothing uses the memory.
     unsafe { gaudi.free(&own) }.expect("free");
     Ok(())
 }

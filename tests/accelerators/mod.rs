@@ -1,7 +1,7 @@
 //! The headers and the library that `tests/accelerators/fetch` downloaded, for the tests of Neuron
 //! and Gaudi memory.
 //!
-//! `HMEM_ACCELERATORS=vendor` makes their absence a failure. Otherwise it is a skip, with the reason.
+//! `HMEM_ACCELERATORS=vendor` makes their absence a failure. It is a skip with the reason otherwise.
 
 use std::{env, fs, path::PathBuf};
 
@@ -22,7 +22,7 @@ pub(crate) fn cached(file: &str) -> Result<PathBuf, Skipped> {
     Err(Skipped(format!("{} is not there (tests/accelerators/fetch)", path.display())))
 }
 
-/// Returns a header with its blanks made one, and none inside parentheses.
+/// Returns a header with single blanks, and none inside parentheses.
 pub(crate) fn header(file: &str) -> Result<String, Skipped> {
     let text = fs::read_to_string(cached(file)?).expect("a header");
     let text = text.split_whitespace().collect::<Vec<_>>().join(" ");

@@ -7,9 +7,8 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AddressRange, AllocationKind, CacheAttr, CachedRegion, DeviceBuffer, DeviceId,
-    Domain, DomainAttr, Endpoint, Hmem, Iface, IfaceExt, Iova, MemoryRegion, MrAttr, MrFlags,
-    OwnedRegion, RemoteKey, Result,
+    Address, AddressRange, AllocationKind, CacheAttr, CachedRegion, DeviceBuffer, DeviceId,
+    DomainAttr, Hmem, Iface, IfaceExt, OwnedRegion, Result,
     cuda::{
         Cuda, CudaMonitorKind,
         sys::{self, CuContext, CuDeviceAttribute, CuResult, Functions},
@@ -17,17 +16,15 @@ use hmem::{
     iface::AllocRequest,
     loopback::{Loopback, Memory},
     path::{P2pPolicy, Path},
-    provider::{CompletionQueue, EndpointAttr, Imports},
-    transfer::{Completion, PeerId, RemoteSegment},
+    provider::Imports,
 };
 use hmem_fake_cuda::{FakeDriver, Profile};
+
+pub(crate) use crate::wire::{REMOTE, Wire, pattern};
 
 pub(crate) fn check(code: CuResult) {
     assert_eq!(code, CuResult::CUDA_SUCCESS);
 }
-
-/// All rights of peers.
-pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
 /// Imports of a NIC that supports every path.
 pub(crate) const IMPORTS: Imports =
@@ -81,15 +78,19 @@ static TURN: Mutex<()> = Mutex::new(());
 
 /// Objects of one test. Fields are dropped in order, the driver last.
 pub(crate) struct Link {
-    queue: Arc<dyn CompletionQueue>,
-    initiator: Endpoint,
-    _target: Endpoint,
-    peer: PeerId,
-    pub(crate) domain: Domain,
+    wire: Wire,
     pub(crate) cuda: Arc<Cuda>,
     pub(crate) functions: Functions,
     pub(crate) driver: Fake,
     _turn: Option<MutexGuard<'static, ()>>,
+}
+
+impl Deref for Link {
+    type Target = Wire;
+
+    fn deref(&self) -> &Wire {
+        &self.wire
+    }
 }
 
 impl Link {
@@ -153,22 +154,8 @@ impl Link {
             Loopback::builder().imports(imports).memory(memory).build().expect("the software NIC");
         let hmem = Hmem::builder().without_vendor_ifaces();
         let hmem = hmem.shared_iface(Arc::clone(&cuda) as _).provider(nic).build().expect("start");
-        let domain = hmem.domain("loopback", attr).expect("a domain");
-        let queue = domain.open_cq(64).expect("a queue");
-        let open = || domain.open_endpoint(&EndpointAttr::new(&queue)).expect("an endpoint");
-        let (initiator, target) = (open(), open());
-        let peer = initiator.resolve(&target.name()).expect("the peer");
-        Self {
-            queue,
-            initiator,
-            _target: target,
-            peer,
-            domain,
-            cuda,
-            functions,
-            driver,
-            _turn: turn,
-        }
+        let wire = Wire::open(hmem.domain("loopback", attr).expect("a domain"));
+        Self { wire, cuda, functions, driver, _turn: turn }
     }
 
     /// Returns true if the GPU has an attribute; always true for the fake.
@@ -285,46 +272,6 @@ impl Link {
         }
         (context, AddressRange::new(Address(pointer), 8192).expect("a range"))
     }
-
-    /// Registers for peers. The caller keeps the memory alive until the region is closed.
-    pub(crate) fn expose(&self, range: AddressRange) -> Result<MemoryRegion> {
-        // SAFETY: tests close the region before they free the memory, and hold no reference into
-        // it.
-        unsafe { self.domain.regattr(&MrAttr::new(&[range], REMOTE), MrFlags::empty()) }
-    }
-
-    fn wait(&self) -> Result<()> {
-        let mut done: Vec<Completion> = Vec::new();
-        while done.is_empty() {
-            self.queue.read(&mut done, 1)?;
-        }
-        done.remove(0).result.map(drop)
-    }
-
-    /// Writes through the NIC, at `offset` of the region that the key is of.
-    pub(crate) fn put(&self, key: &RemoteKey, offset: u64, bytes: &[u8]) -> Result<()> {
-        let source = self.domain.register(bytes.to_vec(), Access::WRITE)?;
-        let len = bytes.len() as u64;
-        let remote = [RemoteSegment { address: Iova(key.base().0 + offset), len, key }];
-        self.initiator.write(&[source.slice(0, len)?], &remote, self.peer, 1)?;
-        self.wait()?;
-        source.close()?;
-        Ok(())
-    }
-
-    /// Reads through the NIC.
-    pub(crate) fn get(&self, key: &RemoteKey, offset: u64, len: usize) -> Result<Vec<u8>> {
-        let into = self.domain.register(vec![0u8; len], Access::READ)?;
-        let remote = [RemoteSegment { address: Iova(key.base().0 + offset), len: len as u64, key }];
-        self.initiator.read(&[into.slice(0, len as u64)?], &remote, self.peer, 2)?;
-        self.wait()?;
-        Ok(into.close()?)
-    }
-}
-
-/// Returns bytes that differ by position and seed.
-pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
-    (0..len as u64).map(|at| ((at * 31 + seed * 97 + (at >> 8) * 7) % 251 + 1) as u8).collect()
 }
 
 /// Closes a region that owns its buffer.

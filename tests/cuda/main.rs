@@ -12,3 +12,5 @@ mod link;
 mod paths;
 mod reuse;
 mod segments;
+#[path = "../wire/mod.rs"]
+mod wire;

@@ -5,6 +5,9 @@
 mod model;
 #[path = "../trials/mod.rs"]
 mod trials;
+#[allow(dead_code, reason = "other test binaries use the rest")]
+#[path = "../wire/mod.rs"]
+mod wire;
 mod world;
 
 mod cases {

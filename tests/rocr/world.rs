@@ -1,23 +1,22 @@
 //! A runtime, the iface over it, and two endpoints of a software NIC.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::{
+    ops::Deref,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
 
 use hmem::{
-    Access, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr, Endpoint, Hmem,
-    Iface, IfaceKind, Iova, RemoteKey, Result,
+    AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DomainAttr, Hmem, Iface, IfaceKind,
     iface::AllocRequest,
     loopback::{Loopback, Memory},
     path::P2pPolicy,
-    provider::{CompletionQueue, EndpointAttr, Imports},
+    provider::Imports,
     rocr::{Rocr, sys::Functions},
-    transfer::{Completion, PeerId, RemoteSegment},
 };
 use hmem_fake_rocr::{FakeRuntime, Live, Profile};
 
 use crate::model;
-
-/// All rights of peers.
-pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+pub(crate) use crate::wire::{REMOTE, Wire, pattern};
 
 /// Returns true if AMD's own runtime is selected.
 pub(crate) fn is_model() -> bool {
@@ -39,15 +38,19 @@ static TURN: Mutex<()> = Mutex::new(());
 
 /// Objects of one test. Fields are dropped in order, the runtime last.
 pub(crate) struct World {
-    queue: Arc<dyn CompletionQueue>,
-    initiator: Endpoint,
-    target: Endpoint,
-    peer: PeerId,
-    pub(crate) domain: Domain,
+    wire: Wire,
     pub(crate) hmem: Hmem,
     pub(crate) rocr: Arc<Rocr>,
     pub(crate) fake: Option<FakeRuntime>,
     _turn: MutexGuard<'static, ()>,
+}
+
+impl Deref for World {
+    type Target = Wire;
+
+    fn deref(&self) -> &Wire {
+        &self.wire
+    }
 }
 
 impl World {
@@ -79,12 +82,8 @@ impl World {
         let nic = Loopback::builder().imports(imports).memory(memory).build().expect("a NIC");
         let hmem = Hmem::builder().without_vendor_ifaces();
         let hmem = hmem.shared_iface(Arc::clone(&rocr) as _).provider(nic).build().expect("start");
-        let domain = hmem.domain("loopback", attr).expect("a domain");
-        let queue = domain.open_cq(64).expect("a queue");
-        let open = || domain.open_endpoint(&EndpointAttr::new(&queue)).expect("an endpoint");
-        let (initiator, target) = (open(), open());
-        let peer = initiator.resolve(&target.name()).expect("the peer");
-        Self { queue, initiator, target, peer, domain, hmem, rocr, fake, _turn: turn }
+        let wire = Wire::open(hmem.domain("loopback", attr).expect("a domain"));
+        Self { wire, hmem, rocr, fake, _turn: turn }
     }
 
     pub(crate) fn buffer(&self, len: u64, kind: AllocationKind) -> DeviceBuffer {
@@ -93,49 +92,15 @@ impl World {
         DeviceBuffer::allocate(&iface, &request).expect("allocate")
     }
 
-    fn wait(&self) -> Result<()> {
-        let mut done: Vec<Completion> = Vec::new();
-        while done.is_empty() {
-            self.queue.read(&mut done, 1)?;
-        }
-        done.remove(0).result.map(drop)
-    }
-
-    /// Writes through the NIC, at `offset` of the region that the key is of.
-    pub(crate) fn put(&self, key: &RemoteKey, offset: u64, bytes: &[u8]) -> Result<()> {
-        let source = self.domain.register(bytes.to_vec(), Access::WRITE)?;
-        let len = bytes.len() as u64;
-        let remote = [RemoteSegment { address: Iova(key.base().0 + offset), len, key }];
-        self.initiator.write(&[source.slice(0, len)?], &remote, self.peer, 1)?;
-        self.wait()?;
-        source.close()?;
-        Ok(())
-    }
-
-    /// Reads through the NIC.
-    pub(crate) fn get(&self, key: &RemoteKey, offset: u64, len: usize) -> Result<Vec<u8>> {
-        let into = self.domain.register(vec![0u8; len], Access::READ)?;
-        let remote = [RemoteSegment { address: Iova(key.base().0 + offset), len: len as u64, key }];
-        self.initiator.read(&[into.slice(0, len as u64)?], &remote, self.peer, 2)?;
-        self.wait()?;
-        Ok(into.close()?)
-    }
-
-    /// Closes everything. Checks that nothing is left in the fake runtime and that no rule of the
-    /// headers was violated.
+    /// Ends the world, and checks that nothing is left in the fake runtime and no rule was broken.
     pub(crate) fn end(self) {
-        let Self { queue, initiator, target, domain, hmem, rocr, fake, .. } = self;
-        drop((initiator, target, queue, domain, hmem));
-        let rocr = Arc::into_inner(rocr).expect("no other owner of the iface");
+        let Self { wire, hmem, rocr, fake, .. } = self;
+        drop((wire, hmem));
+        let rocr = Arc::into_inner(rocr).expect("nobody else has the iface");
         rocr.close().map_err(hmem::Error::from).expect("close");
         if let Some(fake) = fake {
             assert_eq!(fake.live(), Live::default());
             assert_eq!(fake.violations(), Vec::<String>::new());
         }
     }
-}
-
-/// Returns bytes that differ by position and seed.
-pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
-    (0..len as u64).map(|at| ((at * 31 + seed * 97 + (at >> 8) * 7) % 251 + 1) as u8).collect()
 }

@@ -7,3 +7,5 @@
 mod cache;
 mod link;
 mod paths;
+#[path = "../wire/mod.rs"]
+mod wire;

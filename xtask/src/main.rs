@@ -1,8 +1,7 @@
 //! Runs the tasks of this repository.
 //!
-//! `cargo xtask` lists them, and `cargo xtask TASK [ARGUMENT...]` runs one. A task is a script of
-//! the repository or a list of commands with their environment. Nothing is written twice: where a
-//! script exists, its task only starts it, and `.ci/run` calls tasks for what has no script.
+//! `cargo xtask` lists the tasks, and `cargo xtask TASK [ARGUMENT...]` runs one. A task is a list of
+//! commands with their environment. Where a script exists, the task only starts it.
 
 #![forbid(unsafe_code)]
 
@@ -12,7 +11,7 @@ use std::{
     process::{Command, ExitCode},
 };
 
-/// Command of a task, with its environment. The task's own arguments follow those of the last one.
+/// Command of a task, with its environment. The user's arguments follow those of the last command.
 struct Step {
     environment: &'static [(&'static str, &'static str)],
     command: &'static [&'static str],
@@ -73,8 +72,7 @@ const TASKS: &[Task] = &[
     },
     Task {
         name: "vendors",
-        about: "the vendors' own headers and libraries, without a device or with their models of \
-            one",
+        about: "the vendors' headers and libraries, without a device or with a simulated one",
         steps: &[
             Step {
                 environment: &[("HMEM_CUDA", "headers,driver")],
@@ -82,26 +80,7 @@ const TASKS: &[Task] = &[
             },
             step(&["tests/rocr/run"]),
             step(&["tests/ze/run"]),
-        ],
-    },
-    Task {
-        name: "accelerators",
-        about: "AWS's and Habana's own headers, and libhl-thunk, without a device",
-        steps: &[
-            step(&["tests/accelerators/fetch"]),
-            Step {
-                environment: &[("HMEM_ACCELERATORS", "vendor")],
-                command: &[
-                    "cargo",
-                    "test",
-                    "-p",
-                    "hmem-iface-neuron",
-                    "-p",
-                    "hmem-iface-synapseai",
-                    "--test",
-                    "vendor",
-                ],
-            },
+            step(&["tests/accelerators/run"]),
         ],
     },
     Task {
@@ -296,11 +275,11 @@ fn main() -> ExitCode {
     run(task, &arguments.collect::<Vec<_>>())
 }
 
-/// Status of a step that could not show anything: something is missing.
+/// Exit status of a step that lacks something it needs.
 const MISSING: u8 = 3;
 
-/// Runs the steps of a task from the repository's root. Returns the status of the first that
-/// fails. Steps that lack something do not keep the later ones of `vendors` from running.
+/// Runs the steps of a task from the repository's root. Returns the status of the first step that
+/// fails. `vendors` continues after a step that lacks something, and returns that status at its end.
 fn run(task: &Task, arguments: &[String]) -> ExitCode {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the root");
     let target =

@@ -93,7 +93,10 @@ fn pairs<'a>(
         let missing = machine.hmem.missing_ifaces().any(|(missing, _)| missing == kind);
         // Most machines lack most ifaces. Only those that the user names are listed.
         if missing || args.iface.as_ref() == Some(&name) {
-            skipped.push(Skipped::new(format!("iface {name}"), machine.explained(Step::OpenDevice, why)));
+            skipped.push(Skipped::new(
+                format!("iface {name}"),
+                machine.explained(Step::OpenDevice, why),
+            ));
         }
     }
     let mut pairs = Vec::new();

@@ -1,5 +1,5 @@
-//! A fault at every call of the runtimes (REL-01): an error comes back, nothing is left, and the
-//! same works once the fault is gone.
+//! A fault at every call of the runtimes (REL-01): the call returns an error and leaks nothing, and
+//! works again without the fault.
 
 use hmem_core::{Address, Iface, IfaceExt, Result, iface::DmaBufMapping};
 use hmem_fake_accelerators::{Fake, Live};
@@ -10,7 +10,7 @@ use crate::world::{Over, PAGE, World, allocate, free, moves_bytes, nic, over_bot
 /// Failing codes of both vendors: a failure, an invalid argument, a lack of resources, a reset.
 const CODES: [i32; 4] = [1, 2, 4, 17];
 
-/// Functions whose fault is no error of a round, with the reason.
+/// Functions with faults that are no error of a round, with the reason.
 const SILENT: [&str; 5] = [
     // The next round opens no device.
     "nrt_get_visible_nc_count",
@@ -21,7 +21,7 @@ const SILENT: [&str; 5] = [
     "nrt_tensor_free",
 ];
 
-/// Allocates, copies, exports and frees. Memory that could not be freed is freed after the fault.
+/// Allocates, copies, exports and frees. Memory that could not be freed is added to `left`.
 fn round(iface: &dyn Iface, left: &mut Vec<hmem_core::Allocation>) -> Result<()> {
     let own = iface.allocate(&request(2 * PAGE))?;
     let worked = moves_bytes(iface, Address(own.base().0 + 5), 100)
@@ -36,11 +36,11 @@ fn round(iface: &dyn Iface, left: &mut Vec<hmem_core::Allocation>) -> Result<()>
 
 /// REL-01
 #[test]
-fn a_fault_at_any_call_is_an_error_and_leaves_nothing() {
+fn fault_at_any_call_is_an_error_and_leaks_nothing() {
     struct Test;
     impl Over for Test {
         fn run<D: Driver>(&self, fake: &Fake, iface: &Announced<D>, world: &World<D>) {
-            // Creates what is kept for copies.
+            // Creates the buffers that the driver keeps for copies.
             round(iface, &mut Vec::new()).expect("no fault yet");
             let before = fake.live();
             let mut met = 0;
@@ -79,7 +79,7 @@ fn a_fault_at_any_call_is_an_error_and_leaves_nothing() {
 
 /// REL-01
 #[test]
-fn an_export_that_fails_leaves_no_descriptor() {
+fn failed_export_leaves_no_descriptor() {
     struct Test;
     impl Over for Test {
         fn run<D: Driver>(&self, fake: &Fake, iface: &Announced<D>, _: &World<D>) {

@@ -1,4 +1,4 @@
-//! Dma-bufs, and memory that is kept while one of them is in use.
+//! Dma-bufs, and memory that is kept while a dma-buf is in use.
 
 use std::{
     os::fd::BorrowedFd,
@@ -21,7 +21,7 @@ use crate::world::{
 
 /// HM-06
 #[test]
-fn an_export_has_the_offset_in_its_first_page_and_the_bytes_of_its_range() {
+fn export_has_the_offset_and_the_bytes_of_its_range() {
     struct Test;
     impl Over for Test {
         fn run<D: Driver>(&self, _: &Fake, iface: &Announced<D>, _: &World<D>) {
@@ -57,7 +57,7 @@ fn an_export_has_the_offset_in_its_first_page_and_the_bytes_of_its_range() {
 
 /// HM-06
 #[test]
-fn a_library_without_the_export_call_has_no_dma_bufs_and_says_why() {
+fn library_without_the_export_call_has_no_dma_bufs() {
     let profile = Profile::running().without(&["nrt_get_dmabuf_fd", "nrt_get_dmabuf_fd_v2"]);
     let fake = Fake::start(profile);
     let iface = neuron(&fake).expect("NeuronCores");
@@ -71,7 +71,7 @@ fn a_library_without_the_export_call_has_no_dma_bufs_and_says_why() {
 
 /// HM-06
 #[test]
-fn a_first_generation_gaudi_is_refused() {
+fn first_generation_gaudi_is_refused() {
     let fake = Fake::start(Profile { device_type: 2, ..Profile::running() });
     let iface = gaudi(&fake).expect("a device");
     let error = iface.allocate(&crate::world::request(PAGE)).unwrap_err();
@@ -82,7 +82,7 @@ fn a_first_generation_gaudi_is_refused() {
 /// A function that runs once.
 type Once = Option<Box<dyn FnOnce() + Send>>;
 
-/// A driver whose "dma-bufs" are used while a flag is set. Its memory has no bytes.
+/// A driver with "dma-bufs" that are in use while a flag is set. Its memory has no bytes.
 #[derive(Default)]
 struct Flagged {
     used: Arc<AtomicBool>,
@@ -168,13 +168,13 @@ fn freed_memory_is_kept_while_one_of_its_dma_bufs_is_in_use() {
     assert_eq!(live(), [exported.base().0], "no dma-buf was exported of the other");
     used.store(false, Ordering::Relaxed);
     let next = allocate(&iface, PAGE);
-    assert_eq!(live(), [next.base().0], "the NIC has let go");
+    assert_eq!(live(), [next.base().0], "the NIC has released it");
     free(&iface, &next).expect("free");
 }
 
 /// HM-06
 #[test]
-fn memory_that_is_kept_for_a_dma_buf_is_freed_with_the_iface() {
+fn memory_kept_for_a_dma_buf_is_freed_with_the_iface() {
     let driver = Flagged::default();
     let (used, live) = (Arc::clone(&driver.used), Arc::clone(&driver.live));
     let iface = Announced::new(driver);
@@ -187,11 +187,29 @@ fn memory_that_is_kept_for_a_dma_buf_is_freed_with_the_iface() {
     assert!(live.lock().expect("no panic").is_empty());
 }
 
+/// HM-06 REL-01
+#[test]
+fn closing_is_refused_while_a_dma_buf_of_freed_memory_is_in_use() {
+    let driver = Flagged::default();
+    let (used, live) = (Arc::clone(&driver.used), Arc::clone(&driver.live));
+    let iface = Announced::new(driver);
+    let exported = allocate(&iface, PAGE);
+    used.store(true, Ordering::Relaxed);
+    drop(iface.export_dma_buf(exported.range, &nic(), DmaBufMapping::Default).expect("export"));
+    free(&iface, &exported).expect("free");
+    let rejected = iface.close().expect_err("a NIC still has the dma-buf");
+    assert_eq!(rejected.error.kind(), ErrorKind::Busy);
+    assert_eq!(rejected.error.context_value("exported"), Some("1"), "{}", rejected.error);
+    used.store(false, Ordering::Relaxed);
+    rejected.value.close().map_err(hmem_core::Error::from).expect("close");
+    assert!(live.lock().expect("no panic").is_empty());
+}
+
 /// HM-06
 ///
 /// Another thread frees the memory between the driver's export and its return.
 #[test]
-fn an_export_that_a_free_overtook_is_refused() {
+fn export_that_races_with_a_free_is_refused() {
     let driver = Flagged::default();
     let (after, live) = (Arc::clone(&driver.after_export), Arc::clone(&driver.live));
     driver.used.store(true, Ordering::Relaxed);
@@ -202,5 +220,5 @@ fn an_export_that_a_free_overtook_is_refused() {
     *after.lock().expect("no panic") = Some(Box::new(overtake));
     let error = iface.export_dma_buf(own.range, &nic(), DmaBufMapping::Default).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::OutOfBounds);
-    assert!(!live.lock().expect("no panic").contains(&base), "nobody has a dma-buf of it");
+    assert!(!live.lock().expect("no panic").contains(&base), "no dma-buf of it was returned");
 }

@@ -1,6 +1,7 @@
-//! The behaviours of an iface over a table, over the fake runtimes of Neuron and Gaudi.
+//! Behaviours of an announced iface, over the fake runtimes of Neuron and Gaudi.
 #![allow(unsafe_code)]
 
+mod close;
 mod faults;
 mod kept;
 mod monitor;

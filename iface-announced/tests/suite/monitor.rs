@@ -88,7 +88,7 @@ fn frees_and_withdrawals_notify_the_subscribers_of_their_range() {
 
 /// MON-09
 #[test]
-fn a_monitor_outlives_its_iface_and_refuses_to_watch() {
+fn monitor_of_a_dropped_iface_refuses_to_watch() {
     let fake = Fake::start(hmem_fake_accelerators::Profile::running());
     let iface = crate::world::neuron(&fake).expect("NeuronCores");
     let monitor = iface.start_monitor().expect("a monitor");

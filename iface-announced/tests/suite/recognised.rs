@@ -8,7 +8,7 @@ use crate::world::{Over, PAGE, World, allocate, free, moves_bytes, over_both, re
 
 /// HM-01 HM-02
 #[test]
-fn every_address_of_an_allocation_is_recognised_until_it_is_freed() {
+fn allocation_is_recognised_until_it_is_freed() {
     struct Test;
     impl Over for Test {
         fn run<D: Driver>(&self, fake: &Fake, iface: &Announced<D>, _: &World<D>) {
@@ -22,7 +22,7 @@ fn every_address_of_an_allocation_is_recognised_until_it_is_freed() {
                 assert_ne!(iface.query(Address(outside)).expect("query"), Some(first));
             }
             assert_eq!((first.kind, first.device), (AllocationKind::Device, Some(DeviceId(0))));
-            // The driver rounds up to whole pages; the allocation has the length asked for.
+            // The driver rounds up to whole pages; the allocation has the requested length.
             assert_eq!(iface.query(Address(second.base().0 + 100)).expect("query"), None);
             let on_the_stack = 0u8;
             assert_eq!(iface.query(Address::of_ptr(&on_the_stack)).expect("query"), None);
@@ -30,7 +30,7 @@ fn every_address_of_an_allocation_is_recognised_until_it_is_freed() {
             free(iface, &first).expect("free");
             assert_eq!(iface.query(Address(base + 1)).expect("query"), None);
             let again = allocate(iface, 3 * PAGE);
-            assert_eq!(again.base().0, base, "the fake gives the address out again");
+            assert_eq!(again.base().0, base, "the fake reuses the address");
             assert_ne!(again.id, first.id);
             assert_eq!(free(iface, &first).unwrap_err().kind(), ErrorKind::InvalidArgument);
             free(iface, &again).expect("free");
@@ -43,7 +43,7 @@ fn every_address_of_an_allocation_is_recognised_until_it_is_freed() {
 
 /// HM-01 HM-02 HM-03
 #[test]
-fn announced_memory_is_recognised_and_copied_until_it_is_withdrawn() {
+fn announced_memory_is_recognised_until_it_is_withdrawn() {
     struct Test;
     impl Over for Test {
         fn run<D: Driver>(&self, fake: &Fake, iface: &Announced<D>, world: &World<D>) {
@@ -81,7 +81,7 @@ fn announced_memory_is_recognised_and_copied_until_it_is_withdrawn() {
 
 /// HM-05
 #[test]
-fn requests_that_are_wrong_are_refused_with_their_own_kinds() {
+fn invalid_requests_are_refused_with_their_own_kinds() {
     struct Test;
     impl Over for Test {
         fn run<D: Driver>(&self, fake: &Fake, iface: &Announced<D>, world: &World<D>) {
@@ -121,7 +121,7 @@ fn copies_between_two_allocations_go_through_host_memory() {
     struct Test;
     impl Over for Test {
         fn run<D: Driver>(&self, _: &Fake, iface: &Announced<D>, _: &World<D>) {
-            // More than the host buffer holds.
+            // Longer than the host buffer.
             let len = (3 << 20) + 77;
             let (from, to) = (allocate(iface, len), allocate(iface, len));
             let bytes = crate::world::pattern(len as usize);
@@ -133,10 +133,10 @@ fn copies_between_two_allocations_go_through_host_memory() {
                 iface.read(to.base(), &mut back).expect("read");
             }
             assert!(back == bytes, "the copy has other bytes");
-            // Overlapping: as memmove does.
+            // Overlapping copies behave like memmove.
             let (shift, rest) = (1_000_001, len - 1_000_001);
             for (target, source) in [(shift, 0), (0, shift)] {
-                // SAFETY: as above.
+                // SAFETY: memory of this test, freed below.
                 unsafe {
                     iface.write(from.base(), &bytes).expect("write");
                     let (to, from) =
@@ -156,7 +156,7 @@ fn copies_between_two_allocations_go_through_host_memory() {
 
 /// HM-14
 #[test]
-fn a_flush_that_no_call_makes_is_refused_and_not_called_needless() {
+fn flush_without_a_driver_call_is_refused() {
     struct Test;
     impl Over for Test {
         fn run<D: Driver>(&self, _: &Fake, iface: &Announced<D>, _: &World<D>) {
@@ -172,7 +172,7 @@ fn a_flush_that_no_call_makes_is_refused_and_not_called_needless() {
 
 /// HM-15
 #[test]
-fn a_missing_facet_says_why() {
+fn missing_facet_has_a_reason() {
     struct Test;
     impl Over for Test {
         fn run<D: Driver>(&self, _: &Fake, iface: &Announced<D>, _: &World<D>) {

@@ -72,7 +72,7 @@ fn over_neuron(profile: Profile, test: &impl Over) {
                 allocate(0, 0, len as usize, c"application".as_ptr(), &mut tensor)
             };
             assert_eq!(code, 0);
-            // SAFETY: allocated just now.
+            // SAFETY: the call above returned the tensor.
             let (tensor, range) = unsafe { iface.driver().tensor(tensor) }.expect("a tensor");
             (range, tensor)
         },
@@ -120,7 +120,7 @@ pub(crate) fn nic() -> Nic {
     Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None }
 }
 
-/// Bytes that tell their position.
+/// Returns bytes that differ by position.
 pub(crate) fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|at| (at % 251) as u8).collect()
 }

@@ -1,16 +1,20 @@
 //! Neuron and Gaudi runtimes for tests: the symbols of `libnrt.so.1`, `libSynapse.so` and
 //! `libhl-thunk.so` over memory files.
 //!
-//! They are entered like the real ones, through their function tables: within a test's process by
-//! [`Fake::symbol`], or as a library (`libhmem_fake_accelerators.so`) that is loaded where any of
-//! the three would be. Device memory faults under the CPU; its addresses come back as soon as they
-//! are freed; its dma-bufs are memory files that begin where the exported range does. Every call
-//! that returns a code can be made to fail.
+//! Tests call them through their function tables, as they call the real ones: within their own
+//! process by [`Fake::symbol`], or as a library (`libhmem_fake_accelerators.so`) that is loaded in
+//! place of any of the three.
+//!
+//! - The CPU faults on device memory.
+//! - A freed address is reused at once.
+//! - A dma-buf begins where the exported range does. It is a genuine one where `/dev/udmabuf` can be
+//!   opened, and a memory file otherwise.
+//! - Every call that returns a code can be made to fail.
 //!
 //! The answers follow the vendors' headers, and for dma-bufs the sources of the Neuron kernel
-//! driver and of hl-thunk. It is stricter where the real ones do not say: a second `nrt_init`
-//! fails, a copy of host memory that `synHostMalloc` did not allocate fails, and a copy is made
-//! when its stream is synchronised.
+//! driver and of hl-thunk. Where those are silent, the fake is strict: a second `nrt_init` fails, a
+//! copy of host memory that `synHostMalloc` did not allocate fails, and a copy runs when its stream
+//! is synchronised.
 //!
 //! # Layers
 //!
@@ -19,18 +23,14 @@
 //! - `state`: allocations, faults and counters
 //! - `nrt`, `synapse`: the entries
 //!
-//! # Things it cannot show
+//! # Limits
 //!
-//! Two dma-bufs that overlap with different page bounds, alive at once: the second export is
-//! refused.
+//! Memory files cannot show two live dma-bufs that overlap with different page bounds: the second
+//! export is refused.
 
 #![allow(missing_docs)] // The vendors' headers document the functions.
 
 pub mod nrt;
-#[allow(dead_code, reason = "the fake CUDA driver uses all of it")]
-// The pages of every fake driver are the same code.
-#[path = "../../fake_cuda/src/pages.rs"]
-mod pages;
 mod state;
 pub mod synapse;
 
@@ -40,7 +40,7 @@ pub use state::{Live, Profile};
 /// Keeps the runtimes to one test at a time.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// The runtimes of this process, started anew and for one test alone.
+/// The runtimes of this process, for one test at a time.
 #[derive(Debug)]
 pub struct Fake {
     _turn: MutexGuard<'static, ()>,
@@ -48,7 +48,7 @@ pub struct Fake {
 }
 
 impl Fake {
-    /// Starts the runtimes as one of a profile.
+    /// Starts runtimes of a profile.
     #[must_use]
     pub fn start(profile: Profile) -> Self {
         let turn = TURN.lock();
@@ -65,7 +65,7 @@ impl Fake {
 
     /// Makes the `nth` call of a function from now on return `code`, 1 being the next.
     pub fn fail_nth(&self, symbol: &'static str, nth: u64, code: i32) {
-        state::with(|state| state.fail(symbol, nth, code));
+        state::with(|state| state.calls.fail_nth(symbol, nth, code));
     }
 
     /// Makes the next call of a function return `code`.
@@ -73,26 +73,26 @@ impl Fake {
         self.fail_nth(symbol, 1, code);
     }
 
-    /// Forgets faults that were not met.
+    /// Removes all faults.
     pub fn heal(&self) {
-        state::with(|state| state.faults.clear());
+        state::with(|state| state.calls.heal());
     }
 
     /// Returns the number of calls of a function.
     #[must_use]
     pub fn calls(&self, symbol: &str) -> u64 {
-        state::with(|state| state.calls.get(symbol).copied().unwrap_or(0))
+        state::with(|state| state.calls.of(symbol))
     }
 
-    /// Returns what is alive.
+    /// Returns the numbers of live objects.
     #[must_use]
     pub fn live(&self) -> Live {
         state::with(|state| state.live())
     }
 }
 
-/// Starts the runtimes anew and returns the lookup of their functions. For a process in which one
-/// test runs at a time.
+/// Starts new runtimes of a profile, and returns the lookup of their functions. For a process in
+/// which one test runs at a time.
 pub fn restart(profile: Profile) -> impl Fn(&str) -> Option<*const ()> {
     let absent = profile.absent.clone();
     state::restart(profile);

@@ -6,10 +6,8 @@ use std::{
     ptr,
 };
 
-use crate::{
-    pages::PAGE,
-    state::{self, Block, MEMORY, State},
-};
+use crate::state::{self, Block, MEMORY, State};
+use hmem_fake_common::PAGE;
 
 const SUCCESS: c_int = 0;
 const FAILURE: c_int = 1;
@@ -18,9 +16,9 @@ const INVALID_HANDLE: c_int = 3;
 const RESOURCE: c_int = 4;
 const UNINITIALIZED: c_int = 13;
 
-/// Runs a call, unless it is to fail.
+/// Runs a call, unless a fault meets it.
 fn call(name: &'static str, act: impl FnOnce(&mut State) -> c_int) -> c_int {
-    state::with(|state| match state.enter(name) {
+    state::with(|state| match state.calls.enter(name) {
         Some(code) => code,
         None => act(state),
     })
@@ -88,7 +86,7 @@ pub unsafe extern "C" fn nrt_tensor_allocate(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_tensor_free(tensor: *mut *mut c_void) {
     state::with(|state| {
-        state.enter("nrt_tensor_free");
+        state.calls.enter("nrt_tensor_free");
         // SAFETY: the caller's tensor.
         let handle = unsafe { std::mem::replace(&mut *tensor, ptr::null_mut()) };
         let base = state.tensors.remove(&handle.addr()).expect("a live tensor");
@@ -103,7 +101,7 @@ pub unsafe extern "C" fn nrt_tensor_get_va(tensor: *const c_void) -> *mut c_void
     state::with(|state| {
         // The kernel driver maps whole pages only.
         let block = block_of(state, tensor).filter(|block| block.len.is_multiple_of(PAGE));
-        let failed = state.enter("nrt_tensor_get_va").is_some();
+        let failed = state.calls.enter("nrt_tensor_get_va").is_some();
         match block {
             Some(block) if !failed => ptr::with_exposed_provenance_mut(block.base as usize),
             _ => ptr::null_mut(),
@@ -116,7 +114,7 @@ pub unsafe extern "C" fn nrt_tensor_get_va(tensor: *const c_void) -> *mut c_void
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_tensor_get_size(tensor: *const c_void) -> usize {
     state::with(|state| {
-        state.enter("nrt_tensor_get_size");
+        state.calls.enter("nrt_tensor_get_size");
         block_of(state, tensor).map_or(0, |block| block.len as usize)
     })
 }

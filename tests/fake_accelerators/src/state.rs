@@ -2,9 +2,8 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use hmem_fake_common::{Calls, PAGE, Pages};
 use parking_lot::Mutex;
-
-use crate::pages::{PAGE, Pages};
 
 /// Bytes of memory on the devices.
 pub(crate) const MEMORY: u64 = 1 << 34;
@@ -69,7 +68,7 @@ pub(crate) struct Copy {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Block {
     pub(crate) base: u64,
-    /// As asked for.
+    /// Requested bytes.
     pub(crate) len: u64,
 }
 
@@ -87,9 +86,7 @@ pub(crate) struct State {
     pub(crate) host: BTreeMap<usize, usize>,
     /// Streams with the copies that wait.
     pub(crate) streams: BTreeMap<usize, Vec<Copy>>,
-    /// By function: after how many calls, and the code.
-    pub(crate) faults: HashMap<&'static str, (u64, i32)>,
-    pub(crate) calls: HashMap<&'static str, u64>,
+    pub(crate) calls: Calls<i32>,
 }
 
 // SAFETY: the pointers of waiting copies are only used under the lock of `STATE`.
@@ -100,32 +97,14 @@ impl State {
         Self {
             running: profile.running,
             profile,
-            pages: Pages::new(),
+            pages: Pages::default(),
             blocks: BTreeMap::new(),
             tensors: HashMap::new(),
             next_handle: 1,
             host: BTreeMap::new(),
             streams: BTreeMap::new(),
-            faults: HashMap::new(),
-            calls: HashMap::new(),
+            calls: Calls::default(),
         }
-    }
-
-    pub(crate) fn fail(&mut self, symbol: &'static str, nth: u64, code: i32) {
-        self.faults.insert(symbol, (nth.max(1), code));
-    }
-
-    /// Counts a call, and returns the code that it fails with.
-    pub(crate) fn enter(&mut self, symbol: &'static str) -> Option<i32> {
-        *self.calls.entry(symbol).or_default() += 1;
-        let (left, code) = self.faults.get_mut(symbol)?;
-        *left -= 1;
-        let code = *code;
-        if *left > 0 {
-            return None;
-        }
-        self.faults.remove(symbol);
-        Some(code)
     }
 
     pub(crate) fn live(&self) -> Live {

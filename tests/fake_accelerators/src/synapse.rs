@@ -6,10 +6,8 @@ use std::{
     ptr,
 };
 
-use crate::{
-    pages::PAGE,
-    state::{self, Copy, MEMORY, State},
-};
+use crate::state::{self, Copy, MEMORY, State};
+use hmem_fake_common::PAGE;
 
 const SUCCESS: c_int = 0;
 const INVALID_ARGUMENT: c_int = 1;
@@ -38,7 +36,7 @@ pub struct DeviceInfo {
 }
 
 fn call(name: &'static str, act: impl FnOnce(&mut State) -> c_int) -> c_int {
-    state::with(|state| match state.enter(name) {
+    state::with(|state| match state.calls.enter(name) {
         Some(code) => code,
         None => act(state),
     })

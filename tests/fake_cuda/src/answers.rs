@@ -1,4 +1,4 @@
-//! What the driver says of devices and of addresses.
+//! Attributes of devices and of addresses.
 
 use std::ffi::{c_int, c_void};
 
@@ -14,12 +14,12 @@ pub(crate) fn put<T>(place: *mut T, value: T) -> Result<(), CuResult> {
     if place.is_null() {
         return Err(CuResult::CUDA_ERROR_INVALID_VALUE);
     }
-    // SAFETY: the caller of the driver passes writable places, as the header demands.
+    // SAFETY: the caller of the driver passes a writable place, as `cuda.h` demands.
     unsafe { place.write_unaligned(value) };
     Ok(())
 }
 
-/// A device attribute; INVALID_VALUE for one that the release does not know, as
+/// Returns a device attribute, and INVALID_VALUE for one that the release does not know, as
 /// `cuDeviceGetAttribute` documents.
 pub(crate) fn attribute_of_device(
     profile: &Profile,
@@ -57,9 +57,9 @@ pub(crate) fn pointer_attribute(
         return Err(CuResult::CUDA_ERROR_INVALID_VALUE);
     }
     let mapping = state.mapping_around(pointer);
-    // A test's doing: as if it had been freed behind the iface.
+    // A test made the driver forget this allocation.
     let state_forgets = |start: u64| state.forgotten == Some((start, 0));
-    // Decided here: a reservation without memory is no valid pointer.
+    // Decided here: a reservation without memory is not a valid pointer.
     let known = state.around(pointer).filter(|(start, one)| {
         (one.kind != Kind::Reservation || mapping.is_some()) && !state_forgets(*start)
     });
@@ -68,7 +68,7 @@ pub(crate) fn pointer_attribute(
     let physical = mapping.and_then(|(_, mapping)| state.physical.get(&mapping.handle));
     match attribute {
         sys::CU_POINTER_ATTRIBUTE_CONTEXT => {
-            // Decided here, as no header says whether VMM memory has one: the profile chooses.
+            // Decided here: no header says if VMM memory has one, so the profile does.
             let named = state.profile.vmm_names_context && is(|kind| *kind == Kind::Reservation);
             let primary = state.contexts.iter().find(|(_, one)| named && one.primary);
             put(place.cast(), primary.map_or(one.map_or(0, |one| one.context), |(id, _)| *id))
@@ -101,8 +101,8 @@ pub(crate) fn pointer_attribute(
             put(place.cast(), ordinal)
         }
         sys::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE => {
-            // `cuIpcGetMemHandle` takes memory "created with cuMemAlloc". Decided here: not what a
-            // layer made of VMM memory.
+            // `cuIpcGetMemHandle` takes memory "created with cuMemAlloc". Decided here: this excludes
+            // a layer's VMM memory.
             let capable = is(|kind| *kind == Kind::Memory) && !state.profile.allocates_by_vmm;
             put(place.cast(), u8::from(capable))
         }
@@ -110,9 +110,8 @@ pub(crate) fn pointer_attribute(
         sys::CU_POINTER_ATTRIBUTE_RANGE_SIZE => put(place.cast(), one.map_or(0, |one| one.len)),
         sys::CU_POINTER_ATTRIBUTE_MAPPED => put(place.cast(), u8::from(one.is_some())),
         sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE => {
-            // Of VMM memory what it was created with. Decided here, of stream-ordered memory: it is
-            // not, as it is not in the list of what `cuMemGetHandleForAddressRange`
-            // takes.
+            // VMM memory has the value that it was created with. Decided here: stream-ordered memory
+            // is not capable, as `cuMemGetHandleForAddressRange` does not list it.
             let capable = state.profile.rdma
                 && match physical {
                     Some(physical) => physical.properties.gpu_direct_rdma_capable != 0,

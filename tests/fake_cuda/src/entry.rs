@@ -1,6 +1,5 @@
-//! The driver's functions, by the names and with the answers of `cuda.h` (12.9 and 13.5), and of
-//! recorded runs where it says so: the real library without a device (`tests/cuda/fetch` downloads
-//! it) showed those.
+//! The driver's functions. Names and answers follow `cuda.h` (12.9 and 13.5). Comments name the
+//! answers that come from recorded runs of the real library without a device.
 
 use std::ffi::{c_char, c_int};
 
@@ -8,10 +7,12 @@ use hmem_iface_cuda::sys::{CuDevice, CuResult};
 
 use crate::{answers::put, state::State};
 
-/// Functions as the driver's table has them: each counts its call, fails where it is told to, and
-/// answers.
+/// Defines functions of the driver's table. Each counts its call, meets injected faults, and answers.
 macro_rules! driver {
-    ($($(#[doc = $doc:literal])* fn $name:ident($state:ident $(, $argument:ident: $type:ty)*) $body:block)+) => {
+    ($(
+        $(#[doc = $doc:literal])*
+        fn $name:ident($state:ident $(, $argument:ident: $type:ty)*) $body:block
+    )+) => {
         $(
             $(#[doc = $doc])*
             ///
@@ -22,8 +23,9 @@ macro_rules! driver {
             #[unsafe(no_mangle)]
             #[allow(non_snake_case)]
             pub unsafe extern "C" fn $name($($argument: $type),*) -> CuResult {
-                // Every entry of the real library (535.261 and 550.163, disassembled) is this: is the driver torn down?
-                // Then CUDA_ERROR_DEINITIALIZED (4); else on to the function.
+                // Every entry of the real library (535.261 and 550.163, disassembled) returns
+                // CUDA_ERROR_DEINITIALIZED (4) if the driver is torn down, and else jumps to the
+                // function.
                 core::arch::naked_asm!(
                     "cmp dword ptr [rip + {torn_down}], 0x321cba00",
                     "je 2f",
@@ -31,7 +33,7 @@ macro_rules! driver {
                     "2:",
                     "mov eax, 4",
                     "ret",
-                    // The function has a section of its own, which this aligns: the real library's lie at 16 bytes.
+                    // Aligns the function's own section to 16 bytes, as in the real library.
                     ".balign 16, 0xcc",
                     torn_down = sym crate::TORN_DOWN,
                     answer = sym $name::answer,
@@ -46,7 +48,7 @@ macro_rules! driver {
             #[unsafe(no_mangle)]
             #[allow(non_snake_case)]
             pub unsafe extern "C" fn $name($($argument: $type),*) -> CuResult {
-                // SAFETY: as the caller's.
+                // SAFETY: the caller keeps the contract of `cuda.h`, which is the same.
                 unsafe { $name::answer($($argument),*) }
             }
 
@@ -62,7 +64,7 @@ macro_rules! driver {
             }
         )+
 
-        /// The address of a function of this file.
+        /// Returns the address of a function of this file.
         pub(super) fn symbol(name: &str) -> Option<*const ()> {
             Some(match name {
                 $(stringify!($name) => $name as *const (),)+
@@ -109,7 +111,7 @@ fn text(place: *mut c_char, len: c_int, text: &str) -> Answer {
     Ok(())
 }
 
-/// The functions of a file: by name, and their names.
+/// Lookup of the functions of a file, and their names.
 type Table = (fn(&str) -> Option<*const ()>, &'static [&'static str]);
 
 const TABLES: &[Table] = &[
@@ -122,12 +124,12 @@ const TABLES: &[Table] = &[
     (vmm::symbol, vmm::SYMBOLS),
 ];
 
-/// The address of a function.
+/// Returns the address of a function.
 pub(crate) fn symbol(name: &str) -> Option<*const ()> {
     TABLES.iter().find_map(|(symbol, _)| symbol(name))
 }
 
-/// The driver's own spelling of a function's name.
+/// Returns the static name of a function.
 pub(crate) fn known(name: &str) -> Option<&'static str> {
     TABLES.iter().flat_map(|(_, names)| *names).copied().find(|known| *known == name)
 }

@@ -1,5 +1,5 @@
-//! Enough of `libgdrapi.so.2` to be loaded and opened: as a library, this one can stand in its
-//! place. Decided here: nothing can be pinned, which is ENODEV.
+//! The part of `libgdrapi.so.2` that opening it needs, so that this library can replace it. Decided
+//! here: pinning fails with ENODEV.
 
 use std::ffi::{c_int, c_ulong, c_void};
 

@@ -1,26 +1,20 @@
-//! Memory for other processes: the handle names this process, the file behind the memory, and where
-//! in it the allocation lies.
+//! Memory for other processes. A handle names this process, the file behind the memory, and the
+//! place of the allocation in that file.
 
-use std::{
-    ffi::c_char,
-    os::fd::{AsRawFd, OwnedFd},
-};
+use std::{ffi::c_char, os::fd::AsRawFd};
 
+use hmem_fake_common::{PAGE, reopen};
 use hmem_iface_cuda::sys::{CU_IPC_HANDLE_SIZE, CuIpcMemHandle, CuResult};
-use rustix::fs::{Mode, OFlags};
 
-use crate::{
-    pages::PAGE,
-    state::{Allocation, Kind, State},
-};
+use crate::state::{Allocation, Kind, State};
 
-/// The numbers in a handle: process, fd, inode of the file, bytes of the file, offset and length of
-/// the allocation, and the allocation's identity.
+/// Numbers in a handle: process, fd, inode and length of the file, offset and length of the
+/// allocation, and its identity.
 type Body = [u64; 7];
 
 pub(crate) fn export(state: &mut State, pointer: u64) -> Result<CuIpcMemHandle, CuResult> {
     let known = state.allocations.get(&pointer).ok_or(CuResult::CUDA_ERROR_INVALID_VALUE)?;
-    // VMM and stream-ordered memory is shared in another way (`cuMemExportToShareableHandle`).
+    // VMM and stream-ordered memory is shared by `cuMemExportToShareableHandle` instead.
     if known.kind != Kind::Memory {
         return Err(CuResult::CUDA_ERROR_INVALID_VALUE);
     }
@@ -30,13 +24,10 @@ pub(crate) fn export(state: &mut State, pointer: u64) -> Result<CuIpcMemHandle, 
     let file =
         state.pages.file_of(start, whole).map_err(|_| CuResult::CUDA_ERROR_OPERATING_SYSTEM)?;
     let file = file.ok_or(CuResult::CUDA_ERROR_INVALID_HANDLE)?;
-    // SAFETY: the fd is one of this driver's, open under its lock.
-    let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(file) };
-    let inode =
-        rustix::fs::fstat(borrowed).map_err(|_| CuResult::CUDA_ERROR_OPERATING_SYSTEM)?.st_ino;
+    let inode = rustix::fs::fstat(file).map_err(|_| CuResult::CUDA_ERROR_OPERATING_SYSTEM)?.st_ino;
     let body: Body = [
         u64::from(std::process::id()),
-        borrowed.as_raw_fd() as u64,
+        file.as_raw_fd() as u64,
         inode,
         whole,
         pointer - start,
@@ -65,10 +56,11 @@ pub(crate) fn open(state: &mut State, handle: &CuIpcMemHandle) -> Result<u64, Cu
     let context = state.current()?;
     let [process, fd, inode, whole, offset, len, _] = body(handle);
     if process == u64::from(std::process::id()) {
-        // Decided here, from the codes that the header lists: a handle is for other processes.
+        // Decided here, from the codes in `cuda.h`: a handle is for other processes.
         return Err(CuResult::CUDA_ERROR_INVALID_CONTEXT);
     }
-    let file = reopen(process, fd).ok_or(CuResult::CUDA_ERROR_INVALID_HANDLE)?;
+    let file = reopen(process as u32, fd as i32);
+    let file = file.map_err(|_| CuResult::CUDA_ERROR_INVALID_HANDLE)?;
     let stat = rustix::fs::fstat(&file).map_err(|_| CuResult::CUDA_ERROR_INVALID_HANDLE)?;
     if stat.st_ino != inode || stat.st_size as u64 != whole {
         return Err(CuResult::CUDA_ERROR_INVALID_HANDLE);
@@ -104,9 +96,4 @@ pub(crate) fn close(state: &mut State, pointer: u64) -> Result<(), CuResult> {
         state.forget_imported(pointer);
     }
     Ok(())
-}
-
-fn reopen(process: u64, fd: u64) -> Option<OwnedFd> {
-    let path = format!("/proc/{process}/fd/{fd}");
-    rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).ok()
 }

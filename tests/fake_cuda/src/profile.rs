@@ -1,27 +1,27 @@
-//! What a driver release is like, as far as registering memory can tell.
+//! Releases of the driver, with the properties that matter for registering memory.
 
 use std::ffi::c_int;
 
-/// A driver to pretend to be. The fields can be changed one by one.
+/// Properties of a driver release. The fields can be changed one by one.
 #[derive(Clone, Debug)]
 pub struct Profile {
-    /// Its name: release and kernel module.
+    /// Release and kernel module.
     pub name: &'static str,
-    /// What `cuDriverGetVersion` says: 1000 * major + 10 * minor of the CUDA release that came
-    /// with the driver (535: 12.2, 550: 12.4, 580: 13.0).
+    /// Result of `cuDriverGetVersion`: 1000 * major + 10 * minor of the CUDA release that came with
+    /// the driver (535: 12.2, 550: 12.4, 580: 13.0).
     pub version: c_int,
-    /// How many devices there are.
+    /// Number of devices.
     pub devices: u32,
     /// Bytes of memory on each.
     pub memory: u64,
-    /// DMA_BUF_SUPPORTED: the open kernel modules have dma-bufs, the closed ones do not.
+    /// DMA_BUF_SUPPORTED, which only the open kernel modules have.
     pub dma_buf: bool,
-    /// Whether `CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` is known: `cuda.h` has it from 12.8
+    /// True if `CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` is known, which `cuda.h` has from 12.8
     /// on.
     pub pcie_flag: bool,
-    /// Whether the platform honours it: `cuda.h` has it "return an error otherwise".
+    /// True if the platform supports that mapping. `cuda.h`: "return an error otherwise".
     pub pcie_mapping: bool,
-    /// Whether one dma-buf may hold several mappings of a reservation, as `cuda.h` has it.
+    /// True if one dma-buf may hold several mappings of a reservation, as in `cuda.h`.
     pub spanning_exports: bool,
     /// GPU_DIRECT_RDMA_SUPPORTED.
     pub rdma: bool,
@@ -31,25 +31,25 @@ pub struct Profile {
     pub writes_ordering: c_int,
     /// GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS.
     pub flush_options: c_int,
-    /// The highest pointer attribute that the driver knows; it refuses a query for any above.
+    /// The highest pointer attribute that the driver knows. It refuses queries for higher ones.
     pub last_pointer_attribute: u32,
     /// The highest device attribute that it knows.
     pub last_device_attribute: u32,
-    /// Whether a thread without a current context gets INVALID_CONTEXT for its queries, and one
-    /// whose context was destroyed CONTEXT_IS_DESTROYED.
+    /// True if queries need a current context: INVALID_CONTEXT without one, CONTEXT_IS_DESTROYED
+    /// after its end.
     pub queries_need_context: bool,
-    /// Whether page-locked host memory has no identity: `cuda.h` promises one only of "every
-    /// memory allocation", which page-locking is not.
+    /// True if page-locked host memory has no identity. `cuda.h` promises one only for "every memory
+    /// allocation", which page-locking is not.
     pub registered_without_identity: bool,
-    /// Whether `cuMemAlloc` is that of a layer in front of the driver which makes the memory of
-    /// VMM memory: SYNC_MEMOPS is then refused for it with 801, as such a layer's authors
-    /// (lupine) and users of UCX over VMM memory report.
+    /// True if a layer in front of the driver implements `cuMemAlloc` by VMM memory. SYNC_MEMOPS is
+    /// then refused for it with 801, as authors of such a layer (lupine) and users of UCX over VMM
+    /// memory report.
     pub allocates_by_vmm: bool,
-    /// Whether CONTEXT names a primary context for VMM memory. No header says that it names none.
+    /// True if CONTEXT names a primary context for VMM memory, which no header excludes.
     pub vmm_names_context: bool,
     /// Symbols that the library lacks.
     pub absent: Vec<&'static str>,
-    /// Whether copies end only when somebody looks, so that a test sees them under way.
+    /// True if a copy ends only after a query for it, so that a test sees it in flight.
     pub slow_copies: bool,
 }
 
@@ -66,12 +66,11 @@ impl Profile {
             spanning_exports: true,
             rdma: true,
             rdma_with_vmm: true,
-            // Decided here, as a discrete GPU on PCIe: the owner sees writes in order (`cuda.h`:
-            // 100), and the host can flush (bit 1).
+            // Decided here, for a discrete GPU on PCIe: the owner sees writes in order (100 in
+            // `cuda.h`), and the host can flush (bit 1).
             writes_ordering: 100,
             flush_options: 1,
-            // Both decided here: no header says which release of the driver came to know which
-            // attribute.
+            // Decided here: no header says which release of the driver added which attribute.
             last_pointer_attribute: if version >= 12_090 { 21 } else { 20 },
             last_device_attribute: if version >= 13_000 { 150 } else { 140 },
             queries_need_context: false,
@@ -83,7 +82,7 @@ impl Profile {
         }
     }
 
-    /// The profiles of the supported releases, each with either kernel module.
+    /// Returns the profiles of the supported releases, each with either kernel module.
     #[must_use]
     pub fn all() -> Vec<Self> {
         let releases = [
@@ -97,7 +96,17 @@ impl Profile {
         releases.into_iter().flat_map(both).collect()
     }
 
-    /// The profile of a name, `550-open` for one.
+    /// Sets a field by its name in the environment. Returns false if it has no such name.
+    pub(crate) fn set(&mut self, name: &str, value: u32) -> bool {
+        match name {
+            "devices" => self.devices = value,
+            "attributes" => self.last_device_attribute = value,
+            _ => return false,
+        }
+        true
+    }
+
+    /// Returns the profile of a name, such as `550-open`.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         Self::all().into_iter().find(|profile| profile.name == name)

@@ -1,38 +1,37 @@
-//! What the driver knows: contexts, allocations, mappings, streams, and the faults to inject.
+//! State of the driver: contexts, allocations, mappings, streams, and injected faults.
 
 use std::{
     cell::RefCell,
     collections::{BTreeMap, HashMap, VecDeque},
     os::fd::OwnedFd,
+    sync::atomic::{AtomicU64, Ordering},
 };
 
+use hmem_fake_common::{Calls, PAGE, Pages};
 use hmem_iface_cuda::sys::{CuMemAllocationProp, CuResult};
 
-use crate::{
-    pages::{PAGE, Pages},
-    profile::Profile,
-};
+use crate::profile::Profile;
 
 /// `CU_MEM_ALLOC_GRANULARITY_MINIMUM` of devices with 2 MiB pages.
 pub(crate) const GRANULARITY: u64 = 2 << 20;
-/// What addresses of `cuMemAlloc` are aligned to: the CUDA programming guide says "at least 256
-/// bytes".
+/// Alignment of addresses of `cuMemAlloc`. The CUDA programming guide says "at least 256 bytes".
 const ALIGNMENT: u64 = 512;
 
-/// The bytes that a small allocation takes. Decided here: from a page on, allocations are whole
+/// Returns the size of a small allocation. Decided here: allocations of a page and more are whole
 /// pages, so that only smaller ones share a page and their dma-bufs overlap.
 fn small_size(len: u64) -> u64 {
     if len < PAGE { len.next_multiple_of(ALIGNMENT) } else { len.next_multiple_of(PAGE) }
 }
-/// Allocations below this share blocks of [`GRANULARITY`], so that their pages have neighbours.
+/// Smaller allocations share blocks of [`GRANULARITY`], so that their pages have neighbours.
 const SMALL: u64 = 1 << 20;
 
 thread_local! {
-    /// The thread's contexts, the current one last, and the driver that they are of.
-    pub(crate) static CONTEXTS: RefCell<(u64, Vec<usize>)> = const { RefCell::new((0, Vec::new())) };
+    /// Generation of the driver, and the thread's contexts in it, the current one last.
+    pub(crate) static CONTEXTS: RefCell<(u64, Vec<usize>)> =
+        const { RefCell::new((0, Vec::new())) };
 }
 
-/// What an allocation is.
+/// Kind of an allocation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Memory,
@@ -41,7 +40,7 @@ pub(crate) enum Kind {
     Host,
     Registered,
     Reservation,
-    /// Another process's, by the inode of its file.
+    /// Memory of another process, by the inode of its file.
     Imported {
         opened: u32,
         inode: u64,
@@ -86,7 +85,7 @@ pub(crate) struct Context {
     pub(crate) primary: bool,
 }
 
-/// A copy that was handed in.
+/// A submitted copy.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Copy {
     pub(crate) to: u64,
@@ -98,29 +97,32 @@ pub(crate) struct Copy {
 pub(crate) struct Stream {
     pub(crate) context: usize,
     pub(crate) waiting: VecDeque<Copy>,
-    pub(crate) handed_in: u64,
+    pub(crate) submitted: u64,
     pub(crate) done: u64,
 }
 
 #[derive(Debug)]
 pub(crate) struct Event {
     pub(crate) context: usize,
-    /// The stream, and how many of its copies come before.
+    /// The stream, and the number of its earlier copies.
     pub(crate) recorded: Option<(usize, u64)>,
 }
 
+/// Effect of an injected fault.
 #[derive(Clone, Copy, Debug)]
-struct Fault {
-    symbol: &'static str,
-    /// How many calls go by before.
-    after: u64,
-    always: bool,
-    /// Whether the device is lost with it.
-    loses: bool,
-    code: CuResult,
+pub(crate) struct Fault {
+    pub(crate) code: CuResult,
+    /// True if the device is lost with it.
+    pub(crate) loses: bool,
 }
 
-/// A function whose calls wait, and how many do.
+impl From<CuResult> for Fault {
+    fn from(code: CuResult) -> Self {
+        Self { code, loses: false }
+    }
+}
+
+/// A function with held calls, and their number.
 #[derive(Debug)]
 pub(crate) struct Hold {
     pub(crate) symbol: &'static str,
@@ -148,13 +150,13 @@ pub struct Live {
     pub streams: usize,
     /// Events.
     pub events: usize,
-    /// Copies that were handed in and have not ended.
+    /// Copies in flight.
     pub copies: usize,
 }
 
 #[derive(Debug)]
 pub(crate) struct State {
-    /// Tells this driver from those that a process had before.
+    /// Differs from the generations of earlier drivers in this process.
     pub(crate) generation: u64,
     pub(crate) profile: Profile,
     pub(crate) started: bool,
@@ -167,27 +169,28 @@ pub(crate) struct State {
     pub(crate) streams: HashMap<usize, Stream>,
     pub(crate) events: HashMap<usize, Event>,
     pub(crate) used: Vec<u64>,
-    /// The contexts in which inbound writes were flushed, since somebody asked.
+    /// Contexts in which inbound writes were flushed since the last request for them.
     pub(crate) flushed: Vec<usize>,
-    /// How often a context that is not there was to be made current.
+    /// Number of attempts to make an unknown context current.
     pub(crate) strangers: u64,
     pub(crate) hold: Option<Hold>,
-    /// The allocation that queries do not know, by its first address, and how many still know it.
+    /// Base of the allocation that queries do not know, and the number of queries until then.
     pub(crate) forgotten: Option<(u64, u64)>,
     next_handle: usize,
     next_id: u64,
     next_address: u64,
-    /// The rest of the block that small allocations are taken from.
+    /// Start and length of the rest of the block for small allocations.
     block: (u64, u64),
     /// Freed addresses by length, the last freed last.
     free: HashMap<u64, Vec<u64>>,
-    faults: Vec<Fault>,
-    calls: HashMap<&'static str, u64>,
+    pub(crate) calls: Calls<Fault>,
 }
 
 impl State {
-    pub(crate) fn new(generation: u64, profile: Profile) -> Self {
-        let pages = Pages::new();
+    pub(crate) fn new(profile: Profile) -> Self {
+        static GENERATION: AtomicU64 = AtomicU64::new(1);
+        let generation = GENERATION.fetch_add(1, Ordering::Relaxed);
+        let pages = Pages::default();
         Self {
             generation,
             started: false,
@@ -204,36 +207,24 @@ impl State {
             hold: None,
             forgotten: None,
             next_handle: 0x1000,
-            // Identities are unique in a process, also across the drivers that a test has one after
-            // another.
+            // Identities are unique in a process, across its successive drivers too.
             next_id: generation << 32 | 1,
             next_address: pages.first().next_multiple_of(GRANULARITY),
             block: (0, 0),
             free: HashMap::new(),
-            faults: Vec::new(),
-            calls: HashMap::new(),
+            calls: Calls::default(),
             pages,
             profile,
         }
     }
 
-    /// Counts a call and says whether it is to fail.
+    /// Counts a call, and fails if a fault meets it.
     pub(crate) fn call(&mut self, symbol: &'static str) -> Result<(), CuResult> {
-        *self.calls.entry(symbol).or_default() += 1;
-        if let Some(at) = self.faults.iter().position(|fault| fault.symbol == symbol) {
-            let fault = &mut self.faults[at];
-            if fault.after > 0 {
-                fault.after -= 1;
-            } else {
-                let fault = *fault;
-                if !fault.always {
-                    self.faults.remove(at);
-                }
-                if fault.loses {
-                    self.sticky = Some(fault.code);
-                }
-                return Err(fault.code);
+        if let Some(Fault { code, loses }) = self.calls.enter(symbol) {
+            if loses {
+                self.sticky = Some(code);
             }
+            return Err(code);
         }
         match self.sticky {
             // `cuda.h`: "any further CUDA work will return the same error".
@@ -242,31 +233,15 @@ impl State {
         }
     }
 
-    pub(crate) fn fail(&mut self, symbol: &'static str, after: u64, always: bool, code: CuResult) {
-        self.faults.push(Fault { symbol, after, always, loses: false, code });
-    }
-
-    pub(crate) fn lose(&mut self, symbol: &'static str, after: u64, code: CuResult) {
-        self.faults.push(Fault { symbol, after, always: false, loses: true, code });
-    }
-
-    /// The files that this driver has open for itself.
+    /// Returns the number of files that this driver has open.
     pub(crate) fn files(&self) -> usize {
         self.pages.files() + self.physical.len()
     }
 
-    pub(crate) fn clear_faults(&mut self) {
-        self.faults.clear();
+    pub(crate) fn heal(&mut self) {
+        self.calls.heal();
         self.forgotten = None;
         self.sticky = None;
-    }
-
-    pub(crate) fn calls(&self, symbol: &str) -> u64 {
-        self.calls.get(symbol).copied().unwrap_or(0)
-    }
-
-    pub(crate) fn all_calls(&self) -> u64 {
-        self.calls.values().sum()
     }
 
     pub(crate) fn live(&self) -> Live {
@@ -303,7 +278,7 @@ impl State {
         self.next_id
     }
 
-    /// The thread's current context.
+    /// Returns the thread's current context.
     pub(crate) fn current(&self) -> Result<usize, CuResult> {
         CONTEXTS.with_borrow_mut(|(generation, stack)| {
             if *generation != self.generation {
@@ -330,19 +305,19 @@ impl State {
         self.contexts[&context].device
     }
 
-    /// The allocation around an address.
+    /// Returns the allocation around an address.
     pub(crate) fn around(&self, address: u64) -> Option<(u64, &Allocation)> {
         let (start, allocation) = self.allocations.range(..=address).next_back()?;
         (address - start < allocation.len).then_some((*start, allocation))
     }
 
-    /// The mapping around an address of a reservation.
+    /// Returns the mapping around an address of a reservation.
     pub(crate) fn mapping_around(&self, address: u64) -> Option<(u64, Mapping)> {
         let (start, mapping) = self.mappings.range(..=address).next_back()?;
         (address - start < mapping.len).then_some((*start, *mapping))
     }
 
-    /// Addresses of their own for whole blocks.
+    /// Takes addresses of whole blocks.
     pub(crate) fn take_addresses(&mut self, len: u64) -> Result<u64, CuResult> {
         let rounded = len.checked_next_multiple_of(GRANULARITY);
         let len = rounded.ok_or(CuResult::CUDA_ERROR_OUT_OF_MEMORY)?;
@@ -359,8 +334,8 @@ impl State {
         self.free.entry(len.next_multiple_of(GRANULARITY)).or_default().push(address);
     }
 
-    /// Memory of a device. Decided here: its addresses come back as soon as it is freed, so that
-    /// tests meet them again.
+    /// Allocates memory of a device. Decided here: freed addresses are reused at once, so that tests
+    /// meet them again.
     pub(crate) fn take_memory(&mut self, len: u64, kind: Kind) -> Result<u64, CuResult> {
         let context = self.current()?;
         let device = self.device_of(context);
@@ -425,8 +400,7 @@ impl State {
         }
         match allocation.kind {
             Kind::Memory | Kind::Pool if len < SMALL => {
-                // The block stays, with its pages: who has a registration of them sees what comes
-                // there next.
+                // The block keeps its pages: a stale registration reaches the next allocation.
                 self.free.entry(small_size(len)).or_default().push(address);
             }
             _ => {
@@ -437,7 +411,7 @@ impl State {
         Ok(())
     }
 
-    /// Closes memory of another process, however often it was opened.
+    /// Closes memory of another process, with all its references.
     pub(crate) fn forget_imported(&mut self, pointer: u64) {
         let Some(Allocation { len, .. }) = self.allocations.remove(&pointer) else { return };
         let start = pointer - pointer % PAGE;
@@ -463,7 +437,7 @@ impl State {
         self.contexts.remove(&context);
     }
 
-    /// Runs the oldest copy of a stream; whether there was one.
+    /// Runs the oldest copy of a stream. Returns false if there is none.
     pub(crate) fn step(&mut self, stream: usize) -> bool {
         let Some(copy) =
             self.streams.get_mut(&stream).and_then(|stream| stream.waiting.pop_front())
@@ -481,7 +455,7 @@ impl State {
         while self.step(stream) {}
     }
 
-    /// A side of a copy: where the driver reaches it. Memory that it does not know is the host's.
+    /// Returns the driver's pointer to a side of a copy. Unknown addresses are host memory.
     pub(crate) fn side(&self, address: u64, len: usize) -> Result<*mut u8, CuResult> {
         let end = address.checked_add(len as u64).ok_or(CuResult::CUDA_ERROR_INVALID_VALUE)?;
         if !self.pages.holds(address) {
@@ -505,8 +479,8 @@ impl State {
     pub(crate) fn move_bytes(&self, copy: Copy) {
         let Copy { to, from, len } = copy;
         if let (Ok(to), Ok(from)) = (self.side(to, len), self.side(from, len)) {
-            // SAFETY: both sides were checked when the copy was handed in; host memory is the
-            // caller's promise.
+            // SAFETY: `side` found both in live memory of the driver, or outside its window. The
+            // caller of the copy promised that host memory is valid until the copy has ended.
             unsafe { libc::memmove(to.cast(), from.cast_const().cast(), len) };
         }
     }

@@ -1,10 +1,11 @@
-//! The runtime's functions, by the names and with the answers of `hsa.h` and `hsa_ext_amd.h`.
+//! The runtime's functions, with the names and answers of `hsa.h` and `hsa_ext_amd.h`.
 
 use std::{
     ffi::c_void,
     os::fd::{AsFd, AsRawFd, IntoRawFd},
 };
 
+use hmem_fake_common::{PAGE, memory_file, reopen, share};
 use hmem_iface_rocr::sys::{
     self, AccessDesc, Agent, AgentCallback, DeallocationCallback, HdpFlush, HsaStatus, IpcMemory,
     ListAllocator, MemoryPool, PointerInfo, PoolCallback, Signal, VmemHandle,
@@ -12,7 +13,6 @@ use hmem_iface_rocr::sys::{
 
 use crate::{
     STATE, enter,
-    memory::{PAGE, memory_file, reopen, share},
     state::{CPU, Copy, Reservation, SignalState, gpu},
 };
 
@@ -22,7 +22,7 @@ const INVALID_ALLOCATION: HsaStatus = HsaStatus::HSA_STATUS_ERROR_INVALID_ALLOCA
 const INVALID_AGENT: HsaStatus = HsaStatus::HSA_STATUS_ERROR_INVALID_AGENT;
 const OUT_OF_RESOURCES: HsaStatus = HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES;
 
-/// Functions as the table has them: each counts its call, fails where it is told to, and answers.
+/// Defines functions of the table. Each counts its call, meets injected faults, and answers.
 macro_rules! runtime {
     ($(fn $name:ident($state:ident $(, $argument:ident: $type:ty)*) $body:block)+) => {
         $(
@@ -35,12 +35,14 @@ macro_rules! runtime {
             }
         )+
 
-        /// The address of a function.
+        /// Returns the address of a function.
         pub(crate) fn symbol(name: &str) -> Option<*const ()> {
             Some(match name {
                 $(stringify!($name) => $name as *const (),)+
                 "hsa_iterate_agents" => hsa_iterate_agents as *const (),
-                "hsa_amd_agent_iterate_memory_pools" => hsa_amd_agent_iterate_memory_pools as *const (),
+                "hsa_amd_agent_iterate_memory_pools" => {
+                    hsa_amd_agent_iterate_memory_pools as *const ()
+                }
                 "hsa_amd_memory_pool_free" => hsa_amd_memory_pool_free as *const (),
                 "hsa_signal_load_scacquire" => hsa_signal_load_scacquire as *const (),
                 "hsa_signal_wait_scacquire" => hsa_signal_wait_scacquire as *const (),
@@ -59,7 +61,7 @@ macro_rules! runtime {
     };
 }
 
-/// The runtime's own spelling of a function's name.
+/// Returns the static name of a function.
 pub(crate) fn known(name: &str) -> Option<&'static str> {
     NAMES.iter().copied().find(|known| *known == name)
 }
@@ -69,7 +71,7 @@ fn put<T>(place: *mut T, value: T) -> Result<(), HsaStatus> {
     if place.is_null() {
         return Err(INVALID_ARGUMENT);
     }
-    // SAFETY: the caller of the runtime passes writable places, as the header demands.
+    // SAFETY: the caller of the runtime passes a writable place, as the header demands.
     unsafe { place.write_unaligned(value) };
     Ok(())
 }
@@ -95,7 +97,7 @@ pub unsafe extern "C" fn hsa_iterate_agents(
     SUCCESS
 }
 
-/// A pool's handle is its agent's and one of 2 (fine-grained), 4 (coarse-grained) and 9 (group).
+/// Splits a pool's handle into its agent and 2 (fine-grained), 4 (coarse-grained) or 9 (group).
 fn pool_of(pool: MemoryPool) -> (Agent, u32) {
     (Agent { handle: pool.handle / 16 }, (pool.handle % 16) as u32)
 }
@@ -134,7 +136,7 @@ pub unsafe extern "C" fn hsa_amd_memory_pool_free(pointer: *mut c_void) -> HsaSt
         Ok(allocation) => allocation,
         Err(code) => return code,
     };
-    // Seen on 7.2: the memory is not found any longer, and its address not free yet.
+    // Seen on 7.2: queries no longer find the memory, and its address is not free yet.
     for (pointer, callback, data) in std::mem::take(&mut allocation.callbacks) {
         // SAFETY: the callback takes the data that came with it.
         unsafe { callback(pointer as *mut c_void, data as *mut c_void) };
@@ -146,7 +148,7 @@ pub unsafe extern "C" fn hsa_amd_memory_pool_free(pointer: *mut c_void) -> HsaSt
 }
 
 fn look(symbol: &'static str, signal: Signal, patient: bool) -> i64 {
-    // A signal has no status: where the call is to fail, it is the copy that does.
+    // The call returns no status: an injected fault fails the copy.
     enter(symbol, |state| Ok(state.look(signal.handle, patient))).unwrap_or_else(|_| {
         let mut state = STATE.lock();
         let known = state.as_mut().and_then(|state| state.signals.get_mut(&signal.handle));
@@ -192,7 +194,7 @@ runtime! {
         const DMA_BUF: u32 = sys::HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED.number;
         const VMM: u32 = sys::HSA_AMD_SYSTEM_INFO_VIRTUAL_MEM_API_SUPPORTED.number;
         match attribute {
-            // 5.2 knows neither.
+            // 5.2 has neither.
             DMA_BUF | VMM if state.profile.name == "5.2" => Err(INVALID_ARGUMENT),
             DMA_BUF => put(value.cast(), u8::from(state.profile.dma_buf)),
             VMM => put(value.cast(), 1u8),
@@ -370,14 +372,16 @@ runtime! {
     fn hsa_amd_ipc_memory_create(
         state, pointer: *mut c_void, len: usize, handle: *mut IpcMemory
     ) {
-        let known = state.allocations.get(&(pointer as u64)).ok_or(INVALID_ARGUMENT)?;
+        let base = pointer as u64;
+        let known = state.allocations.get(&base).ok_or(INVALID_ARGUMENT)?;
         let page = if state.profile.rounds_lengths { PAGE } else { 1 };
         if known.len.next_multiple_of(page) != len as u64 || known.owner == CPU {
             return Err(INVALID_ARGUMENT);
         }
-        let inode = rustix::fs::fstat(&known.file).map_err(|_| OUT_OF_RESOURCES)?.st_ino;
-        let fd = known.file.as_raw_fd() as u32;
-        let owner = known.owner.handle as u32;
+        let (owner, size) = (known.owner.handle as u32, known.len.next_multiple_of(PAGE));
+        let file = state.pages.file_of(base, size).ok().flatten().ok_or(OUT_OF_RESOURCES)?;
+        let inode = rustix::fs::fstat(file).map_err(|_| OUT_OF_RESOURCES)?.st_ino;
+        let fd = file.as_raw_fd() as u32;
         let (low, high) = (inode as u32, (inode >> 32) as u32);
         let (len_low, len_high) = (len as u32, (len as u64 >> 32) as u32);
         let process = std::process::id();
@@ -403,8 +407,7 @@ runtime! {
             return Err(INVALID_ARGUMENT);
         }
         let owner = Agent { handle: owner.into() };
-        let address = state.enter(owner, len as u64, file, false, true)?;
-        put(base, address as *mut c_void)
+        put(base, state.import(owner, len as u64, file)? as *mut c_void)
     }
 
     fn hsa_amd_ipc_memory_detach(state, base: *mut c_void) {
@@ -466,8 +469,8 @@ runtime! {
         if offset != 0 || *size != len as u64 || reservation.len != *size {
             return Err(INVALID_ARGUMENT);
         }
-        let mapped = state.windows.map(base, len as u64, file.as_fd(), false);
-        mapped.map_err(|_| OUT_OF_RESOURCES)?;
+        let file = file.try_clone().map_err(|_| OUT_OF_RESOURCES)?;
+        state.pages.place(base, len as u64, file).map_err(|_| OUT_OF_RESOURCES)?;
         reservation.mapped = Some(handle.handle);
         Ok(())
     }
@@ -477,7 +480,7 @@ runtime! {
         if reservation.mapped.take().is_none() || reservation.len != len as u64 {
             return Err(INVALID_ALLOCATION);
         }
-        state.windows.unmap(base as u64, len as u64);
+        state.pages.clear(base as u64, len as u64);
         Ok(())
     }
 
@@ -492,8 +495,8 @@ runtime! {
     fn hsa_amd_vmem_export_shareable_handle(
         state, fd: *mut i32, handle: VmemHandle, _flags: u64
     ) {
-        let (_, file, _) = state.handles.get(&handle.handle).ok_or(INVALID_ALLOCATION)?;
-        put(fd, share(file).map_err(|_| OUT_OF_RESOURCES)?.into_raw_fd())
+        let (_, file, len) = state.handles.get(&handle.handle).ok_or(INVALID_ALLOCATION)?;
+        put(fd, share(file.as_fd(), *len).map_err(|_| OUT_OF_RESOURCES)?.into_raw_fd())
     }
 }
 
@@ -516,6 +519,8 @@ fn export(
     if flags & sys::HSA_AMD_DMABUF_MAPPING_TYPE_PCIE != 0 && !state.profile.large_bar {
         return Err(HsaStatus::HSA_STATUS_ERROR_NOT_SUPPORTED);
     }
-    put(fd, share(&one.file).map_err(|_| OUT_OF_RESOURCES)?.into_raw_fd())?;
+    let size = one.len.next_multiple_of(PAGE);
+    let exported = state.pages.export(base, size).ok().flatten().ok_or(OUT_OF_RESOURCES)?;
+    put(fd, exported.into_raw_fd())?;
     put(offset, at)
 }

@@ -1,49 +1,46 @@
-//! What the runtime knows: allocations, locked memory, signals, and the faults to inject.
+//! State of the runtime: allocations, locked memory, signals, and injected faults.
 
 use std::{
     collections::{BTreeMap, HashMap},
     ffi::c_void,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::OwnedFd,
 };
 
+use hmem_fake_common::{Calls, PAGE, Pages};
 use hmem_iface_rocr::sys::{self, Agent, DeallocationCallback, HsaStatus};
 
-use crate::memory::{PAGE, Windows, memory_file};
-
-/// The CPU; GPUs are 11, 12 and so on.
+/// Agent of the CPU. GPUs are 11, 12 and so on.
 pub(crate) const CPU: Agent = Agent { handle: 10 };
 
 pub(crate) fn gpu(ordinal: u32) -> Agent {
     Agent { handle: 11 + u64::from(ordinal) }
 }
 
-/// A runtime to pretend to be. The fields can be changed one by one.
+/// Properties of a release. The fields can be changed one by one.
 #[derive(Clone, Debug)]
 pub struct Profile {
-    /// The release.
+    /// Release.
     pub name: &'static str,
-    /// How many GPUs there are.
+    /// Number of GPUs.
     pub devices: u32,
     /// Bytes of memory on each.
     pub memory: usize,
     /// HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED.
     pub dma_buf: bool,
-    /// Whether the BAR holds all memory: the PCIe mapping is refused otherwise, and the CPU cannot
-    /// see it here in either case.
+    /// True if the BAR covers all memory. The PCIe mapping is refused otherwise.
     pub large_bar: bool,
-    /// Whether queries answer with whole pages. Decided here for 5.2: no header says that they name
-    /// the length that was asked for.
+    /// True if queries round lengths up to whole pages. Decided here for 5.2: no header says that
+    /// they return the requested length.
     pub rounds_lengths: bool,
     /// Symbols that the library lacks.
     pub absent: Vec<&'static str>,
-    /// Whether copies end only when somebody looks a second time, so that a test sees them under
-    /// way.
+    /// True if a copy ends only at the second query for it, so that a test sees it in flight.
     pub slow_copies: bool,
-    /// Whether copies end with an error.
+    /// True if copies end with an error.
     pub copies_fail: bool,
 }
 
-/// Functions that came after 5.2: exports and reserved addresses.
+/// Functions that were added after 5.2: exports and reserved addresses.
 const LATER: [&str; 10] = [
     "hsa_amd_portable_export_dmabuf",
     "hsa_amd_portable_close_dmabuf",
@@ -58,8 +55,8 @@ const LATER: [&str; 10] = [
 ];
 
 impl Profile {
-    /// Returns the profiles of the supported releases, oldest first. What each library lacks was
-    /// read from its symbols (`tests/rocr/fetch` downloads them).
+    /// Returns the profiles of the supported releases, oldest first. The lists of absent functions
+    /// come from the symbols of the real libraries (`tests/rocr/fetch`).
     #[must_use]
     pub fn all() -> Vec<Self> {
         const V2: &str = "hsa_amd_portable_export_dmabuf_v2";
@@ -81,6 +78,15 @@ impl Profile {
         ]
     }
 
+    /// Sets a field by its name in the environment. Returns false if it has no such name.
+    pub(crate) fn set(&mut self, name: &str, value: u32) -> bool {
+        let known = name == "devices";
+        if known {
+            self.devices = value;
+        }
+        known
+    }
+
     /// Returns the profile of a name.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
@@ -98,7 +104,7 @@ impl Default for Profile {
 /// Number of live objects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Live {
-    /// Counts of the runtime.
+    /// Reference count of the runtime.
     pub counts: u32,
     /// Allocations of pools.
     pub allocations: usize,
@@ -114,13 +120,12 @@ pub struct Live {
 
 #[derive(Debug)]
 pub(crate) struct Allocation {
-    /// Bytes that were asked for.
+    /// Requested bytes.
     pub(crate) len: u64,
     pub(crate) owner: Agent,
     pub(crate) imported: bool,
-    pub(crate) file: OwnedFd,
     pub(crate) callbacks: Vec<(usize, DeallocationCallback, usize)>,
-    /// Every device may access it.
+    /// True if every device may access it.
     pub(crate) shared: bool,
 }
 
@@ -147,30 +152,21 @@ pub(crate) struct SignalState {
     pub(crate) looks: u32,
 }
 
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Fault {
-    symbol: &'static str,
-    after: u64,
-    always: bool,
-    code: HsaStatus,
-}
-
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) profile: Profile,
     pub(crate) counts: u32,
-    pub(crate) windows: Windows,
+    pub(crate) pages: Pages,
     pub(crate) allocations: BTreeMap<u64, Allocation>,
     pub(crate) reservations: BTreeMap<u64, Reservation>,
     pub(crate) handles: HashMap<u64, (Agent, OwnedFd, u64)>,
     /// Locked host ranges by first address: length, and address for devices.
     pub(crate) locked: BTreeMap<u64, (u64, u64)>,
     pub(crate) signals: HashMap<u64, SignalState>,
-    /// The registers that flush, one for each device.
+    /// Flush registers, one for each device.
     pub(crate) registers: Box<[u32]>,
     pub(crate) violations: Vec<String>,
-    pub(crate) faults: Vec<Fault>,
-    pub(crate) calls: HashMap<&'static str, u64>,
+    pub(crate) calls: Calls<HsaStatus>,
     next_handle: u64,
     next_address: u64,
     /// Freed addresses by length, the last freed last.
@@ -180,11 +176,11 @@ pub(crate) struct State {
 
 impl State {
     pub(crate) fn new(profile: Profile) -> Self {
-        let windows = Windows::new();
+        let pages = Pages::default();
         Self {
             counts: 0,
-            next_address: windows.first(),
-            windows,
+            next_address: pages.first().next_multiple_of(2 << 20),
+            pages,
             allocations: BTreeMap::new(),
             reservations: BTreeMap::new(),
             handles: HashMap::new(),
@@ -192,8 +188,7 @@ impl State {
             signals: HashMap::new(),
             registers: vec![0; profile.devices as usize].into(),
             violations: Vec::new(),
-            faults: Vec::new(),
-            calls: HashMap::new(),
+            calls: Calls::default(),
             next_handle: 0x1000,
             free: HashMap::new(),
             used: HashMap::new(),
@@ -201,26 +196,8 @@ impl State {
         }
     }
 
-    /// Counts a call, and fails it if it is to fail.
-    pub(crate) fn call(&mut self, symbol: &'static str) -> Result<(), HsaStatus> {
-        *self.calls.entry(symbol).or_default() += 1;
-        let Some(at) = self.faults.iter().position(|fault| fault.symbol == symbol) else {
-            return Ok(());
-        };
-        let fault = &mut self.faults[at];
-        if fault.after > 0 {
-            fault.after -= 1;
-            return Ok(());
-        }
-        let fault = *fault;
-        if !fault.always {
-            self.faults.remove(at);
-        }
-        Err(fault.code)
-    }
-
-    pub(crate) fn fail(&mut self, symbol: &'static str, after: u64, always: bool, code: HsaStatus) {
-        self.faults.push(Fault { symbol, after, always, code });
+    pub(crate) fn heal(&mut self) {
+        self.calls.heal();
     }
 
     /// Records a call that the headers leave undefined.
@@ -245,7 +222,7 @@ impl State {
         self.next_handle
     }
 
-    /// Takes addresses, those that were freed last first.
+    /// Takes addresses, the last freed ones first.
     pub(crate) fn take_addresses(&mut self, len: u64) -> u64 {
         if let Some(address) = self.free.get_mut(&len).and_then(Vec::pop) {
             return address;
@@ -255,9 +232,9 @@ impl State {
         address
     }
 
-    /// Gives addresses back.
+    /// Returns addresses for reuse.
     pub(crate) fn leave_addresses(&mut self, address: u64, len: u64) {
-        self.windows.unmap(address, len);
+        self.pages.clear(address, len);
         self.free.entry(len).or_default().push(address);
     }
 
@@ -274,30 +251,37 @@ impl State {
         }
         *used += len;
         let size = (len as u64).next_multiple_of(PAGE);
-        let file = memory_file(size).map_err(|_| out)?;
-        self.enter(owner, len as u64, file, visible, false)
+        let base = self.take_addresses(size);
+        self.pages.back(base, size, visible).map_err(|_| out)?;
+        Ok(self.enter(base, owner, len as u64, false))
     }
 
-    /// Enters an allocation of a file.
-    pub(crate) fn enter(
+    /// Maps the file of another process's allocation.
+    pub(crate) fn import(
         &mut self,
         owner: Agent,
         len: u64,
         file: OwnedFd,
-        visible: bool,
-        imported: bool,
     ) -> Result<u64, HsaStatus> {
         let size = len.next_multiple_of(PAGE);
         let base = self.take_addresses(size);
-        let mapped = self.windows.map(base, size, file.as_fd(), visible);
-        mapped.map_err(|_| HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES)?;
-        let allocation =
-            Allocation { len, owner, imported, file, callbacks: Vec::new(), shared: false };
-        self.allocations.insert(base, allocation);
-        Ok(base)
+        let placed = self.pages.place(base, size, file);
+        placed.map_err(|_| HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES)?;
+        Ok(self.enter(base, owner, len, true))
     }
 
-    /// Gives the addresses of an allocation back that was taken out.
+    fn enter(&mut self, base: u64, owner: Agent, len: u64, imported: bool) -> u64 {
+        let allocation = Allocation { len, owner, imported, callbacks: Vec::new(), shared: false };
+        self.allocations.insert(base, allocation);
+        base
+    }
+
+    /// Returns the address at which the runtime reaches the byte of a device address.
+    fn alias(&self, address: u64) -> u64 {
+        self.pages.at(address).expose_provenance() as u64
+    }
+
+    /// Frees the addresses of an allocation that was removed.
     pub(crate) fn release(&mut self, base: u64, allocation: &Allocation) {
         self.leave_addresses(base, allocation.len.next_multiple_of(PAGE));
         if !allocation.imported {
@@ -317,19 +301,19 @@ impl State {
         let end = address.checked_add(len as u64)?;
         if let Some((base, one)) = self.around(address) {
             let may = one.owner == agent || one.shared;
-            return (may && end <= base + one.len).then(|| self.windows.alias(address));
+            return (may && end <= base + one.len).then(|| self.alias(address));
         }
         if let Some((base, one)) = self.reservations.range(..=address).next_back()
             && end <= base + one.len
         {
-            return one.accessible.then(|| self.windows.alias(address));
+            return one.accessible.then(|| self.alias(address));
         }
         let locked =
             self.locked.iter().find(|(_, (len, device))| *device <= address && end <= device + len);
         locked.map(|(host, (_, device))| host + (address - device))
     }
 
-    /// Ends the copy of a signal.
+    /// Queries a signal, and ends its copy. `patient` ends it at the first query.
     pub(crate) fn look(&mut self, signal: u64, patient: bool) -> i64 {
         let (slow, fails) = (self.profile.slow_copies, self.profile.copies_fail);
         let Some(state) = self.signals.get_mut(&signal) else {
@@ -343,8 +327,8 @@ impl State {
                 state.value = -1;
             } else {
                 let (to, from) = (copy.to as usize, copy.from as usize);
-                // SAFETY: both are addresses that `reach` found to hold the length, and the caller
-                // keeps host memory valid until the copy has ended.
+                // SAFETY: `reach` found both sides to hold the length. The caller of the copy keeps
+                // host memory valid until it has ended.
                 unsafe {
                     std::ptr::copy(
                         std::ptr::with_exposed_provenance::<u8>(from),
@@ -392,7 +376,7 @@ impl State {
                 Some(_) => sys::HSA_EXT_POINTER_TYPE_HSA_VMEM,
                 None => sys::HSA_EXT_POINTER_TYPE_RESERVED_ADDR,
             };
-            // Seen on 6.4: the queried address is the base.
+            // Seen on 6.4: the base is the queried address.
             return describe(kind, address, one.len - (address - base), CPU);
         }
         // The real runtime leaves stale values there for an unknown address.

@@ -1,5 +1,5 @@
-//! The driver's functions, by the names and with the answers of `ze_api.h` (1.4 and 1.32), and of
-//! Intel's driver 26.27 on its simulated GPU where the header does not say.
+//! The driver's functions. Names and answers follow `ze_api.h` (1.4 and 1.32), and Intel's driver
+//! 26.27 on its simulated GPU where the header does not say.
 
 use std::{
     ffi::{c_char, c_void},
@@ -22,8 +22,7 @@ const INVALID: ZeResult = ZeResult::ZE_RESULT_ERROR_INVALID_ARGUMENT;
 const NULL_HANDLE: ZeResult = ZeResult::ZE_RESULT_ERROR_INVALID_NULL_HANDLE;
 const DMA_BUF: u32 = sys::ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF;
 
-/// Functions as the driver's table has them: each counts its call, fails where it is told to, and
-/// answers.
+/// Defines functions of the driver's table. Each counts its call, meets injected faults, and answers.
 macro_rules! driver {
     ($(fn $name:ident($state:ident $(, $argument:ident: $type:ty)*) $body:block)+) => {
         $(
@@ -38,7 +37,7 @@ macro_rules! driver {
 
         const SYMBOLS: &[&str] = &[$(stringify!($name)),+];
 
-        /// The address of a function.
+        /// Returns the address of a function.
         pub(crate) fn symbol(name: &str) -> Option<*const ()> {
             Some(match name {
                 $(stringify!($name) => $name as *const (),)+
@@ -48,7 +47,7 @@ macro_rules! driver {
     };
 }
 
-/// The driver's own spelling of a function's name.
+/// Returns the static name of a function.
 pub(crate) fn known(name: &str) -> Option<&'static str> {
     SYMBOLS.iter().copied().find(|known| *known == name)
 }
@@ -77,11 +76,11 @@ fn description<T: std::marker::Copy>(
     if place.is_null() || unsafe { place.cast::<u32>().read() } != stype {
         return state.undefined();
     }
-    // SAFETY: a description of this type is there.
+    // SAFETY: the caller's description has this type, as compared above.
     Ok(unsafe { place.read() })
 }
 
-/// Writes `elements` as Level Zero does: the count alone, or no more than were asked for.
+/// Writes the number of `elements`, and at most the requested number of them.
 fn list<T: std::marker::Copy>(
     state: &mut State,
     elements: &[T],
@@ -102,7 +101,7 @@ fn list<T: std::marker::Copy>(
     Ok(())
 }
 
-/// The first structure of a type in a chain of descriptions.
+/// Returns the first structure of a type in a chain of descriptions.
 fn chained<T: std::marker::Copy>(mut next: *const c_void, stype: u32) -> Option<*const T> {
     while !next.is_null() {
         // SAFETY: each structure of a chain begins with its type and the next one.
@@ -116,7 +115,7 @@ fn chained<T: std::marker::Copy>(mut next: *const c_void, stype: u32) -> Option<
     None
 }
 
-/// Whether a chain asks for memory that can be exported.
+/// Returns true if a chain requests exportable memory.
 fn is_exportable(state: &State, next: *const c_void) -> Result<bool, ZeResult> {
     let stype = sys::ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_EXPORT_DESC;
     // SAFETY: found in the chain under its type.
@@ -131,7 +130,7 @@ fn context(state: &State, context: ContextHandle) -> Result<usize, ZeResult> {
     state.contexts.get(&context.0.addr()).copied().ok_or(NULL_HANDLE)
 }
 
-/// The number of a device, if the context is of its driver.
+/// Returns the number of a device, if the context belongs to its driver.
 fn device(state: &State, of: ContextHandle, device: DeviceHandle) -> Result<usize, ZeResult> {
     let (driver, device) = (context(state, of)?, device.0.addr());
     if state.devices(driver).contains(&(device & !0xf)) { Ok(device) } else { Err(NULL_HANDLE) }
@@ -145,7 +144,7 @@ fn text(text: &str) -> [c_char; sys::ZE_MAX_DEVICE_NAME] {
     name
 }
 
-/// Ends the copy that an event waits for, if it is asked the second time.
+/// Queries an event. Ends the copy that it waits for at the second query, or if `wait` is set.
 fn progress(state: &mut State, event: usize, wait: bool) -> Answer {
     let Some(known) = state.events.get_mut(&event) else { return state.undefined() };
     if state.lost {
@@ -186,7 +185,9 @@ driver! {
         list(state, &devices, count, into)
     }
 
-    fn zeDeviceGetSubDevices(state, device: DeviceHandle, count: *mut u32, into: *mut DeviceHandle) {
+    fn zeDeviceGetSubDevices(
+        state, device: DeviceHandle, count: *mut u32, into: *mut DeviceHandle
+    ) {
         list(state, &[DeviceHandle(handle(device.0.addr() + 1))], count, into)
     }
 
@@ -314,8 +315,8 @@ driver! {
         on: *mut DeviceHandle
     ) {
         let driver = context(state, of)?;
-        let given =
-            description(state, into.cast_const(), sys::ZE_STRUCTURE_TYPE_MEMORY_ALLOCATION_PROPERTIES)?;
+        let stype = sys::ZE_STRUCTURE_TYPE_MEMORY_ALLOCATION_PROPERTIES;
+        let given = description(state, into.cast_const(), stype)?;
         let found = state.memory_at(pointer.addr() as u64);
         let found = found.filter(|(.., device)| State::driver_of(*device) == driver);
         let Some((kind, id, device)) = found else {
@@ -332,7 +333,7 @@ driver! {
         let stype = sys::ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_EXPORT_FD;
         if let Some(export) = chained::<ExportFd>(given.next, stype) {
             let fd = state.export(pointer.addr() as u64)?;
-            // SAFETY: found in the chain, which the caller made to be written.
+            // SAFETY: the structure is in the chain, which the caller made writable.
             unsafe { (*export.cast_mut()).fd = fd };
         }
         Ok(())
@@ -357,7 +358,7 @@ driver! {
         let desc = description(state, desc, sys::ZE_STRUCTURE_TYPE_COMMAND_QUEUE_DESC)?;
         let device = device(state, of, on)?;
         if desc.ordinal != 1 {
-            // There is a group of copy engines, and no other call that would tell one from another.
+            // The iface must choose the group of copy engines.
             return Err(INVALID);
         }
         let number = state.handle();
@@ -402,7 +403,7 @@ driver! {
             return Err(ZeResult::ZE_RESULT_ERROR_DEVICE_LOST);
         }
         if event.signalled || event.waits_for.is_some() {
-            // The event was not reset, and would be taken for this copy's.
+            // The event was not reset: its signal would count for this copy.
             return state.undefined();
         }
         event.waits_for = Some((copy, 0));
@@ -447,7 +448,7 @@ driver! {
 
     fn zeEventDestroy(state, event: EventHandle) {
         match state.events.remove(&event.0.addr()) {
-            // A copy of the device that is under way.
+            // Its copy is in flight, or it is unknown.
             Some(Event { waits_for: Some(_), .. }) | None => state.undefined(),
             Some(_) => Ok(()),
         }
@@ -476,7 +477,7 @@ driver! {
     ) {
         context(state, of)?;
         if state.profile.own_fds {
-            // The loader has the call, and the driver behind it does not.
+            // The loader has the call, and the driver behind it lacks it.
             return Err(ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_FEATURE);
         }
         let mut data = [0; sys::ZE_MAX_IPC_HANDLE_SIZE];

@@ -1,14 +1,15 @@
 //! A Level Zero driver for tests: the symbols of `libze_loader.so.1` over memory files.
 //!
-//! It shows what Intel's driver on its simulated GPU cannot: exports, imports, faults at every
-//! call, and older releases. It is entered through its function table: within a test's process by
-//! [`FakeDriver::symbol`], or as a library (`libhmem_fake_ze.so`) that is loaded where
-//! `libze_loader.so.1` would be. Device memory faults under the CPU. Addresses come back as soon as
-//! they are freed, numbers of allocations never.
+//! It has the parts that Intel's driver lacks on its simulated GPU: exports, imports, faults at
+//! every call, and older releases. Tests call it through its function table: within their own
+//! process by [`FakeDriver::symbol`], or as a library (`libhmem_fake_ze.so`) that is loaded in place
+//! of `libze_loader.so.1`.
 //!
-//! A call that the specification leaves undefined is counted ([`Live::undefined`]): a null pointer
-//! to properties, a free of memory that is not there, a copy of memory that the device cannot
-//! access.
+//! - The CPU faults on device memory.
+//! - A freed address is reused at once. An identity is never reused.
+//! - A dma-buf is a genuine one where `/dev/udmabuf` can be opened, and a memory file otherwise.
+//! - A call that the specification leaves undefined is counted ([`Live::undefined`]): a null pointer
+//!   to properties, a free of unknown memory, a copy of memory that the device cannot access.
 //!
 //! # Layers
 //!
@@ -18,31 +19,23 @@
 //! - `state`
 //! - `entry`
 //!
-//! As a library it is told by the environment what to be: `HMEM_FAKE_ZE` is the name of a profile,
-//! followed by `;symbol=code` for calls that fail always and `;devices=n`.
+//! # Environment
+//!
+//! `HMEM_FAKE_ZE` configures the library: the name of a profile, followed by `;symbol=code` for calls
+//! that always fail, and `;devices=n`.
 
 #![allow(missing_docs)] // The functions of the driver are documented by ze_api.h.
 
 mod entry;
-// The pages of every fake driver are the same code. CUDA's exports parts of files too.
-#[allow(dead_code)]
-#[path = "../../fake_cuda/src/pages.rs"]
-mod pages;
 mod profile;
 mod state;
 
 use hmem_iface_ze::sys::ZeResult;
-use parking_lot::{Mutex, MutexGuard};
 
 pub use entry::*;
 pub use profile::Profile;
 pub use state::Live;
 use state::State;
-
-/// The driver of this process: there is one, as there is of the real one.
-static STATE: Mutex<Option<State>> = Mutex::new(None);
-/// Held by the test that has it.
-static TURN: Mutex<()> = Mutex::new(());
 
 /// Runs a call of the driver.
 fn enter(symbol: &'static str, run: impl FnOnce(&mut State) -> Result<(), ZeResult>) -> ZeResult {
@@ -57,107 +50,19 @@ fn enter(symbol: &'static str, run: impl FnOnce(&mut State) -> Result<(), ZeResu
     result.err().unwrap_or(ZeResult::ZE_RESULT_SUCCESS)
 }
 
-/// What `HMEM_FAKE_ZE` asks for; the default profile without it.
-fn from_environment() -> State {
-    let text = std::env::var("HMEM_FAKE_ZE").unwrap_or_default();
-    let mut words = text.split(';').map(str::trim);
-    let name = words.next().unwrap_or_default();
-    let mut profile = match name {
-        "" => Profile::default(),
-        _ => Profile::named(name).unwrap_or_else(|| panic!("HMEM_FAKE_ZE: no profile {name}")),
-    };
-    let mut faults = Vec::new();
-    for word in words {
-        match word.split_once('=') {
-            Some(("devices", count)) => {
-                profile.devices = count.parse().expect("HMEM_FAKE_ZE: devices=n");
-            }
-            Some((symbol, code)) => {
-                faults.push((known(symbol), ZeResult(code.parse().expect("symbol=code"))));
-            }
-            None => panic!("HMEM_FAKE_ZE: {word}"),
-        }
-    }
-    let mut state = State::new(profile);
-    for (symbol, code) in faults {
-        state.fail(symbol, 0, true, code);
-    }
-    state
-}
-
-fn known(symbol: &str) -> &'static str {
-    entry::known(symbol).unwrap_or_else(|| panic!("the driver has no {symbol}"))
-}
-
-/// The driver, for one test at a time: others wait until it is dropped.
-#[derive(Debug)]
-pub struct FakeDriver {
-    _turn: MutexGuard<'static, ()>,
+hmem_fake_common::fake_driver! {
+    /// The driver, for one test at a time: others wait until it is dropped.
+    FakeDriver, fails with ZeResult, told by "HMEM_FAKE_ZE"
 }
 
 impl FakeDriver {
-    /// Starts a driver of a profile. Its users must be gone when this is dropped.
-    #[must_use]
-    pub fn start(profile: Profile) -> Self {
-        let turn = TURN.lock();
-        *STATE.lock() = Some(State::new(profile));
-        Self { _turn: turn }
-    }
-
-    fn with<T>(&self, run: impl FnOnce(&mut State) -> T) -> T {
-        run(STATE.lock().as_mut().expect("started"))
-    }
-
-    /// The address of a function, unless the profile lacks it.
-    #[must_use]
-    pub fn symbol(&self, name: &str) -> Option<*const ()> {
-        let absent = self.with(|state| state.profile.absent.contains(&name));
-        if absent { None } else { entry::symbol(name) }
-    }
-
-    /// Changes what the driver is like from now on.
-    pub fn change(&self, change: impl FnOnce(&mut Profile)) {
-        self.with(|state| change(&mut state.profile));
-    }
-
-    /// Makes the `nth` call of a function from now on fail, 1 being the next.
-    pub fn fail_nth(&self, symbol: &str, nth: u64, code: ZeResult) {
-        self.with(|state| state.fail(known(symbol), nth.saturating_sub(1), false, code));
-    }
-
-    /// Makes every call of a function fail.
-    pub fn fail_always(&self, symbol: &str, code: ZeResult) {
-        self.with(|state| state.fail(known(symbol), 0, true, code));
-    }
-
-    /// Forgets all faults, a lost device included.
-    pub fn heal(&self) {
-        self.with(|state| {
-            state.faults.clear();
-            state.lost = false;
-        });
-    }
-
-    /// How often a function was called, failed calls included.
-    #[must_use]
-    pub fn calls(&self, symbol: &str) -> u64 {
-        let symbol = known(symbol);
-        self.with(|state| state.calls.get(symbol).copied().unwrap_or(0))
-    }
-
-    /// Returns the numbers of objects that are alive.
-    #[must_use]
-    pub fn live(&self) -> Live {
-        self.with(|state| state.live())
-    }
-
-    /// How many files the driver has open for itself, behind the memory that it has.
+    /// Returns the number of files that the driver has open behind its memory.
     #[must_use]
     pub fn files(&self) -> usize {
         self.with(|state| state.files())
     }
 
-    /// Allocates memory as an application does that knows nothing of exports. Returns its address.
+    /// Allocates memory as the application does, not exportable. Returns its address.
     ///
     /// # Panics
     /// If the driver has no context, or refuses.
@@ -169,27 +74,11 @@ impl FakeDriver {
         })
     }
 
-    /// Frees what [`FakeDriver::allocate_elsewhere`] returned, or memory of an iface behind its
-    /// back.
+    /// Frees memory as the application does, without the iface.
     ///
     /// # Panics
     /// If no allocation begins there.
     pub fn free_elsewhere(&self, address: u64) {
         self.with(|state| state.free(address).expect("an allocation"));
     }
-}
-
-impl Drop for FakeDriver {
-    fn drop(&mut self) {
-        *STATE.lock() = None;
-    }
-}
-
-/// Starts the driver anew as one of a profile, and returns the lookup of its functions. It is for a
-/// process in which one test runs at a time, on any thread: without a [`FakeDriver`] nothing keeps
-/// others from using the driver.
-pub fn restart(profile: Profile) -> impl Fn(&str) -> Option<*const ()> {
-    let absent = profile.absent.clone();
-    *STATE.lock() = Some(State::new(profile));
-    move |name| if absent.contains(&name) { None } else { entry::symbol(name) }
 }

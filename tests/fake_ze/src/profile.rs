@@ -1,8 +1,8 @@
-//! What a driver can be like.
+//! Properties of drivers.
 
 use hmem_iface_ze::sys::ZeResult;
 
-/// Properties of a driver.
+/// Properties of a driver. The fields can be changed one by one.
 #[derive(Clone, Debug)]
 pub struct Profile {
     /// Name of the profile.
@@ -15,26 +15,26 @@ pub struct Profile {
     pub first: u32,
     /// Symbols that the library lacks.
     pub absent: Vec<&'static str>,
-    /// Devices export and import dma-bufs.
+    /// True if devices export and import dma-bufs.
     pub exports: bool,
-    /// An export of a device that has none succeeds with this fd, as Intel's driver on a simulated
-    /// GPU does.
+    /// Fd of the exports that "succeed" on a device without any, as in Intel's driver on a simulated
+    /// GPU.
     pub bogus_fd: Option<i32>,
-    /// Each export makes an fd for the caller, as drivers before Level Zero 1.6 do. Else the driver
-    /// keeps one for each allocation, and counts.
+    /// True if each export makes an fd for the caller, as in drivers before Level Zero 1.6.
+    /// Otherwise the driver owns one fd for each allocation, and counts its exports.
     pub own_fds: bool,
-    /// The first fd that is given back is closed, however often it was exported.
+    /// True if the first `zeMemPutIpcHandle` closes the fd, with exports left.
     pub first_put_closes: bool,
-    /// Small allocations that are not to be exported come from a pool.
+    /// True if small allocations that are not exportable come from a pool.
     pub pools: bool,
-    /// Allocations of several tiles: an export is half of the memory.
+    /// True if an allocation spans two tiles: an export is half of the memory.
     pub tiles: bool,
-    /// Answer about a device's PCI address.
+    /// Result of the query for a device's PCI address.
     pub pci: ZeResult,
 }
 
 impl Default for Profile {
-    /// A current driver with two devices that export.
+    /// Returns a current driver with two devices that export.
     fn default() -> Self {
         Self {
             name: "current",
@@ -54,7 +54,7 @@ impl Default for Profile {
 }
 
 impl Profile {
-    /// Level Zero 1.4 (loader 1.8): no call that gives an fd back, and no pools.
+    /// Returns Level Zero 1.4 (loader 1.8): no call that returns an fd to the driver, and no pools.
     #[must_use]
     pub fn old() -> Self {
         Self {
@@ -66,19 +66,28 @@ impl Profile {
         }
     }
 
-    /// Devices that export nothing, where an export succeeds all the same with the fd 0.
+    /// Returns devices without exports, on which an export "succeeds" with the fd 0.
     #[must_use]
     pub fn without_exports() -> Self {
         Self { name: "without-exports", exports: false, bogus_fd: Some(0), ..Self::default() }
     }
 
-    /// All profiles.
+    /// Returns all profiles.
     #[must_use]
     pub fn all() -> Vec<Self> {
         vec![Self::default(), Self::old(), Self::without_exports()]
     }
 
-    /// The profile of a name.
+    /// Sets a field by its name in the environment. Returns false if it has no such name.
+    pub(crate) fn set(&mut self, name: &str, value: u32) -> bool {
+        let known = name == "devices";
+        if known {
+            self.devices = value as usize;
+        }
+        known
+    }
+
+    /// Returns the profile of a name.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         Self::all().into_iter().find(|profile| profile.name == name)

@@ -1,18 +1,16 @@
-//! What the driver knows: contexts, allocations, command lists, and the faults to inject.
+//! State of the driver: contexts, allocations, command lists, and injected faults.
 
 use std::{
     collections::{BTreeMap, HashMap},
     os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd},
 };
 
+use hmem_fake_common::{Calls, Pages, another};
 use hmem_iface_ze::sys::{self, ZeResult};
 
-use crate::{
-    pages::{Pages, reopen},
-    profile::Profile,
-};
+use crate::profile::Profile;
 
-/// Bytes that addresses of allocations are apart.
+/// Distance between the addresses of allocations.
 const GRANULARITY: u64 = 64 << 10;
 /// Bytes of the pool, the largest part of it, and its grain.
 const POOL: u64 = 4 << 20;
@@ -28,13 +26,13 @@ pub(crate) struct Allocation {
     pub(crate) id: u64,
     /// The device's handle.
     pub(crate) device: usize,
-    /// First address of the pool that it was cut out of.
+    /// First address of its pool.
     pub(crate) pool: Option<u64>,
-    /// The driver's fd of it, and how many exports use that.
+    /// The driver's fd of its export, and the number of exports that use it.
     pub(crate) exported: Option<(OwnedFd, u32)>,
 }
 
-/// Memory that small allocations are cut out of.
+/// Memory that holds small allocations.
 #[derive(Debug)]
 struct Pool {
     id: u64,
@@ -63,7 +61,7 @@ impl Request {
     }
 }
 
-/// A copy that was handed in.
+/// A submitted copy.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Copy {
     pub(crate) to: u64,
@@ -73,18 +71,9 @@ pub(crate) struct Copy {
 
 #[derive(Debug, Default)]
 pub(crate) struct Event {
-    /// The copy that it waits for, and how often it was asked about.
+    /// The copy that it waits for, and the number of queries so far.
     pub(crate) waits_for: Option<(Copy, u32)>,
     pub(crate) signalled: bool,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Fault {
-    symbol: &'static str,
-    /// How many calls go by before.
-    after: u64,
-    always: bool,
-    code: ZeResult,
 }
 
 /// The numbers of objects that are alive.
@@ -100,9 +89,9 @@ pub struct Live {
     pub pools: usize,
     /// Events.
     pub events: usize,
-    /// Exports whose fd the driver has not got back.
+    /// Exports that were not returned to the driver.
     pub exports: u32,
-    /// Calls until now that the specification leaves undefined.
+    /// Calls that the specification leaves undefined.
     pub undefined: u64,
 }
 
@@ -121,10 +110,9 @@ pub(crate) struct State {
     pub(crate) event_pools: HashMap<usize, usize>,
     pub(crate) events: HashMap<usize, Event>,
     pub(crate) undefined: u64,
-    /// The device was lost: no copy will end.
+    /// True if the device was lost: no copy will end.
     pub(crate) lost: bool,
-    pub(crate) faults: Vec<Fault>,
-    pub(crate) calls: HashMap<&'static str, u64>,
+    pub(crate) calls: Calls<ZeResult>,
     next_handle: usize,
     next_id: u64,
     next_address: u64,
@@ -137,7 +125,7 @@ const NO_MEMORY: ZeResult = ZeResult::ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY;
 
 impl State {
     pub(crate) fn new(profile: Profile) -> Self {
-        let pages = Pages::new();
+        let pages = Pages::default();
         let next_address = pages.first().next_multiple_of(2 << 20);
         Self {
             profile,
@@ -151,8 +139,7 @@ impl State {
             events: HashMap::new(),
             undefined: 0,
             lost: false,
-            faults: Vec::new(),
-            calls: HashMap::new(),
+            calls: Calls::default(),
             next_handle: 0x10_0000,
             next_id: 0,
             next_address,
@@ -160,34 +147,24 @@ impl State {
         }
     }
 
-    /// Counts a call and says whether it is to fail.
+    /// Counts a call, and fails if a fault meets it.
     pub(crate) fn call(&mut self, symbol: &'static str) -> Result<(), ZeResult> {
-        *self.calls.entry(symbol).or_default() += 1;
-        let Some(at) = self.faults.iter().position(|fault| fault.symbol == symbol) else {
-            return Ok(());
-        };
-        let fault = &mut self.faults[at];
-        if fault.after > 0 {
-            fault.after -= 1;
-            return Ok(());
-        }
-        let fault = *fault;
-        if !fault.always {
-            self.faults.remove(at);
-        }
-        if fault.code == ZeResult::ZE_RESULT_ERROR_DEVICE_LOST {
-            // Nothing runs on the device any longer.
+        let Some(code) = self.calls.enter(symbol) else { return Ok(()) };
+        if code == ZeResult::ZE_RESULT_ERROR_DEVICE_LOST {
+            // The device no longer runs anything.
             self.events.values_mut().for_each(|event| event.waits_for = None);
             self.lost = true;
         }
-        Err(fault.code)
+        Err(code)
     }
 
-    pub(crate) fn fail(&mut self, symbol: &'static str, after: u64, always: bool, code: ZeResult) {
-        self.faults.push(Fault { symbol, after, always, code });
+    /// Removes all faults, a lost device included.
+    pub(crate) fn heal(&mut self) {
+        self.calls.heal();
+        self.lost = false;
     }
 
-    /// Notes a call that the specification leaves undefined.
+    /// Counts a call that the specification leaves undefined.
     pub(crate) fn undefined<T>(&mut self) -> Result<T, ZeResult> {
         self.undefined += 1;
         Err(INVALID)
@@ -206,7 +183,7 @@ impl State {
         }
     }
 
-    /// How many files the driver has open for itself.
+    /// Returns the number of files that the driver has open.
     pub(crate) fn files(&self) -> usize {
         let exported = self.allocations.values().filter(|one| one.exported.is_some());
         self.pages.files() + exported.count()
@@ -217,12 +194,12 @@ impl State {
         self.next_handle
     }
 
-    /// Handles of a driver's root devices. That of the sub-device is one above its root's.
+    /// Returns the handles of a driver's root devices. A sub-device's handle is its root's plus one.
     pub(crate) fn devices(&self, driver: usize) -> Vec<usize> {
         (0..self.profile.devices).map(|number| (driver + 1) << 12 | number << 4).collect()
     }
 
-    /// Number of a device's driver.
+    /// Returns the number of a device's driver.
     pub(crate) fn driver_of(device: usize) -> usize {
         (device >> 12) - 1
     }
@@ -262,7 +239,7 @@ impl State {
         Ok(address)
     }
 
-    /// Cuts an allocation out of a pool of its kind and device.
+    /// Allocates from a pool of the kind and device.
     fn allocate_in_pool(&mut self, len: u64, kind: u32, device: usize) -> Result<u64, ZeResult> {
         let size = len.next_multiple_of(GRAIN);
         let fits = |pool: &Pool| {
@@ -307,13 +284,13 @@ impl State {
         Ok(())
     }
 
-    /// The allocation around an address.
+    /// Returns the allocation around an address.
     pub(crate) fn around(&self, address: u64) -> Option<(u64, &Allocation)> {
         let (base, allocation) = self.allocations.range(..=address).next_back()?;
         (address - base < allocation.len).then_some((*base, allocation))
     }
 
-    /// Kind, number and device of the memory at an address: an allocation's, or a pool's.
+    /// Returns kind, identity and device of the allocation or pool at an address.
     pub(crate) fn memory_at(&self, address: u64) -> Option<(u32, u64, usize)> {
         if let Some((_, one)) = self.around(address) {
             return Some((one.kind, one.id, one.device));
@@ -322,7 +299,7 @@ impl State {
         (address - base < POOL).then_some((pool.kind, pool.id, pool.device))
     }
 
-    /// The fd of an export.
+    /// Exports the allocation around an address, and returns the fd.
     pub(crate) fn export(&mut self, address: u64) -> Result<i32, ZeResult> {
         let Some((base, allocation)) = self.around(address) else { return Err(INVALID) };
         if allocation.kind == sys::ZE_MEMORY_TYPE_SHARED {
@@ -350,7 +327,7 @@ impl State {
         Ok(fd.as_raw_fd())
     }
 
-    /// Returns one export of an fd.
+    /// Takes one export of an fd back.
     pub(crate) fn put(&mut self, fd: i32) -> Result<(), ZeResult> {
         let mut all = self.allocations.values_mut();
         let of_fd = |one: &&mut Allocation| {
@@ -372,13 +349,13 @@ impl State {
             return Err(INVALID);
         }
         // SAFETY: the caller of an import keeps the fd open for the call.
-        reopen(unsafe { BorrowedFd::borrow_raw(fd) }).map_err(|_| INVALID)
+        another(unsafe { BorrowedFd::borrow_raw(fd) }).map_err(|_| INVALID)
     }
 
-    /// Does a copy.
+    /// Runs a copy.
     pub(crate) fn copy(&self, copy: Copy) {
         let (to, from) = (self.pages.at(copy.to), self.pages.at(copy.from));
-        // SAFETY: both sides were checked as the copy was handed in, and are memory of the pages.
+        // SAFETY: `zeCommandListAppendMemoryCopy` found both sides in live allocations.
         unsafe { std::ptr::copy(from, to, copy.len) };
     }
 }

@@ -1,6 +1,7 @@
-# The tier's own rdma_rxe, built out of the distribution's kernel source for exactly the release that is booted.
+# A modified rdma_rxe, built from the distribution's kernel source for the release that is booted.
 
-# Sets dma_buf_built, a folder of this run's own with what rxe-dmabuf/build makes. The caller holds the cache's lock.
+# Sets dma_buf_built, a folder of this run's own with the results of rxe-dmabuf/build. The caller holds
+# the lock of the cache.
 prepare_dma_buf() {
     local program sum built
     for program in make gcc strip xz; do
@@ -38,7 +39,7 @@ kernel_source_packages() {
         awk '$1 == "Depends:" && $2 ~ /^linux-(headers-.*-common|kbuild-)/ { print $2 }'
 }
 
-# Leaves the headers as packaged, with their paths turned to where they lie, and rxe's own folder of the source.
+# Unpacks the kernel headers, adapts their paths to the folder, and unpacks rxe's source.
 unpack_kernel_sources() {
     local folder=$1 packages package archive
     mapfile -t packages < <(kernel_source_packages | tr ' ' '\n')

@@ -1,13 +1,13 @@
-# The guest's file system (an initramfs holding no more than the run needs) and its boot.
+# The guest's file system, an initramfs with only the files that the run needs, and its boot.
 
-# Copy an ELF file and the libraries it is linked with.
+# Copies an ELF file and the libraries that it is linked with.
 copy_program() {
     local file=$1 to=$2 line library
     mkdir -p "$(dirname "$to")"
     cp -L "$file" "$to"
     while IFS= read -r line; do
         case $line in
-        *"not found"*) no_environment "$file needs ${line%% =>*}, which is not to be had" ;;
+        *"not found"*) no_environment "$file needs ${line%% =>*}, which is missing" ;;
         *" => /"*) library=${line#* => } ;;
         *ld-linux*) library=${line#"${line%%/*}"} ;;
         *) continue ;;
@@ -21,13 +21,13 @@ copy_program() {
     done < <(LD_LIBRARY_PATH=$(unpacked_libraries) ldd "$file" 2>/dev/null)
 }
 
-# Of a file that a package brings: the unpacked one.
+# Prints the path of the first of these files that the unpacked packages have.
 from_package() {
     local path
     for path; do
         [[ -e $unpacked/$path ]] && echo "$unpacked/$path" && return
     done
-    no_environment "no package brought ${1##*/}"
+    no_environment "no package has ${1##*/}"
 }
 
 prepare_guest_root() {
@@ -38,7 +38,7 @@ prepare_guest_root() {
     copy_program "$(from_package bin/ip usr/bin/ip sbin/ip)" "$guest_root/bin/ip"
     copy_program "$(from_package usr/bin/rdma bin/rdma sbin/rdma)" "$guest_root/bin/rdma"
     copy_program "$(from_package usr/bin/ibv_devinfo)" "$guest_root/bin/ibv_devinfo"
-    # Loaded by name at run time, so nothing is linked with them.
+    # Loaded by name at run time: no program is linked with them.
     copy_program "$(from_package $libraries/libibverbs.so.1)" "$guest_root/lib/x86_64-linux-gnu/libibverbs.so.1"
     copy_program "$(from_package $libraries/libibverbs/librxe-rdmav34.so $libraries/libibverbs/librxe-rdmav5*.so)" \
         "$guest_root/$libraries/libibverbs/librxe-rdmav34.so"
@@ -52,23 +52,24 @@ pack_guest_root() {
         no_environment "cannot pack the initramfs: $(tail -n1 "$work/cpio.log")"
 }
 
-# Start QEMU; what the tests print arrives at the file descriptor $results.
+# Starts QEMU. The output of the tests arrives at the file descriptor $results.
 boot() {
     local limit=$1 command=(qemu-system-x86_64) processors=2
     if ! command -v qemu-system-x86_64 >/dev/null; then
         command=(env "LD_LIBRARY_PATH=$(unpacked_libraries)" "$unpacked/usr/bin/qemu-system-x86_64"
             -L "$unpacked/usr/share/qemu" -L "$unpacked/usr/share/seabios")
     fi
-    # One that waits for another holds it up until its turn is over, so that measurements would be of turns.
+    # With two processors, one that waits blocks the other until its time slice ends.
     [[ ! $bench ]] || processors=1
-    # Plain emulation in one thread: what it takes to be the same everywhere, nested machines included.
+    # Plain emulation in one thread behaves alike everywhere, nested machines included.
     command+=(-machine q35 -accel "tcg,thread=single" -cpu max -smp "$processors" -m 2048
         -nodefaults -no-user-config -display none -no-reboot
         -chardev "file,id=console,path=$work/console.log" -serial chardev:console
         -chardev "stdio,id=results,signal=off" -serial chardev:results
         -kernel "$cache/kernel/$kernel_release/vmlinux" -initrd "$work/initramfs"
         -append "console=ttyS0 quiet panic=-1 oops=panic mitigations=off random.trust_cpu=on")
-    # Time is then counted in instructions, a nanosecond each: what else this machine does falls out of the figures.
+    # The guest's clock then counts instructions, a nanosecond each, so that the load of this machine
+    # does not change the figures.
     [[ ! $bench ]] || command+=(-icount "shift=0,sleep=off")
     exec {results}< <(exec timeout --foreground -k 5 "$limit" "${command[@]}" </dev/null 2>"$work/qemu.log")
     guest=$!

@@ -1,7 +1,8 @@
-# The distribution's kernel: its newest release of a series, the ELF image out of its bzImage, its modules.
+# The distribution's kernel: the newest release of a series, the ELF image of its bzImage, and its
+# modules.
 
-# The newest release of a series that the package lists know, as in 6.12.117+deb12-amd64. The suffix leaves out the
-# cloud flavour, which has no rdma_rxe.
+# Prints the newest release of a series in the package lists, such as 6.12.117+deb12-amd64. The
+# suffix excludes the cloud flavour, which has no rdma_rxe.
 newest_release() {
     local series=${1//./\\.}
     apt_cache pkgnames linux- |
@@ -10,7 +11,7 @@ newest_release() {
 
 has_package() { apt_cache show --no-all-versions "$1" >/dev/null 2>&1; }
 
-# A release comes as one package with image and modules, or (newer) as a package of each.
+# Prints the packages of a release: one with image and modules, or (newer) one of each.
 packages_of_release() {
     local release=$1 image
     if has_package "linux-modules-$release"; then
@@ -21,7 +22,7 @@ packages_of_release() {
     echo "linux-image-$release"
 }
 
-# Sets kernel_release; leaves $cache/kernel/$kernel_release/{vmlinux,boot,lib/modules}.
+# Sets kernel_release, and fills $cache/kernel/$kernel_release/{vmlinux,boot,lib/modules}.
 prepare_kernel() {
     local series=$1 resolved=$cache/kernel/newest-$1
     mkdir -p "$cache/kernel"
@@ -55,7 +56,7 @@ prepare_kernel() {
         done
         dpkg-deb -f "$package" Version >"$folder.new/version"
         rm -rf "$folder.new/debs" "$folder.new/usr/share"
-        # Where /lib is a link into /usr, packages may carry the modules there.
+        # Packages may have the modules in /usr/lib if /lib is a link.
         [[ -d $folder.new/lib ]] || ln -s usr/lib "$folder.new/lib"
         image=$(find "$folder.new" -type f -name "vmlinuz*" | head -n1)
         [[ $image ]] || no_environment "no vmlinuz in ${packages[*]}"
@@ -65,12 +66,13 @@ prepare_kernel() {
     echo "$kernel_release" >"$resolved"
 }
 
-# An unsigned little-endian number of so many bytes at an offset of a file.
+# number_at FILE OFFSET BYTES: prints an unsigned little-endian number.
 number_at() { od -An -v -t "u$3" -j "$2" -N "$3" "$1" | tr -d ' '; }
 
-# The boot protocol (Documentation/arch/x86/boot.rst) says where a bzImage keeps its compressed payload: payload_offset
-# (0x248) from the end of the setup sectors (0x1f1, plus the boot sector), payload_length (0x24c) bytes. What is packed is the ELF image,
-# which QEMU starts through its PVH note, without the time that the bzImage takes to unpack itself under emulation.
+# Extracts the ELF image from a bzImage. The boot protocol (Documentation/arch/x86/boot.rst) has its
+# place: payload_offset (0x248) from the end of the setup sectors (0x1f1, plus the boot sector), and
+# payload_length (0x24c). QEMU starts the image by its PVH note. That saves the time in which a
+# bzImage unpacks itself under emulation.
 extract_vmlinux() {
     local image=$1 vmlinux=$2
     [[ $(od -An -c -j 514 -N 4 "$image" | tr -d ' ') == HdrS ]] || no_environment "$image is not a bzImage"
@@ -78,21 +80,21 @@ extract_vmlinux() {
     start=$((($(number_at "$image" 497 1) + 1) * 512 + $(number_at "$image" 584 4)))
     length=$(number_at "$image" 588 4)
     magic=$(od -An -v -t x1 -j $start -N 4 "$image" | tr -d ' ')
-    # All but gzip are followed by the unpacked length, in four bytes that are no part of the stream.
+    # Four bytes with the unpacked length follow the stream, except with gzip.
     case $magic in
     1f8b*) unpack="gzip -dc" ;;
     28b52ffd) unpack="zstd -dc" length=$((length - 4)) ;;
     fd377a58) unpack="xz -dc" length=$((length - 4)) ;;
-    *) no_environment "$image is packed in a way not known here (it begins with $magic)" ;;
+    *) no_environment "$image has an unknown compression (it begins with $magic)" ;;
     esac
     dd if="$image" iflag=skip_bytes,count_bytes skip=$start count="$length" bs=1M status=none | tool $unpack >"$vmlinux.new"
     [[ $(od -An -c -j 1 -N 3 "$vmlinux.new" | tr -d ' ') == ELF ]] || no_environment "no ELF image came out of $image"
     mv "$vmlinux.new" "$vmlinux"
 }
 
-# Copy modules and what they depend on, unpacked, to a folder, under names that sort in the order of loading. A module
-# that the kernel has built in is left out, and so is one named with a question mark that it lacks. NAME=FILE ahead of the
-# names puts a file in the place of the distribution's module of that name.
+# Copies modules and their dependencies, unpacked, to a folder. Their names there sort in the order
+# of loading. Built-in modules are left out, and so are missing ones that are named with a question
+# mark. NAME=FILE before the names replaces the distribution's module of that name.
 copy_modules() {
     local folder=$1
     shift

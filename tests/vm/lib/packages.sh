@@ -1,12 +1,12 @@
-# Distribution packages, downloaded by apt (which checks them) and unpacked into the cache: nothing is installed and the
-# machine's apt configuration is read, never written.
+# Distribution packages, which apt downloads and checks, and which are unpacked into the cache.
+# Nothing is installed. The machine's apt configuration is read, never written.
 
-# What runs in the guest, and what prepares it here.
+# Packages of the guest's programs.
 guest_packages=(busybox-static libibverbs1 ibverbs-providers ibverbs-utils iproute2)
 unpacked=$cache/root
 
-# Which of the two sets of package lists apt reads: the machine's own, or one in the cache that has the same archive
-# plus the suites that carry newer kernels.
+# Options that select apt's package lists. Without any, apt reads the machine's own. The lists in the
+# cache are of the same archive, plus the suites with newer kernels.
 apt_lists=()
 
 apt_get() {
@@ -36,7 +36,7 @@ use_lists_in_cache() {
         no_environment "apt-get update failed: $(grep -m1 '^[EW]:' "$cache/apt/update.log")"
 }
 
-# Download the packages named, whether or not the machine has them, into a folder.
+# Downloads packages into a folder, installed or not.
 download() {
     local folder=$1
     shift
@@ -44,7 +44,7 @@ download() {
     (cd "$folder" && apt_get download "$@") >"$cache/apt/download.log" 2>&1
 }
 
-# Download what the packages named need beyond what the machine has installed.
+# Downloads packages and their dependencies, without those that the machine has installed.
 download_closure() {
     mkdir -p "$cache/apt/archives/partial"
     apt_get --yes --download-only install "$@" >"$cache/apt/download.log" 2>&1
@@ -79,7 +79,7 @@ prepare_tools() {
     rm -rf "$cache/apt/archives"
 }
 
-# perftest, for measurements, with its libraries; its own folder, so that runs of tests need not have it.
+# Unpacks perftest and its libraries into a folder of their own: only measurements need them.
 prepare_perftest() {
     local packages=(perftest libibumad3 librdmacm1 libpci3 zlib1g libudev1) package
     perftest=$cache/perftest
@@ -98,7 +98,7 @@ prepare_perftest() {
     mv "$perftest.new" "$perftest"
 }
 
-# Where a tool lies: the machine's, or the unpacked one, started with the unpacked libraries.
+# Runs a tool of the machine, or else the unpacked one with the unpacked libraries.
 tool() {
     local name=$1 place
     shift

@@ -1,4 +1,4 @@
-# What the crate sideway (tests/vm/sideway) needs to build beyond cargo: cmake, and libclang with its headers.
+# The build tools of the crate sideway (tests/vm/sideway): cmake, and libclang with its headers.
 
 prepare_sideway() {
     local packages=(cmake libclang1-14 libclang-common-14-dev) package
@@ -16,7 +16,7 @@ prepare_sideway() {
     fi
     mkdir -p "$sideway_tools.new"
     for package in "$cache"/apt/archives/*.deb; do
-        # None where the machine has them all.
+        # The machine may have all of them installed.
         [[ -e $package ]] || break
         dpkg-deb -x "$package" "$sideway_tools.new" || no_environment "cannot unpack $package"
     done
@@ -24,7 +24,7 @@ prepare_sideway() {
     mv "$sideway_tools.new" "$sideway_tools"
 }
 
-# Sets the environment of one build. What the machine has installed is used where nothing was downloaded.
+# Sets the environment of one build. Tools that were not downloaded are the machine's own.
 use_sideway_tools() {
     local folder headers
     for folder in "$sideway_tools/usr/lib/llvm-14/lib" /usr/lib/llvm-14/lib; do

@@ -1,8 +1,8 @@
-# The test binaries: which, how they are built, and what is made of what they print.
+# The test binaries: their list, their build, and the evaluation of their output.
 
 mark="@@hmem-vm-$$-$RANDOM@@"
 
-# One line of arguments to `cargo test` (`cargo bench` with --bench) for each set of binaries.
+# Prints one line of arguments to `cargo test` (`cargo bench` with --bench) for each set of binaries.
 suite() {
     if [[ $bench ]]; then
         echo "--package hmem-provider-verbs --bench verbs"
@@ -11,17 +11,19 @@ suite() {
     fi
     echo "--manifest-path tests/vm/smoke/Cargo.toml${dma_buf:+ --features dma-buf}"
     [[ ! $sideway ]] || echo "--manifest-path tests/vm/sideway/Cargo.toml"
-    # Real memory, where a genuine exporter of it (/dev/udmabuf) is at hand.
+    # Real memory with a genuine exporter (/dev/udmabuf).
     echo "--package hmem-iface-system --test system"
     echo "--package hmem-provider-verbs --test *"
     echo "--package hmem --test behaviour"
     echo "--package hmem --test cache_stale"
     echo "--package hmem --test conformance"
-    # They run the command, which is built with them.
+    echo "--package hmem --test vendor_dma_bufs"
+    # These run the `hmem` command, which is built with them.
     echo "--package hmem-cli --test *_verbs"
 }
 
-# What `behaviour` runs there: its cases over worlds, but for those that no verbs world can show.
+# Prints the arguments for `behaviour`: its cases over worlds, without those that no verbs world can
+# show.
 behaviour_arguments() {
     local class='every verbs world'
     [[ $dma_buf ]] || class+='\( without dma-bufs\)\?'
@@ -29,7 +31,7 @@ behaviour_arguments() {
     sed -n "s/^\([a-z0-9_]*\) | $class: .*/\1/p" "$repository/tests/skipped-verbs.txt" | sort -u | sed 's/^/--skip\n/'
 }
 
-# Sets test_binaries, and programs, which tests start.
+# Sets test_binaries, and programs, which the tests start.
 build_tests() {
     local line arguments verb=test messages=$work/cargo.json
     [[ ! $bench ]] || verb=bench
@@ -64,7 +66,7 @@ place_tests() {
     done
     : >"$guest_root/tests/list"
     for binary in "${test_binaries[@]}"; do
-        # Without the hash that cargo puts behind the name.
+        # Without the hash that cargo appends to the name.
         name=${binary##*/}
         name=${name%-*}
         [[ -e $guest_root/tests/$name ]] && name=${binary##*/}
@@ -84,7 +86,7 @@ place_tests() {
     } >"$guest_root/tests/environment"
 }
 
-# Pass the tests' output on and count; what came of it stays in these variables.
+# Prints the output of the tests, and counts their results in these variables.
 ready='' running='' ended='' broken='' passed=0 failed=0 ignored=0 failures=()
 read_results() {
     local line name status
@@ -111,7 +113,7 @@ read_results() {
     done
 }
 
-# Exit with what the run came to, and say it in one line.
+# Exits with the result of the run, and prints it in one line.
 judge() {
     local reason='' kernel_says qemu_status=0
     wait "$guest" || qemu_status=$?
@@ -134,7 +136,7 @@ judge() {
         reason="no test ran"
     fi
     if [[ $reason && ( $broken || $kernel_says || ! $ended ) && -s $work/console.log ]]; then
-        say "the last the guest's console said:"
+        say "the last lines of the guest's console:"
         tail -n 40 "$work/console.log" | tr -d '\r' >&2
     elif grep -qa 'WARNING: ' "$work/console.log"; then
         say "note: the guest's kernel warned: $(grep -m1 -a 'WARNING: ' "$work/console.log" | tr -d '\r')"

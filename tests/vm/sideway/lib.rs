@@ -1,7 +1,8 @@
 //! The crate sideway owns the device, the protection domain, the queues and the work requests.
 //! `hmem` registers in that protection domain, and its keys move the bytes.
 //!
-//! Both load libibverbs at run time, by the same name: one copy, as `with_pd` asks for.
+//! Both load libibverbs at run time by the same name, so that they share one copy, as `with_pd`
+//! requires.
 #![cfg(test)]
 
 use std::{
@@ -54,16 +55,16 @@ impl Sideway {
         Self { qp, cq, pd }
     }
 
-    /// The handle that `with_pd` takes.
+    /// Returns the handle for `with_pd`.
     fn raw_pd(&self) -> *mut std::ffi::c_void {
-        // SAFETY: the pointer is only passed on while `self` lives.
+        // SAFETY: the pointer is used only while `self` lives.
         unsafe { self.pd.pd() }.as_ptr().cast()
     }
 
-    /// Posts a write or a read of `len` bytes by these keys and returns the completion's status.
+    /// Posts a write or a read of `len` bytes with these keys, and returns the completion's status.
     ///
     /// # Safety
-    /// Both addresses are valid for `len` bytes until this returns, or nothing is registered there.
+    /// Both addresses are valid for `len` bytes until the call returns, or nothing is registered there.
     unsafe fn transfer(
         &mut self,
         write: bool,
@@ -78,7 +79,7 @@ impl Sideway {
         } else {
             request.setup_read(remote.0, remote.1)
         };
-        // SAFETY: the caller vouches for the memory.
+        // SAFETY: the caller promised that the memory is valid until the call returns.
         unsafe { request.setup_sge(local.0, local.1, len as u32) };
         guard.post().expect("post");
         let end = Instant::now() + Duration::from_secs(60);
@@ -140,14 +141,14 @@ fn connect_to_itself(context: &Arc<DeviceContext>, qp: &mut GenericQueuePair) {
 
 /// Opens a domain of `hmem` in the protection domain of sideway.
 fn guest(owner: &Sideway) -> Domain {
-    // SAFETY: it is a live protection domain of the libibverbs that both load by the same name. The
-    // tests drop everything of hmem before the objects of sideway.
+    // SAFETY: a live protection domain of the libibverbs that both crates share. The tests drop every
+    // object of hmem before the objects of sideway.
     let verbs = unsafe { Verbs::builder().with_pd(owner.raw_pd()) }.expect("with_pd");
     let hmem = Hmem::builder().without_vendor_ifaces().build().expect("build");
     hmem.domain_on(&verbs, DomainAttr::default()).expect("a domain")
 }
 
-/// The keys of a region in the words of verbs.
+/// Returns the lkey and rkey of a region.
 fn keys<B: OwnedBuffer>(domain: &Domain, region: &OwnedRegion<B>) -> VerbsKey {
     let verbs = VerbsDomain::of(domain).expect("a domain of verbs");
     let region = region.provider_region().expect("a registered region");
@@ -179,7 +180,7 @@ fn our_keys_move_bytes_in_work_requests_of_another_crate() {
     assert_eq!(seen, pattern(1));
 
     target.write(0, &pattern(2)).expect("write");
-    // SAFETY: as above.
+    // SAFETY: the regions own their memory and live until the end of the test.
     let read = unsafe { sideway.transfer(false, (back.lkey, at(&back)), (to.rkey, at(&to)), LEN) };
     assert_eq!(read, SUCCESS);
     sink.read(0, &mut seen).expect("read");
@@ -188,7 +189,7 @@ fn our_keys_move_bytes_in_work_requests_of_another_crate() {
 
 /// VRB-04
 ///
-/// A key that is closed reaches nothing; what sideway has goes on after all of ours is gone.
+/// A closed key reaches nothing. The objects of sideway work after those of hmem are gone.
 #[test]
 fn closed_keys_reach_nothing_and_the_protection_domain_stays() {
     let mut sideway = Sideway::open();
@@ -206,7 +207,7 @@ fn closed_keys_reach_nothing_and_the_protection_domain_stays() {
             LEN,
         )
     };
-    // The queue pair is its own peer: the refusal may end it before its own answer arrives.
+    // The queue pair is its own peer: the refusal may end it before its response arrives.
     let refused = [
         WorkCompletionStatus::RemoteAccessError as u32,
         WorkCompletionStatus::WorkRequestFlushedError as u32,

@@ -1,5 +1,5 @@
-//! The tier's own rdma_rxe (`--dma-buf`): dma-buf regions over genuine exporters, with bytes moved
-//! through them.
+//! The modified rdma_rxe (`--dma-buf`): dma-buf regions of genuine exporters, and transfers through
+//! them.
 
 use std::{
     env, fs, io,
@@ -30,7 +30,7 @@ struct Buffer {
 impl Buffer {
     fn mapped(fd: OwnedFd, behind: &impl AsRawFd, offset: usize, length: usize) -> Self {
         let protection = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: a new mapping, where the kernel likes.
+        // SAFETY: a new mapping at an address of the kernel's choice.
         let mapping = unsafe {
             libc::mmap(
                 ptr::null_mut(),
@@ -45,7 +45,7 @@ impl Buffer {
         Self { fd, mapping: mapping.cast(), length }
     }
 
-    /// `/dev/udmabuf` over part of a memory file.
+    /// Makes a dma-buf of a part of a memory file, by `/dev/udmabuf`.
     fn udmabuf(flags: u32, file_length: usize, offset: usize, length: usize) -> Self {
         #[repr(C)]
         struct Create {
@@ -75,8 +75,7 @@ impl Buffer {
             };
             let fd =
                 checked(libc::ioctl(device.as_raw_fd(), 0x4018_7542, &create), "UDMABUF_CREATE");
-            // A mapping of a huge-page file begins at a huge page: the whole file is mapped, this
-            // part of it used.
+            // A mapping of a huge-page file begins at a huge page, so the whole file is mapped.
             let mut buffer = Self::mapped(OwnedFd::from_raw_fd(fd), &memory, 0, file_length);
             buffer.mapping = buffer.mapping.add(offset);
             buffer.length = length;
@@ -116,15 +115,16 @@ impl Deref for Buffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: mapped for so many bytes until the process ends; the tests wait for completions
-        // before they look.
+        // SAFETY: the mapping has this length and lives until the process ends. The tests wait for
+        // completions before they read.
         unsafe { slice::from_raw_parts(self.mapping, self.length) }
     }
 }
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and only through this buffer.
+        // SAFETY: the mapping has this length and lives until the process ends. Only this buffer
+        // writes to it, and the tests wait for completions before they do.
         unsafe { slice::from_raw_parts_mut(self.mapping, self.length) }
     }
 }
@@ -141,8 +141,8 @@ fn with_domain(test: impl FnOnce(&Domain<'_>)) {
     domain.close_device();
 }
 
-/// Writes into, reads out of and adds to a region over `buffer[offset..offset + length]`, with the
-/// descriptor closed once the region is there.
+/// Writes to, reads from and adds to a region over `buffer[offset..offset + length]`. The descriptor
+/// is closed after the registration.
 fn bytes_move(mut buffer: Buffer, offset: usize, length: usize, iova: u64) {
     with_domain(|domain| {
         buffer.fill(0xee);
@@ -286,7 +286,7 @@ fn what_cannot_be_a_region_is_refused() {
     });
 }
 
-/// So whoever cares has to look at the descriptor's mode.
+/// A caller that needs the refusal must check the descriptor's mode.
 #[test]
 fn a_read_only_descriptor_is_registered_for_writing_all_the_same() {
     with_domain(|domain| {
@@ -302,10 +302,10 @@ fn a_thousand_regions_come_and_go() {
             let buffer = Buffer::udmabuf(0, 4 * PAGE, 0, 4 * PAGE);
             let offset = round % (2 * PAGE as u64);
             domain.register_dma_buf(buffer.fd.as_raw_fd(), offset, PAGE, offset, ALL).unwrap();
-            // SAFETY: the mapping is the buffer's own and is not used again.
+            // SAFETY: the mapping belongs to the buffer, which is not used again.
             unsafe { libc::munmap(buffer.mapping.cast(), buffer.length) };
         }
-        // A buffer that a region kept would be alive still. Other tests have some.
+        // A leaked region would keep its buffer alive. Other tests have live buffers too.
         let alive = fs::read_to_string("/sys/kernel/debug/dma_buf/bufinfo").unwrap();
         let total = alive.lines().rev().find_map(|line| line.strip_prefix("Total ")).unwrap();
         assert!(total.split(' ').next().unwrap().parse::<u32>().unwrap() < 50, "{total}");

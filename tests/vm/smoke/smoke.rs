@@ -1,5 +1,6 @@
-//! What the VM tier's guest gives every test: a kernel, RDMA devices by name, a libibverbs that
-//! opens them and registers memory. Nothing here uses hmem: when these fail, the guest is at fault.
+//! Properties of the VM tier's guest that every test relies on: a kernel, RDMA devices by name, and a
+//! libibverbs that opens them and registers memory. Nothing here uses hmem: if these tests fail, the
+//! guest is at fault.
 
 #![cfg(test)]
 
@@ -55,7 +56,7 @@ fn every_device_registers_and_releases_a_page() {
     }
 }
 
-/// What the tier itself must notice: run by `tests/vm/check`, by name.
+/// Failures that the tier must detect. `tests/vm/check` runs them by name.
 mod misbehaviour {
     use std::{fs, io::Write, process, thread, time::Duration};
 

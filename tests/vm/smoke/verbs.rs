@@ -1,4 +1,4 @@
-//! As much of libibverbs as these tests call, looked up in the library at run time. Offsets are
+//! The part of libibverbs that these tests call, looked up in the library at run time. Offsets are
 //! those of `infiniband/verbs.h` on 64-bit machines.
 
 use std::{
@@ -29,8 +29,8 @@ impl Verbs {
     }
 
     fn function<F: Copy>(&self, name: &str) -> F {
-        // SAFETY: every caller names a function type that is the C declaration of that symbol; the
-        // library stays loaded.
+        // SAFETY: every caller names a function type that matches the C declaration of that symbol.
+        // The library stays loaded.
         *unsafe { self.0.get::<F>(name) }.unwrap_or_else(|error| panic!("{error}"))
     }
 
@@ -63,7 +63,7 @@ impl Verbs {
     pub(crate) fn open(&self, wanted: &str) -> Domain<'_> {
         let open: unsafe extern "C" fn(Object) -> Object = self.function("ibv_open_device");
         let alloc: unsafe extern "C" fn(Object) -> Object = self.function("ibv_alloc_pd");
-        // SAFETY: the device lives as long as the list; the context is checked before it is used.
+        // SAFETY: the device lives as long as the list. The context is checked before its use.
         let (context, domain) = self.with_devices(|devices| unsafe {
             let (_, device) =
                 devices.iter().find(|(name, _)| name == wanted).expect("the device is there");
@@ -77,8 +77,7 @@ impl Verbs {
 
     fn release(&self, name: &str, object: Object) -> c_int {
         let release: unsafe extern "C" fn(Object) -> c_int = self.function(name);
-        // SAFETY: callers give an object of the function's kind and, where it returns 0, never use
-        // it again.
+        // SAFETY: callers pass an object of the function's kind, and do not use it after a 0.
         unsafe { release(object) }
     }
 }
@@ -91,7 +90,7 @@ pub(crate) struct Domain<'v> {
 }
 
 impl Domain<'_> {
-    /// `ibv_reg_mr` of a slice, which must outlive the region.
+    /// Calls `ibv_reg_mr` for a slice, which must outlive the region.
     pub(crate) fn register(&self, memory: &mut [u8], access: c_int) -> io::Result<Region<'_>> {
         let register: unsafe extern "C" fn(Object, Object, usize, c_int) -> Object =
             self.verbs.function("ibv_reg_mr");
@@ -101,7 +100,7 @@ impl Domain<'_> {
         })
     }
 
-    /// `ibv_reg_dmabuf_mr`.
+    /// Calls `ibv_reg_dmabuf_mr`.
     #[cfg(feature = "dma-buf")]
     pub(crate) fn register_dma_buf(
         &self,
@@ -113,7 +112,7 @@ impl Domain<'_> {
     ) -> io::Result<Region<'_>> {
         type Register = unsafe extern "C" fn(Object, u64, usize, u64, c_int, c_int) -> Object;
         let register: Register = self.verbs.function("ibv_reg_dmabuf_mr");
-        // SAFETY: the call checks its numbers.
+        // SAFETY: the call checks its arguments.
         self.region(unsafe { register(self.domain, offset, length, iova, fd, access) })
     }
 
@@ -125,12 +124,12 @@ impl Domain<'_> {
         }
     }
 
-    /// `ibv_dealloc_pd` and its answer; the domain stays usable where that is not 0.
+    /// Calls `ibv_dealloc_pd` and returns its result. The domain stays usable if that is not 0.
     pub(crate) fn try_close(&self) -> c_int {
         self.verbs.release("ibv_dealloc_pd", self.domain)
     }
 
-    /// Closes a domain that [`Domain::try_close`] has released.
+    /// Forgets a domain that [`Domain::try_close`] has released.
     pub(crate) fn close_device(self) {
         assert_eq!(self.verbs.release("ibv_close_device", self.context), 0, "ibv_close_device");
     }
@@ -156,8 +155,8 @@ impl Drop for Region<'_> {
     }
 }
 
-/// One-sided operations from a domain to itself, over two connected queue pairs. (One connected to
-/// itself would flush its request where its own answering side refuses it.)
+/// One-sided operations from a domain to itself, over two connected queue pairs. A queue pair that is
+/// connected to itself would flush a request that its own responder refuses.
 #[cfg(feature = "dma-buf")]
 pub(crate) struct Loopback<'d> {
     domain: &'d Domain<'d>,
@@ -186,8 +185,8 @@ impl<'d> Loopback<'d> {
             verbs.function("ibv_modify_qp");
         let query_gid: unsafe extern "C" fn(Object, u8, c_int, *mut [u8; 16]) -> c_int =
             verbs.function("ibv_query_gid");
-        // SAFETY: the arrays are as large and as aligned as `struct ibv_qp_init_attr` (64 bytes)
-        // and `struct ibv_qp_attr` (144 bytes), and zero is valid in every field of theirs.
+        // SAFETY: the arrays have the size and alignment of `struct ibv_qp_init_attr` (64 bytes) and
+        // `struct ibv_qp_attr` (144 bytes), and zero is valid in every field of them.
         unsafe {
             let completions =
                 create_cq(domain.context, 16, std::ptr::null_mut(), std::ptr::null_mut(), 0);
@@ -208,7 +207,7 @@ impl<'d> Loopback<'d> {
             let (asking, answering) = (new_queue_pair(), new_queue_pair());
             let number = |queue_pair: Object| queue_pair.byte_add(52).cast::<u32>().read();
             let mut gid = [0_u8; 16];
-            // The first entry of the table is the link-local address, the second the IPv4 one.
+            // Entry 0 of the table is the link-local address, entry 1 the IPv4 address.
             assert_eq!(query_gid(domain.context, 1, 1, &mut gid), 0, "ibv_query_gid");
 
             let mut attributes = [0_u64; 18];
@@ -272,8 +271,8 @@ impl<'d> Loopback<'d> {
         } else {
             request[6] = u64::from(rkey);
         }
-        // SAFETY: the operations lie at these offsets of `struct ibv_context`; the arrays are as
-        // large as `struct ibv_send_wr` (128 bytes) and `struct ibv_wc` (48 bytes).
+        // SAFETY: the operations are at these offsets of `struct ibv_context`. The arrays have the
+        // sizes of `struct ibv_send_wr` (128 bytes) and `struct ibv_wc` (48 bytes).
         unsafe {
             let post_send: PostSend =
                 std::mem::transmute(self.domain.context.byte_add(208).cast::<usize>().read());

@@ -1,4 +1,4 @@
-//! What the driver says of an address.
+//! Queries for addresses.
 
 use std::ffi::{c_uint, c_void};
 
@@ -43,8 +43,9 @@ driver! {
             return Err(INVALID_VALUE);
         }
         let (start, allocation) = state.around(pointer).ok_or(INVALID_VALUE)?;
-        // VMM memory has it as a flag of its context (`CU_CTX_SYNC_MEMOPS`) only: 801, as users of UCX report
-        // of driver 535.129. Decided here: stream-ordered memory and that of other processes are refused too.
+        // VMM memory is refused with 801, as users of UCX report for driver 535.129: its context has
+        // the flag `CU_CTX_SYNC_MEMOPS` instead. Decided here: stream-ordered memory and memory of
+        // other processes are refused too.
         let has_it = match allocation.kind {
             Kind::Memory => !state.profile.allocates_by_vmm,
             Kind::Managed | Kind::Host | Kind::Registered => true,
@@ -61,8 +62,13 @@ driver! {
         Ok(())
     }
 
-    fn cuMemGetAddressRange_v2(state, base: *mut CuDevicePtr, size: *mut usize, pointer: CuDevicePtr) {
-        // Recorded run: the outputs are zeroed on failure.
+    fn cuMemGetAddressRange_v2(
+        state,
+        base: *mut CuDevicePtr,
+        size: *mut usize,
+        pointer: CuDevicePtr
+    ) {
+        // Recorded run: a failed call zeroes its outputs.
         let known = match state.around(pointer) {
             Some((_, allocation)) if allocation.kind == Kind::Reservation => {
                 state.mapping_around(pointer).map(|(start, mapping)| (start, mapping.len))

@@ -15,7 +15,8 @@ driver! {
             Some((id, _)) => *id,
             None => {
                 let id = state.handle();
-                state.contexts.insert(id, Context { device: number, primary: true, ..Context::default() });
+                let context = Context { device: number, primary: true, ..Context::default() };
+                state.contexts.insert(id, context);
                 id
             }
         };
@@ -41,9 +42,10 @@ driver! {
         let number = device(state, dev)?;
         let known = state.contexts.iter().find(|(_, one)| one.primary && one.device == number);
         let Some((&id, one)) = known else { return Ok(()) };
-        // "Destroy all allocations and reset all state on the primary context." "Resetting the primary context does not
-        // release it".
-        let context = Context { references: one.references, device: number, primary: true, flags: 0 };
+        // "Destroy all allocations and reset all state on the primary context." "Resetting the
+        // primary context does not release it".
+        let context =
+            Context { references: one.references, device: number, primary: true, flags: 0 };
         state.destroy_context(id);
         state.contexts.insert(id, context);
         Ok(())
@@ -102,7 +104,7 @@ driver! {
     }
 
     fn cuCtxSetCurrent(state, context: CuContext) {
-        // "If ctx is NULL, the context on the top is popped"; "otherwise" it takes that context's place.
+        // "If ctx is NULL, the context on the top is popped". Otherwise `context` replaces it.
         if !context.is_null() && !state.contexts.contains_key(&context.0) {
             return Err(CuResult::CUDA_ERROR_INVALID_CONTEXT);
         }
@@ -117,7 +119,8 @@ driver! {
 
     fn cuCtxSynchronize(state) {
         let current = state.current()?;
-        let streams: Vec<_> = state.streams.iter().filter(|(_, one)| one.context == current).map(|(id, _)| *id).collect();
+        let own = state.streams.iter().filter(|(_, one)| one.context == current);
+        let streams: Vec<_> = own.map(|(id, _)| *id).collect();
         for stream in streams {
             state.finish(stream);
         }

@@ -1,4 +1,4 @@
-//! Starting, and what devices there are.
+//! Initialisation and devices.
 
 use std::ffi::{c_char, c_int, c_uint};
 
@@ -40,7 +40,7 @@ driver! {
     }
 
     fn cuDeviceGetPCIBusId(state, id: *mut c_char, len: c_int, dev: CuDevice) {
-        // Capital letters, as the real call writes them (see the example of `cuDeviceGetByPCIBusId`).
+        // In capitals, as in the example of `cuDeviceGetByPCIBusId`.
         text(id, len, &format!("0000:{:02X}:00.0", 0x3A + device(state, dev)?))
     }
 

@@ -1,4 +1,4 @@
-//! Allocating, freeing, page-locking.
+//! Allocation and page-locking.
 
 use std::ffi::{c_uint, c_void};
 
@@ -66,7 +66,8 @@ driver! {
 
     fn cuMemHostGetFlags(state, flags: *mut c_uint, pointer: *mut c_void) {
         state.current()?;
-        // "will fail if the pointer does not reside in an allocation performed by cuMemAllocHost() or cuMemHostAlloc()"
+        // "will fail if the pointer does not reside in an allocation performed by cuMemAllocHost()
+        // or cuMemHostAlloc()"
         match state.around(pointer.expose_provenance() as u64) {
             Some((_, known)) if known.kind == Kind::Host => put(flags, 1),
             _ => Err(INVALID_VALUE),
@@ -86,7 +87,8 @@ driver! {
         let id = if state.profile.registered_without_identity { 0 } else { state.identity() };
         let device = state.device_of(context);
         let kind = Kind::Registered;
-        state.allocations.insert(start, Allocation { len, kind, device, context, id, sync_memops: false });
+        let locked = Allocation { len, kind, device, context, id, sync_memops: false };
+        state.allocations.insert(start, locked);
         Ok(())
     }
 

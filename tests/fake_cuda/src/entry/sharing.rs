@@ -1,13 +1,13 @@
-//! Memory for NICs and for other processes.
+//! Dma-bufs, memory for other processes, and the flush of inbound writes.
 
 use std::ffi::{c_int, c_uint, c_void};
 
+use hmem_fake_common::PAGE;
 use hmem_iface_cuda::sys::{self, CuDevicePtr, CuIpcMemHandle, CuMemAllocationProp, CuResult};
 
 use super::{Answer, INVALID_VALUE, NOT_SUPPORTED, put};
 use crate::{
     ipc,
-    pages::PAGE,
     state::{Allocation, Kind, State},
 };
 
@@ -70,7 +70,8 @@ driver! {
             _ => return Err(INVALID_VALUE),
         }
         can_be_exported(state, pointer, len)?;
-        let exported = state.pages.export(pointer, len).map_err(|_| CuResult::CUDA_ERROR_OPERATING_SYSTEM)?;
+        let exported = state.pages.export(pointer, len);
+        let exported = exported.map_err(|_| CuResult::CUDA_ERROR_OPERATING_SYSTEM)?;
         let fd = exported.ok_or(NOT_SUPPORTED)?;
         put(handle.cast::<c_int>(), std::os::fd::IntoRawFd::into_raw_fd(fd))
     }
@@ -120,7 +121,7 @@ fn can_be_exported(state: &State, start: u64, len: u64) -> Answer {
                     return Err(NOT_SUPPORTED);
                 }
                 at = base + mapping.len;
-                // Decided here: how a driver that lacks it refuses.
+                // Decided here: the code of a driver without such exports.
                 if at < end && !state.profile.spanning_exports {
                     return Err(NOT_SUPPORTED);
                 }

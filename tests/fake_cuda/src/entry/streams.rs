@@ -12,11 +12,23 @@ driver! {
         copy(state, to, from, len, stream)
     }
 
-    fn cuMemcpyHtoDAsync_v2(state, to: CuDevicePtr, from: *const c_void, len: usize, stream: CuStream) {
+    fn cuMemcpyHtoDAsync_v2(
+        state,
+        to: CuDevicePtr,
+        from: *const c_void,
+        len: usize,
+        stream: CuStream
+    ) {
         copy(state, to, from.expose_provenance() as u64, len, stream)
     }
 
-    fn cuMemcpyDtoHAsync_v2(state, to: *mut c_void, from: CuDevicePtr, len: usize, stream: CuStream) {
+    fn cuMemcpyDtoHAsync_v2(
+        state,
+        to: *mut c_void,
+        from: CuDevicePtr,
+        len: usize,
+        stream: CuStream
+    ) {
         copy(state, to.expose_provenance() as u64, from, len, stream)
     }
 
@@ -24,7 +36,7 @@ driver! {
         if !state.streams.contains_key(&stream.0) {
             return Err(INVALID_HANDLE);
         }
-        // What comes later on the stream waits: here the copies before the event end at once.
+        // Later work on the stream waits for the event: its copies end at once here.
         let event = state.events.get(&event.0).ok_or(INVALID_HANDLE)?;
         if let Some((before, _)) = event.recorded {
             state.finish(before);
@@ -43,7 +55,7 @@ driver! {
     fn cuStreamCreate(state, stream: *mut CuStream, _flags: c_uint) {
         let context = state.current()?;
         let id = state.handle();
-        let made = Stream { context, waiting: Default::default(), handed_in: 0, done: 0 };
+        let made = Stream { context, waiting: Default::default(), submitted: 0, done: 0 };
         state.streams.insert(id, made);
         put(stream, CuStream(id))
     }
@@ -76,7 +88,7 @@ driver! {
 
     fn cuEventRecord(state, event: CuEvent, stream: CuStream) {
         let known = state.streams.get(&stream.0).ok_or(INVALID_HANDLE)?;
-        let (context, before) = (known.context, known.handed_in);
+        let (context, before) = (known.context, known.submitted);
         let event = state.events.get_mut(&event.0).ok_or(INVALID_HANDLE)?;
         // "hEvent and hStream must be from the same context".
         if event.context != context {
@@ -92,7 +104,7 @@ driver! {
         if state.streams.get(&stream).is_none_or(|stream| stream.done >= before) {
             return Ok(());
         }
-        // A copy ends a while after somebody saw it under way.
+        // The copy ends only after this query saw it in flight.
         state.step(stream);
         Err(CuResult::CUDA_ERROR_NOT_READY)
     }
@@ -100,7 +112,9 @@ driver! {
     fn cuEventSynchronize(state, event: CuEvent) {
         let event = state.events.get(&event.0).ok_or(INVALID_HANDLE)?;
         let Some((stream, before)) = event.recorded else { return Ok(()) };
-        while state.streams.get(&stream).is_some_and(|stream| stream.done < before) && state.step(stream) {}
+        while state.streams.get(&stream).is_some_and(|stream| stream.done < before)
+            && state.step(stream)
+        {}
         Ok(())
     }
 
@@ -114,16 +128,16 @@ fn copy(state: &mut State, to: u64, from: u64, len: usize, stream: CuStream) -> 
     state.side(to, len)?;
     state.side(from, len)?;
     let slow = state.profile.slow_copies;
-    // A context's default stream goes by the context's number, and is there while something is
-    // under way on it.
+    // A context's default stream has the context's number, and exists while copies are in flight on
+    // it.
     let stream = if stream.is_null() { context } else { stream.0 };
     if stream == context {
-        let made = Stream { context, waiting: Default::default(), handed_in: 0, done: 0 };
+        let made = Stream { context, waiting: Default::default(), submitted: 0, done: 0 };
         state.streams.entry(stream).or_insert(made);
     }
     let known = state.streams.get_mut(&stream).ok_or(INVALID_HANDLE)?;
     known.waiting.push_back(Copy { to, from, len });
-    known.handed_in += 1;
+    known.submitted += 1;
     if !slow {
         state.finish(stream);
     }

@@ -30,10 +30,11 @@ driver! {
             return Err(INVALID_VALUE);
         }
         let address = state.take_addresses(len)?;
-        // Decided here: a reservation has one identity, whatever is mapped in it.
+        // Decided here: a reservation has one identity, independent of its mappings.
         let id = state.identity();
+        let kind = Kind::Reservation;
         let reservation =
-            Allocation { len, kind: Kind::Reservation, device: 0, context: 0, id, sync_memops: false };
+            Allocation { len, kind, device: 0, context: 0, id, sync_memops: false };
         state.allocations.insert(address, reservation);
         put(pointer, address)
     }
@@ -73,7 +74,8 @@ driver! {
         if used > state.profile.memory {
             return Err(CuResult::CUDA_ERROR_OUT_OF_MEMORY);
         }
-        let file = crate::pages::memory_file(len).map_err(|_| CuResult::CUDA_ERROR_OUT_OF_MEMORY)?;
+        let file = hmem_fake_common::memory_file(len);
+        let file = file.map_err(|_| CuResult::CUDA_ERROR_OUT_OF_MEMORY)?;
         state.used[number as usize] = used;
         let id = state.handle() as u64;
         let made = Physical { file, len, properties, references: 1, mappings: 0 };
@@ -88,11 +90,20 @@ driver! {
         Ok(())
     }
 
-    fn cuMemMap(state, pointer: CuDevicePtr, size: usize, offset: usize, handle: CuMemHandle, flags: u64) {
+    fn cuMemMap(
+        state,
+        pointer: CuDevicePtr,
+        size: usize,
+        offset: usize,
+        handle: CuMemHandle,
+        flags: u64
+    ) {
         let len = size as u64;
-        let physical = state.physical.get(&handle).filter(|known| known.references > 0).ok_or(INVALID_VALUE)?;
-        // "Note: currently must be zero", of the offset; part of a handle is not mapped here.
-        if flags != 0 || offset != 0 || len != physical.len || !pointer.is_multiple_of(GRANULARITY) {
+        let physical = state.physical.get(&handle).filter(|known| known.references > 0);
+        let physical = physical.ok_or(INVALID_VALUE)?;
+        // "Note: currently must be zero", of the offset. Decided here: a mapping holds a whole handle.
+        let is_whole = offset == 0 && len == physical.len;
+        if flags != 0 || !is_whole || !pointer.is_multiple_of(GRANULARITY) {
             return Err(INVALID_VALUE);
         }
         let (start, reservation) = state.around(pointer).ok_or(INVALID_VALUE)?;
@@ -115,7 +126,8 @@ driver! {
 
     fn cuMemUnmap(state, pointer: CuDevicePtr, size: usize) {
         let end = pointer + size as u64;
-        let inside: Vec<_> = state.mappings.range(pointer..end).map(|(at, one)| (*at, *one)).collect();
+        let inside = state.mappings.range(pointer..end);
+        let inside: Vec<_> = inside.map(|(at, one)| (*at, *one)).collect();
         let covered: u64 = inside.iter().map(|(_, mapping)| mapping.len).sum();
         // "the address range must be the whole of the mappings in it"
         if covered != size as u64 {
@@ -166,12 +178,12 @@ driver! {
         properties: *mut CuMemAllocationProp,
         handle: CuMemHandle
     ) {
-        let known = state.physical.get(&handle).filter(|known| known.references > 0).ok_or(INVALID_VALUE)?;
-        put(properties, known.properties)
+        let known = state.physical.get(&handle).filter(|known| known.references > 0);
+        put(properties, known.ok_or(INVALID_VALUE)?.properties)
     }
 }
 
-/// Memory goes with its last reference and its last mapping.
+/// Frees physical memory that has no reference and no mapping left.
 fn forget_physical(state: &mut State, handle: CuMemHandle) {
     let Some(known) = state.physical.get(&handle) else { return };
     if known.references == 0 && known.mappings == 0 {

@@ -1,0 +1,20 @@
+//! Parts that the fake drivers share.
+//!
+//! - [`Pages`]: the bytes of the devices, and dma-bufs of them
+//! - [`Calls`]: counts of calls, and faults to inject
+//! - [`fake_driver!`]: the handle by which a test owns a driver
+//!
+//! # Layers
+//!
+//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//!
+//! - `calls`, `dma_buf`, `driver`
+//! - `pages`
+
+mod calls;
+mod dma_buf;
+mod driver;
+mod pages;
+
+pub use calls::Calls;
+pub use pages::{PAGE, Pages, another, memory_file, reopen, share};

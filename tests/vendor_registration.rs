@@ -1,0 +1,265 @@
+//! Registration of ROCr, Level Zero, Neuron and Gaudi memory over the software NIC: behaviours that
+//! all four share, each over the vendor's fake driver.
+#![cfg(all(
+    feature = "cuda",
+    feature = "neuron",
+    feature = "rocr",
+    feature = "synapseai",
+    feature = "ze"
+))]
+#![allow(unsafe_code)]
+
+mod vendors;
+mod wire;
+
+use hmem::{
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, DomainAttr, ErrorKind, Hmem,
+    IfaceExt, IfaceKind, MrAttr, MrFlags, Path, Result,
+    iface::{AllocRequest, Facet},
+    loopback::{Loopback, Memory},
+    provider::Imports,
+};
+use vendors::Vendor;
+use wire::{REMOTE, Wire, pattern};
+
+const LEN: u64 = 64 << 10;
+const VENDORS: [IfaceKind; 4] =
+    [IfaceKind::ROCR, IfaceKind::ZE, IfaceKind::NEURON, IfaceKind::SYNAPSEAI];
+
+fn open(vendor: &Vendor, pcie_mapping_first: bool) -> Wire {
+    let imports = Imports { dma_buf: true, pcie_mapping_first, peer_memory: false, staged: true };
+    let nic = Loopback::builder().imports(imports).memory(Memory::Pinned).build().expect("a NIC");
+    let hmem = Hmem::builder().without_vendor_ifaces().shared_iface(vendor.iface.clone());
+    let hmem = hmem.provider(nic).build().expect("start");
+    Wire::open(hmem.domain("loopback", DomainAttr::default()).expect("a domain"))
+}
+
+fn request(kind: AllocationKind) -> AllocRequest {
+    AllocRequest { len: LEN, device: DeviceId(0), kind }
+}
+
+/// Allocates, registers, moves bytes, closes and frees. Memory that could not be freed is added to
+/// `left`.
+fn round(vendor: &Vendor, wire: &Wire, left: &mut Vec<Allocation>) -> Result<()> {
+    let own = vendor.iface.allocate(&request(AllocationKind::Device))?;
+    let moved = wire.expose(own.range).and_then(|region| {
+        let moved = move_bytes(vendor, wire, &region, &own);
+        region.close().map_err(hmem::Error::from).and(moved)
+    });
+    // SAFETY: the region is closed, and nothing else uses the memory.
+    let freed = unsafe { vendor.iface.free(&own) };
+    if freed.is_err() {
+        left.push(own);
+    }
+    moved.and(freed)
+}
+
+fn move_bytes(
+    vendor: &Vendor,
+    wire: &Wire,
+    region: &hmem::MemoryRegion,
+    own: &Allocation,
+) -> Result<()> {
+    let (key, bytes) = (region.key()?, pattern(3, 1000));
+    wire.put(&key, 5, &bytes)?;
+    let mut found = vec![0; bytes.len()];
+    // SAFETY: the memory is freed after this call.
+    unsafe { vendor.iface.read(Address(own.base().0 + 5), &mut found) }?;
+    assert!(found == bytes, "the device has other bytes than the NIC wrote");
+    assert!(wire.get(&key, 5, bytes.len())? == bytes, "the NIC read other bytes");
+    Ok(())
+}
+
+fn open_files() -> usize {
+    std::fs::read_dir("/proc/self/fd").expect("procfs").count()
+}
+
+/// REL-01
+///
+/// Each call of the driver during a registration fails in turn, up to the eighth of each function.
+#[test]
+fn fault_at_any_driver_call_leaves_no_region_or_memory() {
+    for kind in VENDORS {
+        let vendor = Vendor::open(kind);
+        let wire = open(&vendor, false);
+        // Creates what the iface and the NIC keep.
+        round(&vendor, &wire, &mut Vec::new()).expect("no fault yet");
+        let (regions, allocations) = (wire.domain.live().regions, vendor.allocations());
+        let mut met = 0;
+        for symbol in vendor.symbols() {
+            for nth in 1..=8 {
+                let calls = vendor.calls(symbol);
+                vendor.fail_nth(symbol, nth);
+                let mut left = Vec::new();
+                let outcome = round(&vendor, &wire, &mut left);
+                vendor.heal();
+                if vendor.calls(symbol) < calls + nth {
+                    break;
+                }
+                met += 1;
+                for own in left {
+                    // SAFETY: the memory is unused: only its free failed.
+                    unsafe { vendor.iface.free(&own) }.expect("the fault is gone");
+                }
+                let context = format!("{kind}: call {nth} of {symbol}, which ended in {outcome:?}");
+                assert_eq!(wire.domain.live().regions, regions, "{context}");
+                // Creates again what the fault made the iface give up.
+                round(&vendor, &wire, &mut Vec::new()).expect(&context);
+                assert_eq!(vendor.allocations(), allocations, "{context}");
+            }
+        }
+        assert!(met > 5, "{kind}: only {met} faults were met");
+    }
+}
+
+/// HM-06 REL-01
+#[test]
+fn refused_export_leaves_no_file_open() {
+    for kind in VENDORS {
+        let vendor = Vendor::open(kind);
+        let wire = open(&vendor, false);
+        round(&vendor, &wire, &mut Vec::new()).expect("no fault yet");
+        let files = open_files();
+        for symbol in vendor.symbols().into_iter().filter(|name| is_export(name)) {
+            vendor.fail_nth(symbol, 1);
+            // It is staged, or it is refused.
+            let outcome = round(&vendor, &wire, &mut Vec::new());
+            vendor.heal();
+            assert_eq!(open_files(), files, "{kind}: {symbol}: {outcome:?}");
+        }
+    }
+}
+
+fn is_export(symbol: &str) -> bool {
+    let name = symbol.to_ascii_lowercase();
+    ["export", "get_dmabuf", "allocproperties", "getipchandle"]
+        .iter()
+        .any(|part| name.contains(part))
+}
+
+/// HM-02 DIAG-03
+///
+/// The caller names the wrong iface for host memory, another vendor's memory, the byte after an
+/// allocation, and freed memory.
+#[test]
+fn foreign_pointer_is_refused_with_the_reason() {
+    for kind in VENDORS {
+        let vendor = Vendor::open(kind);
+        let wire = open(&vendor, false);
+        let freed = vendor.iface.allocate(&request(AllocationKind::Device)).expect("allocate");
+        let host = vec![0u8; 4096];
+        // SAFETY: nothing uses the memory.
+        unsafe { vendor.iface.free(&freed) }.expect("free");
+        let live = vendor.iface.allocate(&request(AllocationKind::Device)).expect("allocate");
+        let end = Address(live.base().0 + live.range.len());
+        let other = hmem::system::Simulated::builder().build().expect("a device");
+        let others = other.allocate(&request(AllocationKind::Device)).expect("allocate");
+        for (what, start) in [
+            ("host memory", Address::of_ptr(host.as_ptr())),
+            ("another vendor's memory", others.base()),
+            ("the byte after an allocation", end),
+        ] {
+            let ranges = [AddressRange::new(start, 64).expect("a range")];
+            let attr = MrAttr { iface: Some(kind), ..MrAttr::new(&ranges, REMOTE) };
+            // SAFETY: it is refused.
+            let refused = unsafe { wire.domain.regattr(&attr, MrFlags::empty()) };
+            let error = refused.expect_err(what);
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{kind}, {what}: {error}");
+            assert!(error.remedy_text().is_some(), "{kind}, {what}: {error}");
+        }
+        // SAFETY: nothing uses the memory.
+        unsafe { (vendor.iface.free(&live).expect("free"), other.free(&others).expect("free")) };
+        let ranges = [AddressRange::new(live.base(), 64).expect("a range")];
+        let attr = MrAttr { iface: Some(kind), ..MrAttr::new(&ranges, REMOTE) };
+        // SAFETY: it is refused.
+        let refused = unsafe { wire.domain.regattr(&attr, MrFlags::empty()) };
+        let error = refused.expect_err("freed memory");
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{kind}: {error}");
+    }
+}
+
+/// HM-07
+///
+/// An allocation of these drivers is one segment. A range over two allocations is refused, and the
+/// error names the first.
+#[test]
+fn range_over_two_allocations_is_refused() {
+    for kind in VENDORS {
+        let vendor = Vendor::open(kind);
+        let wire = open(&vendor, false);
+        let own = vendor.iface.allocate(&request(AllocationKind::Device)).expect("allocate");
+        let next = vendor.iface.allocate(&request(AllocationKind::Device)).expect("allocate");
+        let (low, high) = if own.base().0 < next.base().0 { (&own, &next) } else { (&next, &own) };
+        let len = high.base().0 + 64 - low.base().0;
+        let both = AddressRange::new(low.base(), len).expect("a range");
+        let error = wire.expose(both).expect_err("two allocations");
+        assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{kind}: {error}");
+        let named = error.context_value("allocation");
+        assert_eq!(named, Some(&*low.range.to_string()), "{kind}: {error}");
+        for own in [own, next] {
+            // SAFETY: nothing uses the memory.
+            unsafe { vendor.iface.free(&own) }.expect("free");
+        }
+    }
+}
+
+/// HM-08
+///
+/// Managed memory is not registered as device memory: it is host memory, or cannot be allocated.
+#[test]
+fn managed_memory_is_host_memory_or_refused() {
+    for kind in VENDORS {
+        let vendor = Vendor::open(kind);
+        let wire = open(&vendor, false);
+        let own = match vendor.iface.allocate(&request(AllocationKind::Managed)) {
+            Err(error) => {
+                assert!(error.is_unsupported(), "{kind}: {error}");
+                continue;
+            }
+            Ok(own) => own,
+        };
+        let region = wire.expose(own.range).expect("register");
+        let decision = region.decision().expect("a decision");
+        assert!(matches!(decision.path, Path::PlainHost | Path::Staged), "{kind}: {decision}");
+        region.close().map_err(hmem::Error::from).expect("close");
+        // SAFETY: the region is closed.
+        unsafe { vendor.iface.free(&own) }.expect("free");
+    }
+}
+
+/// HM-09
+///
+/// The NIC prefers the PCIe mapping, which only ROCr has: the trace names it there and nowhere else.
+#[test]
+fn pcie_mapping_is_tried_where_the_driver_has_it() {
+    for kind in VENDORS {
+        let vendor = Vendor::open(kind);
+        let wire = open(&vendor, true);
+        let own = vendor.iface.allocate(&request(AllocationKind::Device)).expect("allocate");
+        let region = wire.expose(own.range).expect("register");
+        let decision = region.decision().expect("a decision").clone();
+        assert_eq!(decision.path, Path::DmaBuf, "{kind}: {decision}");
+        let trace = decision.attempts.to_string().to_lowercase();
+        assert_eq!(trace.contains("pcie"), kind == IfaceKind::ROCR, "{kind}: {trace}");
+        region.close().map_err(hmem::Error::from).expect("close");
+        // SAFETY: the region is closed.
+        unsafe { vendor.iface.free(&own) }.expect("free");
+    }
+}
+
+/// HM-10
+///
+/// Neuron and Gaudi have no handles for other processes, and say so. `iface-{rocr,ze}/tests` open
+/// handles in another process.
+#[test]
+fn missing_facet_is_unsupported_with_the_reason() {
+    for kind in [IfaceKind::NEURON, IfaceKind::SYNAPSEAI] {
+        let vendor = Vendor::open(kind);
+        assert!(vendor.iface.ipc().is_none());
+        for facet in [Facet::Ipc, Facet::PeerMemory, Facet::HostRegistrar, Facet::CopyEngine] {
+            let error = vendor.iface.unavailable(facet);
+            assert!(error.is_unsupported(), "{kind}: {error}");
+            assert!(error.context_value("reason").is_some(), "{kind}: {error}");
+        }
+    }
+}

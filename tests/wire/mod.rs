@@ -1,0 +1,72 @@
+//! Two endpoints of one domain, and bytes that its NIC moves between them.
+
+use std::sync::Arc;
+
+use hmem::{
+    Access, AddressRange, Domain, Endpoint, Iova, MemoryRegion, MrAttr, MrFlags, RemoteKey, Result,
+    provider::{CompletionQueue, EndpointAttr},
+    transfer::{PeerId, RemoteSegment},
+};
+
+/// Every right of peers.
+pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+
+/// Two endpoints of a domain. Fields drop in order, the domain last.
+pub(crate) struct Wire {
+    queue: Arc<dyn CompletionQueue>,
+    initiator: Endpoint,
+    _target: Endpoint,
+    peer: PeerId,
+    pub(crate) domain: Domain,
+}
+
+impl Wire {
+    pub(crate) fn open(domain: Domain) -> Self {
+        let queue = domain.open_cq(64).expect("a queue");
+        let open = || domain.open_endpoint(&EndpointAttr::new(&queue)).expect("an endpoint");
+        let (initiator, target) = (open(), open());
+        let peer = initiator.resolve(&target.name()).expect("the target");
+        target.resolve(&initiator.name()).expect("the initiator");
+        Self { queue, initiator, _target: target, peer, domain }
+    }
+
+    /// Registers for peers. The caller keeps the memory until the region is closed.
+    pub(crate) fn expose(&self, range: AddressRange) -> Result<MemoryRegion> {
+        // SAFETY: tests close the region before they free the memory, and hold no reference into
+        // it.
+        unsafe { self.domain.regattr(&MrAttr::new(&[range], REMOTE), MrFlags::empty()) }
+    }
+
+    fn wait(&self) -> Result<()> {
+        let mut done = Vec::new();
+        while done.is_empty() {
+            self.queue.read(&mut done, 1)?;
+        }
+        done.remove(0).result.map(drop)
+    }
+
+    /// Writes through the NIC, at `offset` of the key's region.
+    pub(crate) fn put(&self, key: &RemoteKey, offset: u64, bytes: &[u8]) -> Result<()> {
+        let source = self.domain.register(bytes.to_vec(), Access::WRITE)?;
+        let len = bytes.len() as u64;
+        let remote = [RemoteSegment { address: Iova(key.base().0 + offset), len, key }];
+        self.initiator.write(&[source.slice(0, len)?], &remote, self.peer, 1)?;
+        self.wait()?;
+        source.close()?;
+        Ok(())
+    }
+
+    /// Reads through the NIC, at `offset` of the key's region.
+    pub(crate) fn get(&self, key: &RemoteKey, offset: u64, len: usize) -> Result<Vec<u8>> {
+        let into = self.domain.register(vec![0u8; len], Access::READ)?;
+        let remote = [RemoteSegment { address: Iova(key.base().0 + offset), len: len as u64, key }];
+        self.initiator.read(&[into.slice(0, len as u64)?], &remote, self.peer, 2)?;
+        self.wait()?;
+        Ok(into.close()?)
+    }
+}
+
+/// Returns bytes that differ by position and seed.
+pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    (0..len as u64).map(|at| ((at * 31 + seed * 97 + (at >> 8) * 7) % 251 + 1) as u8).collect()
+}
