@@ -32,7 +32,9 @@ unpack() {
     # The status says that nothing is installed, so that apt selects all dependencies.
     : >"$state/status"
     # The archive keys that the machine's own apt trusts have signed the lists.
-    for suite in $suites; do echo "deb http://deb.debian.org/debian $suite $component"; done >"$state/sources.list"
+    local mirror=${HMEM_DEBIAN_MIRROR:-$(apt-get indextargets --format '$(SITE)' | grep -m1 '/debian/*$')}
+    [[ $mirror ]] || { absent 'apt has no mirror of Debian: name one in HMEM_DEBIAN_MIRROR'; return; }
+    for suite in $suites; do echo "deb $mirror $suite $component"; done >"$state/sources.list"
     local apt=(-q -o Debug::NoLocking=true -o APT::Sandbox::User=root -o APT::Architecture=amd64
         -o Dir::Cache="$state" -o Dir::Etc::sourcelist="$state/sources.list" -o Dir::Etc::sourceparts=-
         -o Dir::Etc::preferences=/dev/null -o Dir::Etc::preferencesparts=/dev/null
