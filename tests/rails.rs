@@ -232,7 +232,10 @@ fn failed_choice_or_registration_returns_the_buffer() {
     let buffer = DeviceBuffer::allocate(iface, &request(0, 4096)).unwrap();
     assert_eq!(
         refused(&bare, &[&rails[0], &rails[1]], 1, buffer, REMOTE),
-        (ErrorKind::Unsupported, why("the device has no PCI address, so its distance is not known"))
+        (
+            ErrorKind::Unsupported,
+            why("the device has no PCI address, so its distance is not known")
+        )
     );
 }
 
