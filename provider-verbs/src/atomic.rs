@@ -15,19 +15,19 @@ use super::{
     sys::WrOpcode,
 };
 
-/// Length of an element in bytes.
+/// Length in bytes of one element of an atomic operation.
 pub(super) const ELEMENT: u64 = 8;
 
 /// The verbs opcode of an atomic operation, with its operands.
 pub(super) struct AtomicOperands {
     pub(super) opcode: WrOpcode,
     operands: Vec<u64>,
-    /// Empty unless the operation compares.
+    /// One value to compare with for each element. Empty if the operation compares nothing.
     compares: Vec<u64>,
 }
 
 impl AtomicOperands {
-    /// Checks an atomic and reads its operands with the CPU.
+    /// Checks an atomic operation. Copies its operands from the application's memory.
     pub(super) fn read(
         domain: &DomainState,
         held: &Held<'_>,
@@ -70,7 +70,7 @@ impl AtomicOperands {
         self.operands.len()
     }
 
-    /// Returns the fields `compare_add` and `swap` of an element's work request.
+    /// Returns the fields `compare_add` and `swap` of the work request for an element.
     pub(super) fn fields(&self, index: usize) -> (u64, u64) {
         let operand = self.operands[index];
         self.compares.get(index).map_or((operand, 0), |compare| (*compare, operand))
@@ -96,7 +96,7 @@ fn opcode(nic: &Nic, op: AtomicOp, datatype: AtomicType) -> Result<WrOpcode> {
     }
 }
 
-/// Reads operands with the CPU, as verbs work requests contain their values.
+/// Reads operands with the CPU, since verbs work requests contain the values of operands.
 fn read_elements(
     domain: &DomainState,
     held: &Held<'_>,
@@ -127,7 +127,7 @@ fn read_elements(
     Ok(elements.iter().map(|element| u64::from_ne_bytes(*element)).collect())
 }
 
-/// Copies host bytes through the kernel, so that an unmapped page is an error instead of a fault.
+/// Copies host memory through the kernel. An unmapped page is then an error instead of a fault.
 fn read_guarded(address: Address, len: u64, into: &mut Vec<u8>) -> Result<()> {
     let len = len as usize;
     into.reserve(len);

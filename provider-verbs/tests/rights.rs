@@ -27,7 +27,7 @@ fn open(functions: Functions) -> Domain {
     .expect("open")
 }
 
-/// Returns a fake library with a device without atomics.
+/// Returns the function table of a fake library, and sets it up with a device without atomics.
 fn without_atomics() -> Functions {
     let functions = functions();
     with(|script| script.no_atomics = true);

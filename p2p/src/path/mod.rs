@@ -58,7 +58,7 @@ use self::{
 };
 pub use hmem_core::cause::Facts;
 
-/// The library's path selector, with the decisions that it remembers.
+/// The library's path selector. It remembers its decisions for later registrations.
 #[derive(Debug)]
 pub struct DefaultPathSelector {
     disable_p2p: bool,
@@ -91,8 +91,8 @@ impl DefaultPathSelector {
         self
     }
 
-    /// Sets the source of facts about the machine, which distinguish the causes of refusals. The
-    /// default is [`LocalMachine`].
+    /// Sets the source of facts about the machine. The selector uses them to name the cause of a
+    /// refusal. The default is [`LocalMachine`].
     #[must_use]
     pub fn facts(mut self, source: Arc<dyn FactSource>) -> Self {
         self.facts = source;
@@ -105,8 +105,8 @@ impl DefaultPathSelector {
         self.disable_p2p
     }
 
-    /// Returns the remembered decision for memory of this owner on this NIC. Registrations try it
-    /// first. Calls no driver.
+    /// Returns the remembered decision for this owner's memory on this NIC. Registrations try its
+    /// path first. Calls no driver.
     #[must_use]
     pub fn remembered(
         &self,
@@ -118,8 +118,8 @@ impl DefaultPathSelector {
         self.decisions.get(&key).map(|decided| decided.decision)
     }
 
-    /// Forgets every decision, so that changes of the machine take effect (a module that was
-    /// loaded, a limit that was raised).
+    /// Forgets every decision. Later registrations then notice changes of the machine, such as a
+    /// loaded module or a raised limit.
     pub fn forget(&self) {
         self.decisions.clear();
     }
@@ -137,7 +137,8 @@ impl DefaultPathSelector {
         if self.disable_p2p { P2pPolicy::Disabled } else { policy }
     }
 
-    /// Registers over the remembered path, or searches for a path and remembers it.
+    /// Registers over the remembered path. If there is none, or it is refused, searches for a path
+    /// and remembers it.
     ///
     /// # Safety
     /// As [`PathSelector::register`], for the target of the search.
@@ -165,7 +166,9 @@ impl DefaultPathSelector {
                     return Ok(PathRegistration { region, decision: Some(decision) });
                 }
                 Err(refusal) => {
-                    if variant == decided.variant && !refusal.own && !refusal.is_about_the_request()
+                    if variant == decided.variant
+                        && !refusal.only_this_buffer
+                        && !refusal.is_about_the_request()
                     {
                         self.decisions.remove(&key, &decided);
                     }
@@ -183,9 +186,9 @@ impl DefaultPathSelector {
         );
         let _entered = span.enter();
         let failed = failed.map(|(variant, refusal)| {
-            let own = refusal.own;
+            let only_this_buffer = refusal.only_this_buffer;
             search.refuse(variant, refusal);
-            (variant, own)
+            (variant, only_this_buffer)
         });
         // SAFETY: passed on to the caller.
         let found =
@@ -199,9 +202,9 @@ impl DefaultPathSelector {
         };
         let provider = search.provider;
         let guard = DeregisterOnPanic { provider, region };
-        let learn = Learn {
+        let learn = Learned {
             refused_by_driver: search.refused_by_driver,
-            own: failed.is_some_and(|(_, own)| own),
+            only_this_buffer: failed.is_some_and(|(_, only_this_buffer)| only_this_buffer),
             layout: search.layout.is_some(),
         };
         let again = search.restart(search.registration, search.owner);
@@ -212,8 +215,8 @@ impl DefaultPathSelector {
         Ok(PathRegistration { region, decision: Some(decision) })
     }
 
-    /// Probes with a page before the driver makes an export that several NICs share. Without the
-    /// probe the whole range would be exported only to test which paths the first NIC has.
+    /// Probes with one page before a range is exported for several NICs. Without the probe, the
+    /// selector would export the whole range only to test the paths of the first NIC.
     fn probe_beforehand(&self, search: &PathSearch<'_>) {
         let direct = search.policy != P2pPolicy::Disabled && !search.kind.cpu_accessible();
         let key = key_of(search);
@@ -241,13 +244,14 @@ impl DefaultPathSelector {
         self.decisions.insert(key, Decided { variant, decision });
     }
 
-    /// Remembers the part of a decision that also holds for other buffers.
+    /// Stores the decision of a registration if it also holds for other buffers. If a driver
+    /// refused a path, a probe finds the decision for other buffers.
     fn learn(
         &self,
         search: &PathSearch<'_>,
         variant: PathVariant,
         decision: &Decision,
-        learn: Learn,
+        learn: Learned,
     ) {
         let key = key_of(search);
         let mut decision = decision.clone();
@@ -257,7 +261,7 @@ impl DefaultPathSelector {
             }
             return self.remember(&key, variant, decision);
         }
-        if learn.own || !self.decisions.count_refused(&key) {
+        if learn.only_this_buffer || !self.decisions.count_refused(&key) {
             return;
         }
         match probe(search) {
@@ -272,7 +276,7 @@ impl DefaultPathSelector {
     }
 }
 
-/// Deregisters a region if a panic keeps its handle from the caller.
+/// Guard that deregisters a region if a panic occurs before the caller gets its handle.
 struct DeregisterOnPanic<'a> {
     provider: &'a dyn ProviderDomain,
     region: ProviderRegion,
@@ -291,20 +295,26 @@ fn key_of<'a>(search: &PathSearch<'a>) -> Key<'a> {
     Key::new(iface, device, search.kind, search.registration.policy, search.attr())
 }
 
-/// Findings of a registration that decide whether its path holds for other buffers of its class.
+/// Results of a registration that decide if its path holds for other buffers of the same iface,
+/// device, kind and policy.
 #[derive(Clone, Copy, Debug)]
-struct Learn {
-    /// A driver refused a path before one worked.
+struct Learned {
+    /// A driver refused a path before another path worked.
     refused_by_driver: bool,
-    /// The remembered decision still holds: only this buffer could not take its path.
-    own: bool,
-    /// The registration had ranges of several segments. Their layout says nothing about other
+    /// The remembered path was refused because of this buffer's segments. Other buffers can still
+    /// use it.
+    only_this_buffer: bool,
+    /// A range of the registration had several segments. Their layout says nothing about other
     /// buffers.
     layout: bool,
 }
 
-/// Returns the remembered decision, or a copy if there is something to add: the layout of ranges of
-/// several segments, failed releases of exports, or another mapping.
+/// Returns the remembered decision for a registration that used its path. Returns a copy if this
+/// registration adds anything:
+///
+/// - the layout of ranges of several segments,
+/// - failed releases of exports,
+/// - another mapping.
 fn remembered_now(
     decision: &Arc<Decision>,
     variant: PathVariant,
@@ -315,14 +325,14 @@ fn remembered_now(
     if attempts.is_empty() && layout.is_none() && decision.mapping == variant.mapping() {
         Arc::clone(decision)
     } else {
-        added_to(decision, variant, attempts, layout)
+        with_attempts(decision, variant, attempts, layout)
     }
 }
 
-/// Adds the attempts of this registration. Keeps the earlier refusals only if the mapping is the
-/// decided one.
+/// Returns a copy of `decision` with the attempts of this registration. Keeps the earlier refusals
+/// only if both used the same mapping.
 #[cold]
-fn added_to(
+fn with_attempts(
     decision: &Decision,
     variant: PathVariant,
     now: Vec<Attempt>,
@@ -335,10 +345,11 @@ fn added_to(
     Arc::new(Decision { mapping, from_cache, attempts: attempts.into(), ..decision.clone() })
 }
 
-/// The reason why no path is left, and a remedy.
+/// The reason why no path is left to try, and a remedy.
 type Exhausted = (&'static str, &'static str);
 
-/// Tries the paths that the policy allows, except for `tried`, which was just refused.
+/// Tries the paths that the policy allows, in order. Leaves out `tried`, which the caller has just
+/// tried.
 ///
 /// # Safety
 /// As [`PathSelector::register`], for the target of the search.
@@ -416,7 +427,8 @@ unsafe fn search_by_policy(
 const ALLOW_IN_PROCESS: &str = "unset FI_HMEM_DISABLE_P2P (or the builder's disable_p2p) to allow \
                                 direct access, or set the policy to Enabled, which stages copies";
 
-/// Returns the remedy that allows direct access again.
+/// Returns the remedy for forbidden direct access. `by_process` is set if the process forbids it,
+/// not the policy.
 pub(crate) const fn allow(by_process: bool) -> &'static str {
     if by_process {
         "unset FI_HMEM_DISABLE_P2P (or the builder's disable_p2p) to try direct access"
@@ -498,7 +510,7 @@ unsafe impl PathSelector for DefaultPathSelector {
     }
 }
 
-/// Registers a dma-buf of the application, which has no other path.
+/// Registers a dma-buf that the application exported. It has no other path.
 ///
 /// # Safety
 /// As [`PathSelector::register`], for the target of the search.

@@ -8,7 +8,7 @@ use hmem_core::{
     provider::StagedMemory,
 };
 
-/// A range of an iface that is reached through its copy engine.
+/// A range of device memory that is accessed through the copy engine of its iface.
 ///
 /// Its methods copy without `unsafe`, so the constructor is `unsafe`:
 ///
@@ -27,7 +27,7 @@ pub struct StagedRange {
 }
 
 impl StagedRange {
-    /// Stages `range`, which belongs to `iface`.
+    /// Creates a staged range from `range`, whose memory belongs to `iface`.
     ///
     /// # Safety
     /// The memory is not freed before the last use of the value, and no Rust reference to it exists
@@ -48,7 +48,7 @@ impl StagedRange {
         Ok(part.start())
     }
 
-    /// Starts a copy. An iface without a copy engine copies before this returns.
+    /// Starts a copy of `len` bytes. If the iface has no copy engine, copies before this returns.
     ///
     /// # Safety
     /// As [`CopyEngine::start_copy`](hmem_core::iface::CopyEngine::start_copy).

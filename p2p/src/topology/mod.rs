@@ -81,7 +81,7 @@ pub struct Topology {
     numa: Vec<NumaNode>,
     groups: BTreeMap<u32, String>,
     kernel: Kernel,
-    /// The machine's host name, which a recording leaves out.
+    /// The host name of this machine; recordings leave it out.
     host: Option<String>,
 }
 
@@ -137,8 +137,9 @@ impl Topology {
         Ok(topology)
     }
 
-    /// Returns whether ACS redirects traffic between two functions below `root`. Reads only these
-    /// functions and the bridges above them. Returns `None` if they or their ACS cannot be read.
+    /// Returns whether ACS redirects traffic between two functions of the machine at `root`. Reads
+    /// only these functions and the bridges above them. Returns `None` if they or their ACS cannot
+    /// be read.
     pub(crate) fn redirects_below(root: &Path, one: BusId, other: BusId) -> Option<bool> {
         let source = Source::Folder { root: root.to_owned(), live: root == Path::new("/") };
         let devices = device::read_with_bridges(&source, &[one, other]).ok()?;
@@ -157,8 +158,8 @@ impl Topology {
         }
     }
 
-    /// Reads the kernel's facts below `root`, except for cached options. Returns `None` if a file
-    /// is malformed.
+    /// Reads the facts about the kernel of the machine at `root`, except for cached options.
+    /// Returns `None` if a file is malformed.
     pub(crate) fn kernel_below(root: &Path, kept: &KeptOptions) -> Option<Kernel> {
         kernel::read(&Source::Folder { root: root.to_owned(), live: root == Path::new("/") }, kept)
             .ok()
@@ -169,7 +170,7 @@ impl Topology {
         self.devices.values()
     }
 
-    /// Returns the PCI function at an address.
+    /// Returns the PCI function at this address.
     #[must_use]
     pub fn device(&self, id: BusId) -> Option<&PciDevice> {
         self.devices.get(&id)
@@ -186,13 +187,13 @@ impl Topology {
         &self.rdma
     }
 
-    /// Returns the RDMA device with a name.
+    /// Returns the RDMA device with the given name.
     #[must_use]
     pub fn rdma_named(&self, name: &str) -> Option<&RdmaDevice> {
         self.rdma.iter().find(|device| device.name == name)
     }
 
-    /// Returns the RDMA devices of a PCI function.
+    /// Returns the RDMA devices that belong to a PCI function.
     pub fn rdma_at(&self, id: BusId) -> impl Iterator<Item = &RdmaDevice> {
         self.rdma.iter().filter(move |device| device.bus_id == Some(id))
     }
@@ -209,7 +210,7 @@ impl Topology {
         &self.kernel
     }
 
-    /// Returns the mode of the IOMMU over all its groups.
+    /// Returns the mode of the IOMMU, combined over all its groups.
     #[must_use]
     pub fn iommu(&self) -> IommuMode {
         kernel::mode(&self.groups)
@@ -222,7 +223,7 @@ impl Topology {
         self.groups.get(&group).map(String::as_str).filter(|kind| !kind.is_empty())
     }
 
-    /// Returns the ports with an unreadable ACS capability: this process lacks `CAP_SYS_ADMIN`.
+    /// Returns the ports whose ACS capability this process cannot read for lack of `CAP_SYS_ADMIN`.
     pub fn unreadable_ports(&self) -> impl Iterator<Item = &PciDevice> {
         self.devices().filter(|device| {
             device.acs == Acs::Unreadable
@@ -231,7 +232,7 @@ impl Topology {
     }
 }
 
-/// Refuses folders that are not recordings, and recordings of a later version.
+/// Checks that the folder is a recording of a version that this library can read.
 fn check_mark(source: &Source) -> Result<()> {
     match source.text(MARK)? {
         Some(version) if version == VERSION => Ok(()),

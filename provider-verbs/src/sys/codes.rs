@@ -3,7 +3,7 @@
 use std::ffi::{c_int, c_uint};
 
 bitflags::bitflags! {
-    /// `enum ibv_access_flags`, in verbs' own words and values.
+    /// `enum ibv_access_flags`. The names and values are those of verbs.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct AccessFlags: c_uint {
         /// The NIC may write for local work requests.
@@ -43,7 +43,7 @@ bitflags::bitflags! {
 }
 
 bitflags::bitflags! {
-    /// `enum ibv_qp_attr_mask`, as far as the walk of an RC queue pair needs it.
+    /// `enum ibv_qp_attr_mask`: the values that connecting an RC queue pair needs.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct QpAttrMask: c_int {
         /// `IBV_QP_STATE`
@@ -146,7 +146,7 @@ numbers! {
         IBV_PORT_ACTIVE = 4,
         IBV_PORT_ACTIVE_DEFER = 5,
     }
-    /// The link layers of a port.
+    /// Values of `link_layer` in `ibv_port_attr`.
     LinkLayer(u8) {
         IBV_LINK_LAYER_UNSPECIFIED = 0,
         IBV_LINK_LAYER_INFINIBAND = 1,
@@ -222,11 +222,12 @@ numbers! {
     }
 }
 
-/// `IBV_ODP_SUPPORT` of [`OdpCaps::general_caps`](super::OdpCaps::general_caps).
+/// `IBV_ODP_SUPPORT`, a bit of [`OdpCaps::general_caps`](super::OdpCaps::general_caps).
 pub const IBV_ODP_SUPPORT: u64 = 1;
 /// `IBV_REREG_MR_CHANGE_ACCESS`
 pub const IBV_REREG_MR_CHANGE_ACCESS: c_int = 1 << 2;
-/// `IBV_REREG_MR_ERR_CMD`: from this value down the old region may not be used any more.
+/// `IBV_REREG_MR_ERR_CMD`. After a failure with this value or a lower one, the old region cannot be
+/// used.
 pub const IBV_REREG_MR_ERR_CMD: c_int = -4;
 /// `__VERBS_ABI_IS_EXTENDED`: the value of [`Context::abi_compat`](super::Context::abi_compat)
 /// inside a [`VerbsContext`](super::VerbsContext).
