@@ -194,7 +194,7 @@ fn invalid_choices_are_typed_errors() {
 proptest! {
     /// P2P-05
     ///
-    /// Compares with a naive oracle over any subset of NICs in any order:
+    /// Compares the choice with a naive oracle, for random subsets of NICs in random order:
     ///
     /// - No NIC outside the choice is nearer than a chosen one.
     /// - The order is by distance and hops.

@@ -22,7 +22,7 @@ bitflags::bitflags! {
         /// The memory lies in huge pages; the provider checks this. For devices with on-demand
         /// paging. A driver may ignore the flag without ON_DEMAND.
         const HUGETLB = AccessFlags::HUGETLB.bits();
-        /// PCIe writes may be reordered. A driver may ignore the flag silently.
+        /// The NIC may reorder its PCIe writes. A driver may ignore the flag silently.
         ///
         /// Domains of core set it by default. They clear it for
         /// [`WriteOrdering::Strict`](hmem_core::WriteOrdering::Strict), which also overrides the
@@ -154,7 +154,7 @@ pub(super) fn access_of(flags: AccessFlags) -> Access {
     access
 }
 
-/// Refuses flags that every driver would refuse with EINVAL (VRB-01).
+/// Returns an error for flags that every driver would refuse with EINVAL (VRB-01).
 ///
 /// # Errors
 /// BadAccess for REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE, and for bits that verbs does

@@ -18,7 +18,7 @@ use super::{
 /// Length in bytes of one element of an atomic operation.
 pub(super) const ELEMENT: u64 = 8;
 
-/// The verbs opcode of an atomic operation, with its operands.
+/// The verbs opcode and the operands of an atomic operation.
 pub(super) struct AtomicOperands {
     pub(super) opcode: WrOpcode,
     operands: Vec<u64>,
@@ -65,7 +65,7 @@ impl AtomicOperands {
         Ok(Self { opcode, operands, compares })
     }
 
-    /// Returns the number of elements.
+    /// Returns the number of elements of the operation.
     pub(super) fn len(&self) -> usize {
         self.operands.len()
     }

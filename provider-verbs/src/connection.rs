@@ -20,20 +20,21 @@ use super::{
     },
 };
 
-/// Limit of reads and atomics in flight, in each direction.
+/// Maximum number of RMA reads and atomics in flight, in each direction.
 const DEPTH_OF_READS: i32 = 16;
-/// Time before a packet is sent again, as an exponent: 4.096 us << 17 is half a second.
+/// Exponent of the time after which the NIC resends a packet: 4.096 us << 17 is half a second.
 const TIMEOUT: u8 = 17;
-/// Number of retries before the peer counts as gone. Not the maximum of 7: rxe retries forever
-/// then, and would never notice that a peer is gone.
+/// Number of resends before the NIC reports that the peer is gone. The maximum is 7, but with 7 rxe
+/// resends forever.
 const RETRIES: u8 = 6;
-/// Number of retries while the peer has no receive posted: 7 is without limit.
+/// Number of resends while the peer has posted no receive. 7 stands for no limit.
 const RECEIVER_RETRIES: u8 = 7;
-/// Time before a sender retries a receiver that was not ready: code 12 is 0.64 ms.
+/// Code of the time after which a NIC resends to a peer without a posted receive: 12 stands for
+/// 0.64 ms.
 const RECEIVER_NOT_READY: u8 = 12;
 const HOPS: u8 = 64;
 
-/// Limit of inline sends in bytes, if the device supports it.
+/// Requested maximum length in bytes of inline sends. The device may support less.
 const INLINE: u32 = 220;
 const SEGMENTS: i32 = 16;
 

@@ -24,15 +24,15 @@ use super::{
     },
 };
 
-/// Limit of ranges in one region. Each range is a registration.
+/// Maximum number of ranges in one region. Each range has a registration of its own.
 const RANGES: usize = 32;
 
-/// `RXE_VENDOR_ID` of the kernel's rdma_rxe.
+/// Vendor id of rdma_rxe devices: `RXE_VENDOR_ID` in the kernel's driver.
 const RXE_VENDOR: u32 = 0xff_ffff;
 
-/// The order of a reliable connection, as libfabric's verbs provider declares it too. It has no WAR
-/// and no SAR: without a fence, a read or fetching atomic orders no write and no message after it
-/// (InfiniBand, "Send Queue Ordering Rules").
+/// The message order of a reliable connection, equal to that of libfabric's verbs provider. WAR and
+/// SAR are missing: without a fence, a write or message may overtake an earlier read or fetching
+/// atomic (InfiniBand, "Send Queue Ordering Rules").
 const RC_ORDER: MsgOrder = MsgOrder::RAR
     .union(MsgOrder::RAW)
     .union(MsgOrder::RAS)
@@ -185,7 +185,7 @@ impl OpenDevice {
         self.attr.vendor_id == RXE_VENDOR
     }
 
-    /// Returns true if the device reports on-demand paging.
+    /// Returns true if the device supports on-demand paging.
     pub(super) fn on_demand(&self) -> bool {
         self.on_demand
     }

@@ -139,7 +139,7 @@ impl VerbsDomain {
     /// ```
     ///
     /// # Safety
-    /// As [`ProviderDomain::register`].
+    /// The caller follows the safety rules of [`ProviderDomain::register`].
     ///
     /// # Errors
     /// The errors of [`ProviderDomain::register`]. Unsupported if the device lacks an option; the
@@ -160,7 +160,7 @@ impl VerbsDomain {
     /// Registers host pages with verbs flags, like `ibv_reg_mr(3)`.
     ///
     /// # Safety
-    /// As [`Domain::regattr`].
+    /// The caller follows the safety rules of [`Domain::regattr`].
     ///
     /// # Errors
     /// - BadAccess: REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE. The driver is not called.

@@ -31,7 +31,8 @@ pub(super) struct DomainOptions {
     /// Maximum length of one registration in bytes; 0 for the device's limit.
     pub(super) max_registration: u64,
     pub(super) connect_in_process: bool,
-    /// Timeout of binds; `None` for [`BIND_TIMEOUT`](super::window::BIND_TIMEOUT).
+    /// Timeout of binds of type 1 windows; `None` for
+    /// [`BIND_TIMEOUT`](super::window::BIND_TIMEOUT).
     pub(super) bind_timeout: Option<Duration>,
 }
 
@@ -41,8 +42,8 @@ pub(super) struct DomainState {
     pub(super) regions: Regions,
     pub(super) windows: Windows,
     pub(super) staging: Staging,
-    /// Raw keys of peers that the application has mapped into the domain, by the number of the
-    /// mapped key.
+    /// Pieces of peers' memory that the application has mapped into the domain. The table key is
+    /// the number in the [`RemoteKey`].
     pub(super) mapped: RwLock<HashMap<u64, Arc<[RemotePiece]>>>,
     pub(super) endpoints: AtomicU64,
     /// The completion queues that are closed together with the domain.

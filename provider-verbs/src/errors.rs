@@ -7,7 +7,7 @@ use rustix::process::{Resource, getrlimit};
 
 use super::{access::names, sys::AccessFlags};
 
-/// Returns the errno of a call that has just returned a null pointer.
+/// Returns the errno of a library call that has just returned a null pointer.
 pub(super) fn last() -> Errno {
     Errno::of(&std::io::Error::last_os_error())
 }
@@ -44,7 +44,8 @@ pub(super) enum BackingKind {
     PeerMemory,
 }
 
-/// Options that a driver may refuse. It ignores optional flags that it lacks.
+/// Options that make a driver refuse a registration if it does not support them. Drivers ignore
+/// other optional flags.
 const OPTIONS: AccessFlags = AccessFlags::MW_BIND
     .union(AccessFlags::ZERO_BASED)
     .union(AccessFlags::ON_DEMAND)

@@ -29,7 +29,7 @@ pub struct GidEntry {
     pub index: u8,
     /// The GID, in network byte order.
     pub gid: [u8; 16],
-    /// The type of the GID.
+    /// The type of this GID.
     pub kind: GidType,
 }
 

@@ -12,9 +12,11 @@ use parking_lot::Mutex;
 
 use super::region::{Part, Parts};
 
-/// Minimum length for parallel calls. A shorter call ends before another CPU has started.
+/// Minimum length in bytes of a range that is registered in parallel. A shorter registration ends
+/// before another CPU has started.
 const PAYS_FROM: u64 = 64 << 20;
-/// Length of a huge page. Parts whose length the provider chooses are multiples of it.
+/// Length of a huge page in bytes. If the provider chooses the length of parts, it is a multiple of
+/// this.
 const HUGE: u64 = 2 << 20;
 
 /// Division of one range into several registrations.

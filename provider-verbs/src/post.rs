@@ -90,7 +90,7 @@ impl Poster {
     /// Posts a request to the NIC. `owner` gets its result.
     ///
     /// # Safety
-    /// As [`hmem_core::provider::ProviderEndpoint::post`].
+    /// The caller follows the safety rules of [`hmem_core::provider::ProviderEndpoint::post`].
     pub(super) unsafe fn post(&self, request: &WorkRequest<'_>, owner: RequestOwner) -> Result<()> {
         let mut state = self.state.lock();
         let PostState { connection, requests, chain } = &mut *state;

@@ -31,7 +31,7 @@ use super::{
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ForkSafety {
-    /// Calls `ibv_fork_init` if the kernel does not copy pinned pages at fork.
+    /// Calls `ibv_fork_init`, unless the kernel copies pinned pages at fork.
     #[default]
     Auto,
     /// Never calls `ibv_fork_init`. For applications that do not fork.
@@ -130,13 +130,13 @@ impl Builder {
         self
     }
 
-    /// Loads the library.
+    /// Builds the provider: loads libibverbs and reads the environment variable.
     ///
     /// # Errors
     /// - [`ErrorKind::Unavailable`]: the library or one of its symbols cannot be loaded. The error
     ///   names the library, with the loader's reason or the symbol.
-    /// - [`ErrorKind::InvalidArgument`]: the value of [`Verbs::PCIE_MAPPING_VARIABLE`] is not a
-    ///   listed one. The error names the variable.
+    /// - [`ErrorKind::InvalidArgument`]: the environment variable
+    ///   [`Verbs::PCIE_MAPPING_VARIABLE`] has an unknown value. The error names the variable.
     pub fn build(self) -> Result<Verbs> {
         let pcie_mapping_first = self.needs_pcie_mapping()?;
         let library = self.start()?;
@@ -274,7 +274,7 @@ impl Verbs {
     /// Loads libibverbs by its usual name.
     ///
     /// # Errors
-    /// As [`Builder::build`].
+    /// The errors of [`Builder::build`].
     pub fn open() -> Result<Self> {
         Self::builder().build()
     }
@@ -318,8 +318,8 @@ impl Verbs {
         &self.inner.library.fork
     }
 
-    /// Returns the present devices that cannot be opened, with the reason for each.
-    /// [`Provider::nics`] leaves them out.
+    /// Returns the devices that cannot be opened, each with the error. [`Provider::nics`] leaves
+    /// these devices out.
     ///
     /// # Errors
     /// Unavailable if there is no device at all.

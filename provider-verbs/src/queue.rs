@@ -80,7 +80,8 @@ impl CqState {
         Ok(delivered)
     }
 
-    /// Moves up to `max` completions to `out` and returns their number.
+    /// Moves up to `max` completions to `out`: first stored ones, then those of the NIC. Returns
+    /// their number.
     #[inline]
     pub(super) fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
         let _asking = self.asking.lock();

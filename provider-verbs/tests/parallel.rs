@@ -72,7 +72,7 @@ fn driver() -> MutexGuard<'static, Driver> {
     DRIVER.0.lock().expect("no panic")
 }
 
-/// Returns the number of registration calls, and how many were in flight at once at most.
+/// Returns the number of registration calls, and the maximum number of them in flight at once.
 fn calls() -> (usize, usize) {
     let driver = driver();
     (driver.calls, driver.most_in_flight)

@@ -23,7 +23,7 @@ use wire::{Misbehaviour, misbehave};
 
 const CHUNK: u64 = 4096;
 const STAGING: StagingAttr = StagingAttr { buffer_len: CHUNK as usize, buffer_count: 8 };
-/// Longest message: a quarter of the buffers.
+/// Maximum length of a message in bytes: a quarter of the staging buffers.
 const LONGEST: u64 = CHUNK * 2;
 
 fn verbs() -> (Arc<dyn Provider>, Option<String>) {

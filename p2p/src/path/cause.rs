@@ -37,7 +37,8 @@ const NO_ACCESS: &[Answer] = &[
     Answer::Errno(&[1, 13]),
     Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied]),
 ];
-/// Some drivers report a device that they may not open as one that does not exist.
+/// Errors of drivers that may not open a device. Some drivers report that the device does not
+/// exist.
 const NO_ACCESS_OR_DEVICE: &[Answer] = &[
     Answer::Errno(&[1, 13]),
     Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied, ErrorKind::Unavailable]),
@@ -68,7 +69,7 @@ fn nodes(all: &BTreeSet<String>, step: Step) -> Option<String> {
     (!nodes.is_empty()).then(|| nodes.join(", "))
 }
 
-/// The probable cause of an error, with the figures of this machine.
+/// The probable cause of an error, with values of this machine such as its limits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ProbableCause {

@@ -29,7 +29,7 @@ struct Class {
     iface: IfaceKind,
     device: Option<DeviceId>,
     kind: AllocationKind,
-    /// The policy in force: the domain's, or disabled if the process forbids direct access.
+    /// The domain's policy, or `Disabled` if the process forbids direct access.
     policy: P2pPolicy,
     /// The imports of the NIC. Two providers with the same name may import different things.
     imports: Imports,
@@ -85,7 +85,8 @@ impl DecisionTable {
         self.change(key, |entry| entry.decided = Some(decided));
     }
 
-    /// Removes a decision that failed, unless another thread has replaced it.
+    /// Removes a decision after its path was refused, unless another thread has replaced the
+    /// decision.
     pub(super) fn remove(&self, key: &Key<'_>, failed: &Decided) {
         self.change(key, |entry| {
             entry.decided.take_if(|decided| Arc::ptr_eq(&decided.decision, &failed.decision));

@@ -28,9 +28,9 @@ pub(super) struct ExportSet<'a> {
 /// The amount of memory in one dma-buf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ExportUnit {
-    /// A whole range, or its segments if the driver does not export the range as one dma-buf.
+    /// A whole range. If the driver does not export the range as one dma-buf, each of its segments.
     Range,
-    /// A physical segment.
+    /// One physical segment.
     Segment,
 }
 

@@ -18,7 +18,7 @@ use rustix::{
 
 use crate::topology::{KeptOptions, Kernel, Setting, Topology};
 
-/// The bit of `CapEff` that exempts a process from the locked-memory limit.
+/// The bit of `CapEff` in `/proc/self/status` that exempts a process from the locked-memory limit.
 const CAP_IPC_LOCK: u64 = 1 << 14;
 
 /// Sysfs classes of devices, each with the prefix of its node names in `/dev`. Registrations need

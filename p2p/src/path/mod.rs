@@ -83,8 +83,8 @@ impl DefaultPathSelector {
         Self::default()
     }
 
-    /// Forbids direct access to device memory for every NIC, whatever the domains' policies
-    /// (`FI_HMEM_DISABLE_P2P=1`).
+    /// Sets whether direct access to device memory is forbidden for every NIC
+    /// (`FI_HMEM_DISABLE_P2P=1`). This overrides the policies of domains.
     #[must_use]
     pub fn disable_p2p(mut self, disable: bool) -> Self {
         self.disable_p2p = disable;
@@ -124,7 +124,7 @@ impl DefaultPathSelector {
         self.decisions.clear();
     }
 
-    /// Returns a selector with the same settings and no decisions.
+    /// Returns a selector with the same settings that remembers no decisions.
     fn without_decisions(&self) -> Self {
         Self {
             disable_p2p: self.disable_p2p,
@@ -141,7 +141,7 @@ impl DefaultPathSelector {
     /// and remembers it.
     ///
     /// # Safety
-    /// As [`PathSelector::register`], for the target of the search.
+    /// The caller follows the safety rules of [`PathSelector::register`] for the search.
     unsafe fn decide(
         &self,
         mut search: PathSearch<'_>,
@@ -352,7 +352,7 @@ type Exhausted = (&'static str, &'static str);
 /// tried.
 ///
 /// # Safety
-/// As [`PathSelector::register`], for the target of the search.
+/// The caller follows the safety rules of [`PathSelector::register`] for the search.
 unsafe fn search_by_policy(
     search: &mut PathSearch<'_>,
     exports: &mut ExportSet<'_>,
@@ -513,7 +513,7 @@ unsafe impl PathSelector for DefaultPathSelector {
 /// Registers a dma-buf that the application exported. It has no other path.
 ///
 /// # Safety
-/// As [`PathSelector::register`], for the target of the search.
+/// The caller follows the safety rules of [`PathSelector::register`] for the search.
 unsafe fn register_dma_buf(
     mut search: PathSearch<'_>,
     fd: BorrowedFd<'_>,

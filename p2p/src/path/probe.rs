@@ -20,7 +20,7 @@ use super::{exports::ExportSet, search::PathSearch, variant::PathVariant};
 /// The result of a probe.
 #[derive(Debug)]
 pub(super) enum ProbeResult {
-    /// This direct path works.
+    /// This direct path works. The decision has its attempts.
     Direct(PathVariant, Box<Decision>),
     /// No direct path works, and a later attempt would fail too.
     NoDirect(Vec<Attempt>),
@@ -149,8 +149,8 @@ impl Drop for Page<'_> {
         if self.may_be_registered {
             return;
         }
-        // SAFETY: this function made no reference to the page, and `may_be_registered` is false: the page is
-        // deregistered.
+        // SAFETY: this function made no reference to the page, and `may_be_registered` is false: the
+        // page is deregistered.
         if let Err(error) = retry_once("free", || unsafe { self.iface.free(&self.allocation) }) {
             tracing::error!(%error, "the page of a probe could not be freed");
         }

@@ -125,7 +125,7 @@ impl<'a> PathSearch<'a> {
     /// Registers the memory over the path `variant`.
     ///
     /// # Safety
-    /// As [`ProviderDomain::register`], for the ranges of the registration.
+    /// The caller follows the safety rules of [`ProviderDomain::register`] for the request.
     pub(super) unsafe fn take(
         &self,
         variant: PathVariant,
@@ -165,7 +165,7 @@ impl<'a> PathSearch<'a> {
     /// dma-buf for each physical segment.
     ///
     /// # Safety
-    /// As [`ProviderDomain::register`], for the ranges of the registration.
+    /// The caller follows the safety rules of [`ProviderDomain::register`] for the request.
     unsafe fn take_dma_bufs(
         &self,
         mapping: DmaBufMapping,
@@ -210,7 +210,7 @@ impl<'a> PathSearch<'a> {
     /// Tries the direct paths in order and returns the first region. Leaves out `tried`.
     ///
     /// # Safety
-    /// As [`ProviderDomain::register`], for the ranges of the registration.
+    /// The caller follows the safety rules of [`ProviderDomain::register`] for the request.
     pub(super) unsafe fn direct(
         &mut self,
         exports: &mut ExportSet<'_>,
@@ -255,7 +255,7 @@ impl<'a> PathSearch<'a> {
     /// records the refusal if the provider refuses.
     ///
     /// # Safety
-    /// As [`ProviderDomain::register`], for the ranges of the registration.
+    /// The caller follows the safety rules of [`ProviderDomain::register`] for the request.
     pub(super) unsafe fn staged(&mut self, exports: &mut ExportSet<'_>) -> Option<ProviderRegion> {
         if !self.attr().imports.staged {
             self.not_imported(Path::Staged, "staged copies");

@@ -25,7 +25,7 @@ impl fmt::Display for DmaBufLayout {
     }
 }
 
-/// A path with the details that are needed to use it again.
+/// A path, with the mapping if it is a dma-buf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PathVariant {
     HostPages,
@@ -71,7 +71,7 @@ impl PathVariant {
     }
 }
 
-/// The refusal of a path.
+/// The refusal of a path: the failed call and its error.
 #[derive(Debug)]
 pub(super) struct PathRefusal {
     pub(super) step: Step,

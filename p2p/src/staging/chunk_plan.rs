@@ -8,7 +8,8 @@ const CHUNKS: u64 = 16;
 const SHORTEST: u64 = 128 << 10;
 /// Maximum length in bytes of a remainder that gets no chunk of its own.
 const WORTHLESS: u64 = SHORTEST / 2;
-/// Chunk lengths are multiples of this number of bytes, unless a buffer or the rest is shorter.
+/// Chunk lengths are multiples of this number of bytes. The last chunk and chunks limited by the
+/// length of a buffer are exceptions.
 const ALIGN: u64 = 4096;
 
 /// Lengths of the chunks into which a message is divided.
@@ -26,14 +27,14 @@ pub struct ChunkPlan {
 }
 
 impl ChunkPlan {
-    /// Plans a message of `len` bytes in chunks that fit into buffers of `slot_len` bytes.
+    /// Divides a message of `len` bytes into chunks that fit into buffers of `slot_len` bytes.
     pub fn chunks(len: u64, slot_len: u64) -> Self {
         let even = len.div_ceil(CHUNKS).next_multiple_of(ALIGN);
         let longest = even.max(SHORTEST + WORTHLESS);
         Self { len, shortest: SHORTEST.min(slot_len), longest: longest.min(slot_len) }
     }
 
-    /// Plans a message of `len` bytes as one chunk.
+    /// Returns a plan with one chunk of `len` bytes.
     pub const fn whole(len: u64) -> Self {
         Self { len, shortest: len, longest: len }
     }

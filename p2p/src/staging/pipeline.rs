@@ -74,10 +74,10 @@ pub struct View<'a> {
 }
 
 impl View<'_> {
-    /// Returns the staging buffers that hold `len` bytes of the message from offset `at`.
+    /// Returns the parts of staging buffers that hold `len` bytes of the message from offset `at`.
+    /// All these bytes must belong to this chunk.
     ///
-    /// Each item is an address, an offset in the message and a length. The bytes lie within this
-    /// chunk.
+    /// Each item is the address of a part, its offset in the message, and its length.
     pub fn parts(&self, at: u64, len: u64) -> impl Iterator<Item = (Address, u64, u64)> {
         let start = self.at;
         self.slots
@@ -233,7 +233,8 @@ impl<M> Pipeline<M> {
         }
     }
 
-    /// Waits for the copies of a failed transfer. Releases every chunk that is not on the wire.
+    /// Waits for the copies of a failed transfer. Releases the buffers of all chunks that are not
+    /// on the wire.
     pub fn stop(&mut self) {
         self.wait_for_copies();
         self.retire();
@@ -250,7 +251,7 @@ impl<M> Pipeline<M> {
         }
     }
 
-    /// Returns the number of buffers for a chunk of `len` bytes.
+    /// Returns the number of staging buffers that a chunk of `len` bytes needs.
     fn wanted(&self, len: u64) -> usize {
         len.div_ceil(self.claim.pool().slot_len()) as usize
     }

@@ -16,7 +16,7 @@ use super::memory::Memory;
 /// Purpose for which staging buffers are taken. Each purpose has a share of the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
-    /// A chunk of an RMA transfer, or of another transfer that no peer can delay.
+    /// A chunk of a transfer that no peer can delay, such as RMA.
     Rma,
     /// A whole outgoing message.
     Send,
@@ -122,7 +122,8 @@ impl Pool {
         Some(Slots { pool: Arc::clone(self), purpose, list: state.free.split_off(rest) })
     }
 
-    /// Returns whether `want` buffers are left after all earlier claims are served.
+    /// Returns whether `want` buffers are free for a claim after all earlier claims get theirs.
+    /// `number` is the claim's place in the queue.
     fn is_turn(&self, state: &State, number: Option<u64>, want: usize, purpose: Use) -> bool {
         let (mut free, mut held) = (state.free.len(), state.held);
         for waiting in &state.waiting {

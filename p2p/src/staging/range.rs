@@ -51,7 +51,8 @@ impl StagedRange {
     /// Starts a copy of `len` bytes. If the iface has no copy engine, copies before this returns.
     ///
     /// # Safety
-    /// As [`CopyEngine::start_copy`](hmem_core::iface::CopyEngine::start_copy).
+    /// The caller follows the safety rules of
+    /// [`CopyEngine::start_copy`](hmem_core::iface::CopyEngine::start_copy).
     unsafe fn start(&self, to: Address, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
         if let Some(engine) = self.iface.copy_engine() {
             // SAFETY: the caller vouches for both ranges, as this function's contract says.

@@ -27,7 +27,7 @@ fn damaged(name: &str, problem: impl std::fmt::Display) -> Error {
         .remedy("give a tar or tar.gz that hmem topo --record FILE made")
 }
 
-/// Unpacks the archive `name` in memory.
+/// Unpacks the bytes of an archive into entries by path. Errors contain its `name`.
 pub(super) fn unpack(name: &str, mut bytes: impl Read) -> Result<BTreeMap<String, Entry>> {
     let mut start = Vec::new();
     let read = |start: &mut Vec<u8>, from: &mut dyn Read| {

@@ -15,7 +15,7 @@ pub struct Bar {
     pub memory: bool,
     /// Set if the register holds 64-bit addresses.
     pub wide: bool,
-    /// Set if reads have no side effects, so that a bridge may prefetch.
+    /// Set if reads of the range have no side effects. Bridges may then prefetch.
     pub prefetchable: bool,
 }
 

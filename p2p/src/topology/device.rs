@@ -33,13 +33,13 @@ pub struct PciDevice {
     /// The type of the function. If configuration space cannot be read, the type is derived from
     /// the place in the PCI tree.
     pub port: Port,
-    /// Access Control Services of the function.
+    /// Access Control Services (ACS) of the function.
     pub acs: Acs,
     /// The NUMA node; `None` if firmware does not report it (-1 in sysfs).
     pub numa_node: Option<u32>,
     /// The IOMMU group; `None` without an IOMMU.
     pub iommu_group: Option<u32>,
-    /// The driver that is bound to the device.
+    /// Name of the kernel driver that is bound to the function; `None` without one.
     pub driver: Option<String>,
     /// The link on the side of the root complex; `None` for parts of the root complex.
     pub link: Option<Link>,

@@ -109,7 +109,7 @@ pub struct PciPath {
     pub distance: Distance,
     /// All steps, from the first function to the second.
     pub hops: Vec<Hop>,
-    /// The ports on the path that redirect its traffic.
+    /// Redirection of the path's traffic to the root complex.
     pub redirection: Redirection,
     /// Set if the class `SYS` is a guess, because the NUMA node of a function is not known.
     pub numa_unknown: bool,

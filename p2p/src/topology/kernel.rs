@@ -128,7 +128,7 @@ impl Setting {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NvidiaDriver {
-    /// The version, as in `535.161.08`.
+    /// The version of the module, as in `535.161.08`.
     pub version: String,
     /// Set for the open variant of the module.
     pub open: bool,
@@ -171,7 +171,7 @@ impl Kernel {
     }
 }
 
-/// Translation of device addresses by the IOMMU.
+/// The way in which the IOMMU handles the addresses that devices use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum IommuMode {

@@ -10,7 +10,7 @@ use super::{
     distance::{Distance, PciPath},
 };
 
-/// Place of memory in a machine, from which its distance to NICs is measured.
+/// Place of memory in a machine. The distance to NICs is measured from there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Locality {
@@ -49,7 +49,7 @@ pub struct RankedNic {
 type Nearness = Option<(Distance, usize)>;
 
 impl RankedNic {
-    /// Returns the sort key. NICs with equal keys are equally good.
+    /// Returns the sort key of the NIC. NICs with equal keys are equally near.
     fn nearness(&self) -> Nearness {
         Some((self.distance?, self.path.as_ref().map_or(0, |path| path.hops.len())))
     }

@@ -11,7 +11,7 @@ pub(super) const MOST_NODES: u32 = 1024;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NumaNode {
-    /// Number of the node.
+    /// Number of the NUMA node in the kernel.
     pub id: u32,
     /// CPU numbers as a list of ranges, as in `0-15,128-143`. Empty for a node with memory only.
     pub cpus: String,

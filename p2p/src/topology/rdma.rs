@@ -24,7 +24,7 @@ pub struct RdmaDevice {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RdmaPort {
-    /// Number of the port, from 1.
+    /// Number of the port. The first port is 1.
     pub number: u32,
     /// Link layer: `InfiniBand` or `Ethernet`.
     pub link_layer: Option<String>,

@@ -172,7 +172,7 @@ impl Recording<'_> {
     }
 }
 
-/// Returns the path of a device's folder in a recording.
+/// Returns the path in a recording of the folder of a PCI function.
 fn folder(device: &PciDevice) -> String {
     let mut path = format!("sys/devices/{}", device.root);
     for id in device.bridges.iter().chain([&device.bus_id]) {

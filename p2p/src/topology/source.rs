@@ -46,7 +46,7 @@ pub(super) enum Contents {
 }
 
 impl Source {
-    /// Returns an error for a malformed file at `path`.
+    /// Returns the error for a malformed file at `path`. `problem` describes the defect.
     pub(super) fn malformed(&self, path: &str, problem: impl std::fmt::Display) -> Error {
         let error = Error::new(ErrorKind::Malformed, "read topology")
             .context("file", self.name(path))

@@ -125,7 +125,7 @@ impl Bench {
         DeviceBuffer::allocate(&iface, &AllocRequest { len, device, kind }).expect("device memory")
     }
 
-    /// Allocates a buffer that the iface marks as not exportable.
+    /// Allocates a buffer that cannot be exported, as the iface reports.
     pub(crate) fn odd(&self, len: u64) -> DeviceBuffer {
         let buffer = self.buffer(len);
         self.device.set_exportable(buffer.allocation().base(), false).expect("a live allocation");

@@ -257,7 +257,7 @@ pub(crate) fn moves(
 pub(crate) const KINDS: [CompletionKind; 3] =
     [CompletionKind::Write, CompletionKind::Read, CompletionKind::Send];
 
-/// Offsets of transfers on both sides, aligned and unaligned.
+/// Start offsets of transfers on the near and the far side, aligned and unaligned.
 pub(crate) const STARTS: [(u64, u64); 3] = [(0, 0), (1, 0), (3, 13)];
 
 /// BNC-01: transfers of these sizes arrive whole, aligned or not: 0 bytes, 1 byte, about one chunk,

@@ -62,7 +62,7 @@ struct Ours {
 }
 
 const RIGHTS: Access = Access::READ.union(Access::WRITE).union(Access::REMOTE_WRITE);
-/// The same rights as verbs flags, with atomics, like core's REMOTE_WRITE.
+/// The verbs flags for [`RIGHTS`]. They include atomics, as REMOTE_WRITE of fi_mr(3) does.
 const FLAGS: AccessFlags =
     AccessFlags::LOCAL_WRITE.union(AccessFlags::REMOTE_WRITE).union(AccessFlags::REMOTE_ATOMIC);
 

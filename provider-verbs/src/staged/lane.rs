@@ -359,7 +359,7 @@ pub(crate) struct ActiveLanes {
 }
 
 impl ActiveLanes {
-    /// Adds a completion queue of the device.
+    /// Adds a completion queue of the device. Its readers step the lanes.
     pub(crate) fn add_queue(&self, queue: &Arc<Ready>) {
         let mut queues = self.queues.lock();
         queues.retain(|queue| queue.strong_count() > 0);

@@ -114,7 +114,8 @@ impl Movement {
         matches!(self, Self::Send(_) | Self::SendImmediate(_) | Self::Receive)
     }
 
-    /// Checks that the remote list has `len` bytes like the local list. A message has no remote list.
+    /// Checks that the remote list has `len` bytes like the local list. A message has no remote
+    /// list.
     pub(super) fn check(&self, len: u64) -> Result<()> {
         let far = self.remote().iter().fold(0_u64, |sum, part| sum.saturating_add(part.len));
         if self.is_message() || far == len {

@@ -16,13 +16,13 @@ bitflags::bitflags! {
         const REMOTE_ATOMIC = 1 << 3;
         /// Memory windows may be bound to the region.
         const MW_BIND = 1 << 4;
-        /// Addresses start at 0, on both sides.
+        /// The first byte of the region has address 0, in local and remote requests.
         const ZERO_BASED = 1 << 5;
         /// Pages are not pinned. The NIC faults them in on access.
         const ON_DEMAND = 1 << 6;
-        /// The memory lies in huge pages.
+        /// The caller states that the memory lies in huge pages.
         const HUGETLB = 1 << 7;
-        /// PCIe writes may be reordered. A driver may ignore the flag silently.
+        /// The NIC may reorder its PCIe writes. A driver may ignore the flag silently.
         const RELAXED_ORDERING = 1 << 20;
     }
 }
@@ -31,13 +31,13 @@ bitflags::bitflags! {
     /// `enum ibv_device_cap_flags`: the values that this crate reads.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct DeviceCaps: c_uint {
-        /// Type 1 windows.
+        /// The device supports type 1 windows.
         const MEM_WINDOW = 1 << 17;
-        /// Local and remote invalidation, fast registration.
+        /// The device supports local and remote invalidation, and fast registration.
         const MEM_MGT_EXTENSIONS = 1 << 21;
-        /// Type 2A windows.
+        /// The device supports type 2A windows.
         const MEM_WINDOW_TYPE_2A = 1 << 23;
-        /// Type 2B windows.
+        /// The device supports type 2B windows.
         const MEM_WINDOW_TYPE_2B = 1 << 24;
     }
 }
@@ -85,7 +85,7 @@ bitflags::bitflags! {
     pub struct SendFlags: c_uint {
         /// The request gives a completion when it succeeds.
         const SIGNALED = 1 << 1;
-        /// The bytes are copied during the post.
+        /// The post copies the bytes, so the memory may be reused at once (inline send).
         const INLINE = 1 << 3;
     }
 }

@@ -45,7 +45,7 @@ macro_rules! functions {
             pub const OPTIONAL: &[(&str, &str)] = &[$((stringify!($osymbol), $oversion)),+];
 
             /// # Safety
-            /// As [`Functions::from_lookup`].
+            /// The caller follows the safety rules of [`Functions::from_lookup`].
             unsafe fn fill(
                 library: &str,
                 mut lookup: impl FnMut(&'static str, &'static str) -> Option<*const ()>,
@@ -92,7 +92,8 @@ functions! {
         /// `ibv_query_device(context, attr)`
         query_device: ibv_query_device@"IBVERBS_1.1" =
             unsafe extern "C" fn(*mut Context, *mut DeviceAttr) -> c_int;
-        /// `ibv_query_port(context, port, attr)`: fills the attributes that every version has
+        /// `ibv_query_port(context, port, attr)`: fills in only the attributes that all library
+        /// versions have.
         query_port: ibv_query_port@"IBVERBS_1.1" =
             unsafe extern "C" fn(*mut Context, u8, *mut PortAttr) -> c_int;
         /// `ibv_query_gid(context, port, index, gid)`

@@ -41,7 +41,7 @@ struct Send {
     extra: u32,
 }
 
-/// Opcodes that consume a receive of the peer.
+/// Opcodes of requests that consume a receive of the peer.
 const TAKE_RECEIVES: [WrOpcode; 4] = [
     WrOpcode::IBV_WR_SEND,
     WrOpcode::IBV_WR_SEND_WITH_IMM,
