@@ -1,4 +1,5 @@
-//! Atomics: verbs has 64-bit fetch-and-add and compare-and-swap, with operands by value.
+//! Atomic operations. Verbs has 64-bit fetch-and-add and compare-and-swap. Their work requests
+//! contain the values of the operands.
 
 use std::ptr;
 

@@ -1,4 +1,5 @@
-//! Chains of work requests, built from a request's lists.
+//! Chains of work requests that are posted together. They are built from the local and remote lists
+//! of a request.
 
 use hmem_core::{
     Access, Error, ErrorKind, Iova, RemoteKey, RemotePiece, Result,

@@ -1,4 +1,4 @@
-//! Errors for the statuses of failed work completions.
+//! Errors for failed work completions, by their status.
 
 use hmem_core::{Error, ErrorKind, transfer::CompletionKind};
 

@@ -1,4 +1,4 @@
-//! The application's handle of a domain: the calls of the provider contract.
+//! The domain handle of the application. It implements the calls of the provider contract.
 
 use std::{
     any::Any,

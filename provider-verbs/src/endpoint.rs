@@ -1,4 +1,4 @@
-//! Handles of endpoints, one reliable connection each, and of completion queues.
+//! Endpoint handles, with one reliable connection each, and completion queue handles.
 
 use std::{
     any::Any,

@@ -1,5 +1,5 @@
-//! Detection of memory in huge pages (`/proc/self/smaps`), which the HUGETLB option promises to the
-//! driver.
+//! Detection of memory in huge pages (`/proc/self/smaps`). The HUGETLB option states to the driver
+//! that memory lies in huge pages.
 
 use std::{
     fs::File,

@@ -1,4 +1,4 @@
-//! Requests in flight: posted, not completed.
+//! Table of the requests in flight: posted and not completed.
 
 use std::{ops::Range, sync::Arc};
 

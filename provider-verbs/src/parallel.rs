@@ -1,4 +1,5 @@
-//! Parallel registration of long ranges: one driver call pins pages with one CPU.
+//! Parallel registration of long ranges. A driver call pins pages with only one CPU, so several
+//! calls run at once.
 
 use std::{
     num::NonZero,

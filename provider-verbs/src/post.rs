@@ -1,4 +1,4 @@
-//! The requests of a queue pair, from post to completion.
+//! Posting of requests to a queue pair, and translation of their completions.
 
 use std::{ptr, slice, sync::Arc};
 

@@ -1,4 +1,4 @@
-//! The provider: a library, its devices, and domains on them.
+//! The provider: a loaded library, its devices, and the domains opened on them.
 
 use std::{
     collections::HashMap,
@@ -71,12 +71,13 @@ impl Builder {
     }
 
     /// Sets whether the devices need the PCIe mapping of device memory
-    /// (`CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` of CUDA), as on platforms with a coherent
-    /// link between CPU and GPU. No call reports it. If set, an export with the mapping is tried
-    /// first. If that is refused, an export without the mapping is tried. The decision's trace has
-    /// both.
+    /// (`CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` of CUDA). Platforms with a coherent link
+    /// between CPU and GPU need it. No driver call reports whether a device does. If set, a dma-buf
+    /// is first exported with the mapping. If that is refused, it is exported without the mapping.
+    /// The decision's trace has both attempts.
     ///
-    /// Overrides [`Verbs::PCIE_MAPPING_VARIABLE`]. The default without either is off.
+    /// Overrides the environment variable [`Verbs::PCIE_MAPPING_VARIABLE`]. The default is that
+    /// devices do not need the mapping.
     #[must_use]
     pub fn pcie_mapping_first(mut self, first: bool) -> Self {
         self.pcie_mapping_first = Some(first);

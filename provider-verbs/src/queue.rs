@@ -1,4 +1,4 @@
-//! Completion queues that pass each work completion to its queue pair's poster.
+//! Completion queues. Each work completion is passed to the poster of its queue pair.
 
 use std::{
     mem::MaybeUninit,

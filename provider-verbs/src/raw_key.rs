@@ -1,4 +1,4 @@
-//! Raw keys: the encoding of a region's key for peers.
+//! Raw keys: a region's addresses and rkeys, encoded for peers.
 
 use hmem_core::{Addressing, Error, ErrorKind, Iova, RawKey, RemotePiece, Result};
 

@@ -1,4 +1,5 @@
-//! Completions in memory, and the file descriptor on which threads sleep for more.
+//! Completions that the application has not read yet, and the file descriptor on which threads
+//! sleep for more.
 //!
 //! The NIC reports its completions by the queue's completion channel. Other completions (of staged
 //! transfers, and of requests that a closing endpoint cancels) make an event fd readable. An epoll
@@ -19,8 +20,8 @@ use rustix::event::{
     eventfd, poll,
 };
 
-/// Completions that were read from the NIC and not yet by the application. It also wakes the
-/// threads that wait for them.
+/// Completions that the application has not read yet, and the fds that wake the threads waiting for
+/// them.
 #[derive(Debug, Default)]
 pub(super) struct Ready {
     state: Mutex<ReadyState>,

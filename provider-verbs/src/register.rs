@@ -1,4 +1,5 @@
-//! Registration: checks, options, splitting, and the calls by address and by dma-buf.
+//! Registration of memory: checks, options, splitting, and the driver calls for addresses and
+//! dma-bufs.
 
 use std::{
     ffi::c_int,

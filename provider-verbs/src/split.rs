@@ -1,5 +1,5 @@
-//! Splitting of regions into registrations that the device supports, and of transfers where keys
-//! change.
+//! Splitting of regions into registrations that the device supports, and of transfers at changes of
+//! keys.
 //!
 //! Pure arithmetic without driver calls, tested against an oracle.
 

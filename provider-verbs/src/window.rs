@@ -1,8 +1,9 @@
 //! Memory windows of type 1, bound by a call, and of type 2, bound by posted requests.
 //!
-//! `ibv_bind_mw` needs a queue pair of the protection domain, but not a particular one. Type 1
-//! windows are bound through a queue pair that is connected to itself and opened with the first
-//! bind. The caller posts the request that binds a type 2 window, under the lock of the table.
+//! A type 1 window is bound by `ibv_bind_mw`, which needs any queue pair of the protection domain.
+//! The domain opens a queue pair for this at the first bind, and connects it to itself. A type 2
+//! window is bound by a posted request. The caller posts that request while the table of windows is
+//! locked.
 
 use std::{
     collections::HashMap,

@@ -1,7 +1,8 @@
-//! Causes of refusals that hold for the memory of any iface.
+//! Causes of refusals that are the same for the memory of every iface.
 //!
-//! Causes of one driver belong to its iface ([`Iface::causes`](hmem_core::Iface::causes)). An
-//! iface's row with the name and rank of a general one replaces it, with the vendor's own remedy.
+//! Each iface adds the causes of its driver ([`Iface::causes`](hmem_core::Iface::causes)). If a
+//! cause of an iface has the name and rank of a general cause, it replaces the general cause and
+//! has the vendor's own remedy.
 //!
 //! `docs/causes.md` lists all causes. A test compares it with the tables.
 

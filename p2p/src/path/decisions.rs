@@ -1,8 +1,8 @@
-//! Decisions of earlier registrations, by the class of memory and the NIC.
+//! Table of the decisions of earlier registrations, by the class of memory and the NIC.
 //!
 //! Each [`DefaultPathSelector`](super::DefaultPathSelector) has its own table. An entry names the
-//! path that the next registration of its class tries first. It is removed when that path fails.
-//! The refusal of a single buffer is never recorded for others: see
+//! path that the next registration of its class tries first. The selector removes the entry when
+//! that path is refused. A refusal that concerns only one buffer is never stored: see
 //! [`super::probe`].
 
 use std::{collections::HashMap, fmt, sync::Arc};

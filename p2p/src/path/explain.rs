@@ -1,4 +1,5 @@
-//! Explanations: makes a decision as a registration would, and undoes it (`hmem explain`).
+//! Explanations (`hmem explain`): finds the path that a registration would take, without leaving
+//! anything registered.
 
 use std::{fmt, sync::Arc};
 
@@ -103,8 +104,8 @@ pub struct Explanation {
     pub mapping: Option<DmaBufMapping>,
     /// The reason why this path was chosen, or why every path was refused.
     pub reason: String,
-    /// Changes to the machine that allow a better path, or any path. Each change is listed once, in
-    /// the order of the attempts.
+    /// Changes to the machine or settings that allow a better path, or any path. Each change is
+    /// listed once, in the order of the attempts.
     pub remedies: Vec<String>,
     /// Every attempt, in order.
     pub attempts: Trace,

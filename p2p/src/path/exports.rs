@@ -1,5 +1,5 @@
-//! Exports of one decision. The driver exports each range as one dma-buf if it can, or else each
-//! physical segment. All NICs of the registration share the exports.
+//! Dma-buf exports for one registration. The driver exports each range as one dma-buf if it can,
+//! and otherwise each physical segment. All NICs of the registration share the exports.
 
 use std::{os::fd::AsFd, sync::Arc};
 

@@ -1,7 +1,7 @@
 //! Facts about the machine, which distinguish causes with the same error number.
 //!
-//! The selector chooses no path by facts: it tries paths. Facts only make the explanation of a
-//! refusal more exact.
+//! The selector does not choose a path by facts: it tries the paths. Facts only make the
+//! explanation of a refusal more exact.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -1,13 +1,13 @@
-//! Path decision: which path a NIC takes to a buffer (plain host, dma-buf, peer memory or staged
-//! copies).
+//! Path decisions: the choice of how a NIC reaches a buffer (plain host, dma-buf, peer memory or
+//! staged copies).
 //!
-//! Paths are tried, not guessed. Each attempt registers. A refusal is recorded with its error,
-//! probable cause and remedy before the next path is tried. The path that worked is tried first the
-//! probable cause and remedy before the next path is tried. The selector remembers a path that
-//! worked and tries it first for the same iface, device, kind of memory, NIC and policy. It forgets
-//! a path that fails. A single odd buffer changes nothing for other buffers: after a refusal the
-//! selector registers and closes a page of the same kind, and remembers only the result of that
-//! page.
+//! The selector tries paths by registering the buffer over them. It records a refusal with its
+//! error, probable cause and remedy before it tries the next path. It remembers a path that worked
+//! and tries it first for the same iface, device, kind of memory, NIC and policy. It forgets a path
+//! that fails.
+//!
+//! A single unusual buffer does not change the path of other buffers. After a refusal the selector
+//! registers and closes a page of the same kind, and remembers only the result of that page.
 //!
 //! [`DefaultPathSelector::explain`] shows a decision and leaves nothing registered.
 //!

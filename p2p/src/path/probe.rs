@@ -1,9 +1,9 @@
-//! Probes: allocate, export and register a page, and undo all of it, to learn which paths a device
-//! and a NIC have.
+//! Probes: the selector allocates, exports and registers one page, and undoes all of it. The result
+//! shows which paths work for a device and a NIC.
 //!
-//! A registration whose first path works needs no probe. After a refusal the buffer itself may be
-//! at fault, and then its refusal says nothing about others. An ordinary page of the same kind
-//! tells the two cases apart.
+//! A registration that succeeds on its first path needs no probe. If a path is refused, either the
+//! buffer is unusual or the path does not work at all. An ordinary page of the same kind shows
+//! which.
 
 use std::sync::Arc;
 
@@ -149,8 +149,8 @@ impl Drop for Page<'_> {
         if self.may_be_registered {
             return;
         }
-        // SAFETY: this function made no reference to the page, and `may_be_registered` is false: the
-        // page is deregistered.
+        // SAFETY: this function made no reference to the page, and `may_be_registered` is false:
+        // the page is deregistered.
         if let Err(error) = retry_once("free", || unsafe { self.iface.free(&self.allocation) }) {
             tracing::error!(%error, "the page of a probe could not be freed");
         }

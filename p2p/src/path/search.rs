@@ -22,7 +22,7 @@ use super::{
 };
 use crate::staging::StagedRange;
 
-/// A region and the path details of its registration.
+/// A region that was registered over one path, with the earlier refusals of that path.
 #[derive(Debug)]
 pub(super) struct Taken {
     pub(super) region: ProviderRegion,
@@ -320,7 +320,7 @@ impl<'a> PathSearch<'a> {
         self.record(variant, refusal);
     }
 
-    /// Records the earlier refusals of the path that worked. Returns its region.
+    /// Records the refusals that preceded a successful registration. Returns the registered region.
     pub(super) fn taken(&mut self, variant: PathVariant, taken: Taken) -> ProviderRegion {
         taken.refused.into_iter().for_each(|refusal| self.record(variant, refusal));
         self.layout = taken.layout;

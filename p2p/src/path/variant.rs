@@ -1,4 +1,4 @@
-//! The variants of a path, and their refusals.
+//! Variants of paths (the path and its dma-buf mapping), and the refusals of paths.
 
 use std::fmt;
 

@@ -1,5 +1,5 @@
-//! The host memory of a pool: one mapping, of huge pages if the machine has free ones, on the NIC's
-//! NUMA node if it is known.
+//! The host memory of a staging pool: one mapping, of huge pages if some are free. It lies on the
+//! NIC's NUMA node if that node is known.
 
 use std::ptr;
 

@@ -1,4 +1,4 @@
-//! Staged access to a range of an iface.
+//! Staged access to a range of device memory, through the copy engine of its iface.
 
 use std::sync::Arc;
 

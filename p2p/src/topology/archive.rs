@@ -1,4 +1,4 @@
-//! Archives of a recorded tree: tar, plain or with gzip.
+//! Archives of recordings: tar files, uncompressed or compressed with gzip.
 
 use std::{
     collections::BTreeMap,

@@ -1,4 +1,4 @@
-//! Base address registers (BARs): the part of a device's memory that its peers can reach.
+//! Base address registers (BARs). They give the part of a device's memory that its peers can reach.
 
 /// Maximum size of a BAR in bytes. No bus has more than 52 address bits.
 const LARGEST_BAR: u64 = 1 << 52;

@@ -1,4 +1,4 @@
-//! PCI addresses: the only names of devices that no environment variable renumbers.
+//! PCI addresses. Unlike a driver's device numbers, they do not depend on environment variables.
 
 use std::{fmt, str::FromStr};
 

@@ -1,4 +1,4 @@
-//! PCI configuration space: the kind of a port, and Access Control Services (ACS).
+//! PCI configuration space: the type of a function, and Access Control Services (ACS).
 //!
 //! Offsets and bits are those of `linux/pci_regs.h` and of the PCI Express base specification
 //! (7.5.3 for the port type, 7.7.11 for ACS). Both capabilities lie past the first 64 bytes, which

@@ -1,4 +1,5 @@
-//! Obstacles in the wiring between a device and a NIC, with remedies.
+//! Findings: properties of the hardware or the kernel that block or slow the path between a device
+//! and a NIC, with remedies.
 
 use super::{BusId, Distance, Redirection, Topology};
 

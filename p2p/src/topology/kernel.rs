@@ -1,5 +1,5 @@
-//! The kernel's options, command line and modules, and the mode of the IOMMU, as far as paths
-//! depend on them.
+//! Facts about the kernel that paths depend on: its options, command line, modules, and the mode of
+//! the IOMMU.
 
 use std::{collections::BTreeMap, fmt, io::Read};
 

@@ -1,12 +1,13 @@
-//! Topology of a machine: which device is near which NIC, and what connects them.
+//! Topology of a machine: which device is near which NIC, and the switches and bridges between
+//! them.
 //!
-//! A [`Topology`] is read from sysfs and procfs: the PCIe tree with its switches and root ports,
-//! NUMA nodes, Access Control Services, IOMMU groups, sizes of base address registers, links, the
-//! kernel's options and its peer-memory modules. It comes from this machine ([`Topology::read`]) or
-//! from a recording of one ([`Topology::open`], which takes a folder, a tar or a tar.gz), and
-//! [`Topology::record`] makes a recording.
+//! A [`Topology`] is read from sysfs and procfs. It holds the PCIe tree with its switches and root
+//! ports, links and base address registers, NUMA nodes, Access Control Services, IOMMU groups, the
+//! kernel's options and its peer-memory modules. [`Topology::read`] reads this machine.
+//! [`Topology::record`] writes a recording, which [`Topology::open`] reads from a folder, a tar or
+//! a tar.gz.
 //!
-//! Everything is keyed by [`BusId`]: unlike ordinals, it is the same under every
+//! Devices are identified by [`BusId`]. Unlike device numbers, it does not depend on
 //! `CUDA_VISIBLE_DEVICES`.
 //!
 //! # Examples

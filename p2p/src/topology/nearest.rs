@@ -1,4 +1,4 @@
-//! The NICs nearest to memory, with the reasons for the choice.
+//! Choice of the NICs that are nearest to memory, with the reasons for the choice.
 
 use std::fmt;
 

@@ -1,4 +1,5 @@
-//! Stands in for archives of recorded topologies while the feature `recordings` is off.
+//! Replacement for `archive` while the cargo feature `recordings` is off. All functions return an
+//! error.
 
 use std::{
     collections::BTreeMap,

@@ -1,4 +1,4 @@
-//! NUMA nodes and their processors.
+//! NUMA nodes and their CPUs.
 
 use hmem_core::Result;
 

@@ -1,7 +1,7 @@
 //! Recordings: a tree of files with the facts of a [`Topology`] and nothing else.
 //!
-//! No file of the machine is copied: each file is written from the [`Topology`]. So a recording
-//! cannot hold serial numbers, MAC addresses, GUIDs, physical addresses, or the rest of
+//! Recording copies no file of the machine: it writes each file from the [`Topology`]. A recording
+//! thus cannot hold serial numbers, MAC addresses, GUIDs, physical addresses, or the rest of
 //! configuration space and of the command line. The host name is removed from every name.
 
 use std::{collections::BTreeMap, io::Write};

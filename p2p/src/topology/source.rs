@@ -1,8 +1,8 @@
-//! Sources of files: the machine, a folder with a copy of its sysfs and procfs, or an archive of
-//! one.
+//! Sources of files: the machine itself, a folder with a copy of its sysfs and procfs, or an
+//! archive of such a folder.
 //!
-//! Paths are relative to the root and pass through no link. Links are read as text and resolved by
-//! their words. So a recording cannot refer to files outside it, and a loop of links cannot block
+//! Paths are relative to the root, and the system follows no link. The reader resolves links from
+//! their text. A recording thus cannot refer to files outside it, and a loop of links cannot block
 //! the reader.
 
 use std::{

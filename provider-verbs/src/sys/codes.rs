@@ -1,4 +1,4 @@
-//! Constants of `infiniband/verbs.h`: flags, and numbers with their names.
+//! Constants of `infiniband/verbs.h`: bit flags, and enumerations with the names of their values.
 
 use std::ffi::{c_int, c_uint};
 

@@ -1,4 +1,4 @@
-//! The function table, filled from the library or from the caller's lookup.
+//! The function table. It is filled from the library or from the caller's lookup function.
 
 use std::{
     ffi::{c_char, c_int, c_uint, c_void},

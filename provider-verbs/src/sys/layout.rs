@@ -1,4 +1,4 @@
-//! Structures of `infiniband/verbs.h`, in the header's order of fields and under its names.
+//! Structures of `infiniband/verbs.h`, with the field names and field order of the header.
 
 use std::{
     ffi::{c_char, c_int, c_uint, c_void},
