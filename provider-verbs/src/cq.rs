@@ -23,8 +23,8 @@ const WOULD_BLOCK: Errno = Errno(11);
 /// A completion queue with its event channel. Dropping the value destroys both.
 #[derive(Debug)]
 pub(super) struct VerbsCq {
-    /// Declared before the channel, so that it is dropped first: the channel must outlive the
-    /// queue.
+    /// The completion queue. This field comes first, so that the queue is dropped before its
+    /// channel. The channel must outlive the queue.
     cq: QueueOfDriver,
     channel: Option<Channel>,
 }

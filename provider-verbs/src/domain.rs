@@ -99,7 +99,7 @@ impl VerbsDomain {
     /// Returns the keys of a region. Each registration of the region has its own keys.
     ///
     /// # Errors
-    /// InvalidArgument for a region that is not open here.
+    /// InvalidArgument: the region is not open in this domain.
     pub fn keys(&self, region: ProviderRegion) -> Result<Vec<VerbsKey>> {
         self.state.regions.keys(region)
     }
@@ -107,7 +107,7 @@ impl VerbsDomain {
     /// Returns the options that a region was registered with, and the result of each.
     ///
     /// # Errors
-    /// InvalidArgument for a region that is not open here.
+    /// InvalidArgument: the region is not open in this domain.
     pub fn options(&self, region: ProviderRegion) -> Result<Vec<(VerbsOptions, Grant)>> {
         self.state.regions.with(region, "options", |region| Ok(region.options.grants().collect()))
     }
@@ -115,7 +115,7 @@ impl VerbsDomain {
     /// Returns the access flags with which a region was registered.
     ///
     /// # Errors
-    /// InvalidArgument for a region that is not open here.
+    /// InvalidArgument: the region is not open in this domain.
     pub fn flags(&self, region: ProviderRegion) -> Result<AccessFlags> {
         self.state.regions.with(region, "flags", |region| Ok(region.flags))
     }
@@ -195,7 +195,7 @@ impl VerbsDomain {
     ///
     /// # Errors
     /// - Unsupported if the driver lacks the call, with the region as it was.
-    /// - InvalidArgument for a region that is not open here.
+    /// - InvalidArgument: the region is not open in this domain.
     /// - The driver's own error otherwise, with a remedy that says whether the region is as it was.
     pub unsafe fn rereg(&self, region: ProviderRegion, access: Access) -> Result<()> {
         self.state.registrar().rereg(region, access)

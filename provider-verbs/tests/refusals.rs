@@ -225,7 +225,7 @@ fn a_device_without_atomics_refuses_to_bind_a_window_with_the_right_to_them() {
         assert_eq!(error.context_value("access"), Some("REMOTE_ATOMIC"), "{error}");
         assert!(error.to_string().contains("fake0"), "{error}");
     }
-    // REMOTE_WRITE means what the device has of it.
+    // The device has no atomics: REMOTE_WRITE then grants RMA writes only.
     let asked = bind(&domain, &region, (16, 64, Access::REMOTE_WRITE)).expect("bind");
     let start = region.range().start().0;
     let flags = AccessFlags::REMOTE_WRITE.bits();

@@ -244,8 +244,9 @@ impl DefaultPathSelector {
         self.decisions.insert(key, Decided { variant, decision });
     }
 
-    /// Stores the decision of a registration if it also holds for other buffers. If a driver
-    /// refused a path, a probe finds the decision for other buffers.
+    /// Stores a decision for later registrations of other buffers. If no driver refused a path,
+    /// this is the decision of the current registration. Otherwise it is the result of a probe, as
+    /// the refusal may concern only this buffer.
     fn learn(
         &self,
         search: &PathSearch<'_>,
@@ -329,8 +330,8 @@ fn remembered_now(
     }
 }
 
-/// Returns a copy of `decision` with the attempts of this registration. Keeps the earlier refusals
-/// only if both used the same mapping.
+/// Returns a copy of the remembered `decision` with the attempts of this registration. Keeps the
+/// refusals in `decision` only if this registration used the same mapping.
 #[cold]
 fn with_attempts(
     decision: &Decision,

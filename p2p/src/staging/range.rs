@@ -30,8 +30,8 @@ impl StagedRange {
     /// Creates a staged range from `range`, whose memory belongs to `iface`.
     ///
     /// # Safety
-    /// The memory is not freed before the last use of the value, and no Rust reference to it exists
-    /// until then.
+    /// The memory is not freed before the last use of the value. Until then, no Rust reference to
+    /// the memory exists.
     #[must_use]
     pub unsafe fn new(iface: Arc<dyn Iface>, range: AddressRange) -> Self {
         Self { iface, range }

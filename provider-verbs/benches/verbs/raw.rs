@@ -102,7 +102,7 @@ impl RawWrite {
                 (ops.post_send.expect("a driver posts"), ops.poll_cq.expect("a driver polls"));
             assert_eq!(post(self.qp, &mut request, &mut bad), 0, "ibv_post_send");
             while poll(self.cq, 1, &mut done) == 0 {
-                // A software NIC works where it is let.
+                // A software NIC executes requests on a CPU: let its thread run.
                 std::thread::yield_now();
             }
         }
