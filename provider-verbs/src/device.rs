@@ -93,8 +93,7 @@ impl OpenDevice {
     /// Borrows the context of a protection domain that the application created.
     ///
     /// # Safety
-    /// `pd` is a live protection domain of the same libibverbs, and stays so for as long as the
-    /// result.
+    /// `pd` is a live protection domain of the same libibverbs and outlives the result.
     pub(super) unsafe fn borrowed(
         library: &Arc<Library>,
         pd: *mut Pd,
@@ -105,8 +104,11 @@ impl OpenDevice {
         unsafe { Self::new(library, (*pd).context, false, pcie_mapping_first, process) }
     }
 
+    /// Creates the owner of an open context and queries the device.
+    ///
     /// # Safety
-    /// `context` is open, and stays so for as long as the result, which closes it if `owned`.
+    /// `context` is open. If `owned` is set, only the result closes it; otherwise it outlives the
+    /// result.
     unsafe fn new(
         library: &Arc<Library>,
         context: *mut Context,
@@ -413,8 +415,10 @@ impl ProtectionDomain {
         Ok(Self { device: Arc::clone(device), pd, owned: true })
     }
 
+    /// Borrows a protection domain that the application created.
+    ///
     /// # Safety
-    /// `pd` is a live protection domain of `device`, and stays so for as long as the result.
+    /// `pd` is a live protection domain of `device` and outlives the result.
     pub(super) unsafe fn borrowed(device: &Arc<OpenDevice>, pd: *mut Pd) -> Self {
         Self { device: Arc::clone(device), pd, owned: false }
     }

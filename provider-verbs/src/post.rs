@@ -227,7 +227,8 @@ impl Poster {
         })
     }
 
-    /// Posts the work requests of one request. Only the last one produces a completion.
+    /// Posts all work requests of one request. If all succeed, only the last work request produces
+    /// a work completion.
     fn submit(
         &self,
         connection: &mut Connection,

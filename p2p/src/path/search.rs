@@ -28,7 +28,7 @@ pub(super) struct Taken {
     pub(super) region: ProviderRegion,
     /// Number of segments and dma-bufs; `None` if every range is one segment.
     pub(super) layout: Option<DmaBufLayout>,
-    /// Earlier refusals of this path, for exports with more of the range in one dma-buf.
+    /// Earlier refusals of this path. Their exports had more segments in one dma-buf.
     pub(super) refused: Vec<PathRefusal>,
 }
 

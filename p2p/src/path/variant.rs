@@ -79,7 +79,7 @@ pub(super) struct PathRefusal {
     pub(super) error: Error,
     /// Set if only this buffer is refused, because of its segments. No driver was called.
     pub(super) only_this_buffer: bool,
-    /// Earlier refusals of this path, for exports with more of the range in one dma-buf.
+    /// Earlier refusals of this path. Their exports had more segments in one dma-buf.
     pub(super) before: Vec<PathRefusal>,
     /// Failed calls that should have undone parts of the path.
     pub(super) also: Vec<Attempt>,

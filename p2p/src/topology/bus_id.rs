@@ -77,6 +77,8 @@ impl RootBus {
 impl FromStr for BusId {
     type Err = Error;
 
+    /// Parses an address in the form of sysfs, CUDA or `lspci`.
+    ///
     /// # Errors
     /// Malformed: the text is not an address.
     fn from_str(text: &str) -> Result<Self, Error> {

@@ -44,6 +44,8 @@ macro_rules! functions {
             /// Symbols that only newer libraries have. Their functions are optional.
             pub const OPTIONAL: &[(&str, &str)] = &[$((stringify!($osymbol), $oversion)),+];
 
+            /// Creates the table from the addresses that `lookup` returns.
+            ///
             /// # Safety
             /// The caller follows the safety rules of [`Functions::from_lookup`].
             unsafe fn fill(

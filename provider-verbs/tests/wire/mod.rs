@@ -567,8 +567,10 @@ extern "C" fn query_qp(
     0
 }
 
+/// Copies a list of segments.
+///
 /// # Safety
-/// The list has that many segments.
+/// `list` points to `count` segments.
 unsafe fn segments(list: *const Sge, count: c_int) -> Vec<Sge> {
     if count == 0 {
         return Vec::new();
