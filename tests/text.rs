@@ -115,7 +115,9 @@ fn a_clause_is_found_wherever_a_sentence_begins() {
     for text in ["/// Who acts.", "// A. Who acts.", "//! - Where it is.", "/// A.\n/// What is."] {
         assert_eq!(found("a.rs", text), 1, "{text}");
     }
-    for text in ["let a = \"Who\";", "/// Those\n/// Who act.", "/// ```\n/// // Who acts.\n/// ```"] {
+    for text in
+        ["let a = \"Who\";", "/// Those\n/// Who act.", "/// ```\n/// // Who acts.\n/// ```"]
+    {
         assert_eq!(found("a.rs", text), 0, "{text}");
     }
     assert_eq!(found("a.md", "# Whose it is\n\nA. Where\nA where b.\n\n```\nWhat\n```\n"), 1);

@@ -51,7 +51,8 @@ bitflags::bitflags! {
     /// "access").
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
     pub struct Access: u64 {
-        /// The region may take part in collective operations. Required in `MrMode::COLLECTIVE`.
+        /// The region may take part in collective operations. `MrMode::COLLECTIVE` requires this
+        /// right for them.
         const COLLECTIVE = 1 << 6;
         /// The region is the destination of this side's RMA reads and fetching atomics.
         const READ = 1 << 8;

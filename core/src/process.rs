@@ -66,8 +66,8 @@ impl ProcessMark {
         }
         let word = WipedWord::new()?;
         let new = word.0.as_ptr();
-        // No lock: a forked child could find the lock held by a thread that exists only in the
-        // parent.
+        // This uses no lock, because a forked child could find the lock held by a thread that
+        // exists only in the parent.
         match NUMBER.compare_exchange(ptr::null_mut(), new, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => std::mem::forget(word),
             Err(_) => drop(word),

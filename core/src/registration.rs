@@ -1,4 +1,5 @@
-//! The inputs of a registration. The domain creates them once, and all later steps borrow them.
+//! The inputs of a registration. The domain creates them once for each registration, and all later
+//! steps borrow them.
 
 use std::{fmt, os::fd::BorrowedFd, sync::Arc};
 
@@ -24,7 +25,7 @@ pub struct Registration<'a> {
     pub key: KeyRequest,
     /// The authorization key: the request's own, or else the domain's.
     pub auth_key: &'a AuthKey,
-    /// The addressing for peers.
+    /// The kind of addresses that peers use.
     pub addressing: Addressing,
     /// The page size to use, in bytes. With 0 the provider chooses.
     pub page_size: usize,
@@ -73,8 +74,8 @@ impl<'a> Registration<'a> {
 /// [`MrAttr::ordering`](crate::MrAttr::ordering) change it.
 ///
 /// **Use [`Strict`](Self::Strict) for memory that software polls.** With relaxed ordering a flag in
-/// memory may become visible before the data that was written ahead of it. The same holds for the
-/// last byte of a transfer, and for a kernel on a device that polls.
+/// memory may become visible before the data that was written ahead of it. The last byte of a
+/// transfer may also become visible early. A kernel on a device that polls sees the same effects.
 ///
 /// ```
 /// use hmem_core::{Access, AddressRange, MrAttr, WriteOrdering};

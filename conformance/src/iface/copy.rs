@@ -9,7 +9,7 @@ use hmem_core::{
 use super::{LEN, PARTS, assert_bytes, at, buffer, buffers, contents, need, pattern, whole};
 use crate::trial::{Outcome, skip};
 
-/// A copy function: to, from, bytes.
+/// A copy function. Its arguments are the destination, the source and the length in bytes.
 type Copy<'a> = &'a dyn Fn(Address, Address, u64) -> Result<()>;
 
 pub(super) fn copy_moves_exactly_the_named_bytes(iface: &Arc<dyn Iface>) -> Outcome {

@@ -1,4 +1,4 @@
-//! Dma-bufs.
+//! Behaviours of dma-buf exports.
 
 use std::{os::fd::AsFd, ptr, slice, sync::Arc};
 
@@ -87,8 +87,8 @@ pub(super) fn dma_buf_past_an_allocation_is_refused(iface: &Arc<dyn Iface>) -> O
     Ok(())
 }
 
-/// Uses allocations with pages of their own. Drivers place small allocations side by side in pages
-/// that they keep.
+/// Uses allocations of whole pages, because drivers place small allocations side by side in one
+/// page and keep that page.
 pub(super) fn dma_buf_of_freed_memory_shows_no_other_memory(iface: &Arc<dyn Iface>) -> Outcome {
     const OWN_PAGES: u64 = 2 << 20;
     let (exporter, exported) = exportable(iface)?;
@@ -155,7 +155,7 @@ fn mapped_bytes(export: &DmaBufExport) -> Result<Vec<u8>, Skipped> {
     Ok(bytes)
 }
 
-/// Asserts that a dma-buf holds its range, if its size can be read.
+/// Asserts that the exported range is inside the dma-buf, if the dma-buf's size can be read.
 fn assert_in_bounds(export: &DmaBufExport) {
     if let Ok(size) = seek(&export.fd, SeekFrom::End(0)) {
         let end = export.offset.0 + export.len;

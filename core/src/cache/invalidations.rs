@@ -3,13 +3,13 @@
 use super::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::monitor::{InvalidationCause, InvalidationToken};
 
-/// Slots that an invalidation claims for itself.
+/// The number of own slots, which an invalidation claims with one exchange.
 #[cfg(not(loom))]
 const OWN: usize = 4;
 #[cfg(loom)]
 const OWN: usize = 1;
 
-/// Slots for invalidations that found their own slot claimed.
+/// The number of shared slots, for invalidations that found their own slot claimed.
 #[cfg(not(loom))]
 const SHARED: usize = 64;
 #[cfg(loom)]
@@ -18,14 +18,16 @@ const SHARED: usize = 2;
 /// The token of an invalidation without a slot.
 const NO_SLOT: u32 = u32::MAX;
 
-/// A range that is being invalidated: all addresses until the range is written.
+/// A range that is being invalidated. A claimed slot covers all addresses until its range is
+/// written.
 #[repr(align(64))]
 #[derive(Debug)]
 struct InvalidationSlot {
     start: AtomicU64,
     last: AtomicU64,
     cause: AtomicU32,
-    /// 1 while an own slot is claimed. Shared slots use a bit of `taken`.
+    /// 1 while the slot is claimed, if it is an own slot. For a shared slot, a bit of `taken` says
+    /// this instead.
     claimed: AtomicU32,
 }
 

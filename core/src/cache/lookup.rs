@@ -56,7 +56,8 @@ impl<S: CacheBackend> CacheCore<S> {
         FastLookup::SlowPath { found: Some(index) }
     }
 
-    /// Looks up `key` in the slot's last entry, which starts in the same page.
+    /// Looks up `key` in the entry that the slot's last lookup found. The entry starts in the same
+    /// page as the key.
     #[inline(always)]
     fn lookup_last<'c>(
         &'c self,

@@ -17,14 +17,14 @@ use crate::monitor::InvalidationCause;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CacheStatistics {
-    /// Lookups that may register: hits and misses.
+    /// The number of lookups that register on a miss: hits and misses.
     pub lookups: u64,
     /// Lookups that returned a cached region, including those that waited for another thread's
     /// registration.
     pub hits: u64,
     /// Lookups that found no cached region.
     pub misses: u64,
-    /// Misses that made an entry, those in progress included.
+    /// Misses that made an entry, including misses in progress.
     pub registrations: u64,
     /// Misses that returned an uncached region.
     pub uncached: u64,
@@ -32,7 +32,7 @@ pub struct CacheStatistics {
     pub failures: u64,
     /// Entries evicted to make room.
     pub evictions: u64,
-    /// Entries that a merged entry replaced.
+    /// Entries that were replaced by a larger entry, which merges them.
     pub merged: u64,
     invalidations: [u64; InvalidationCause::ALL.len()],
     /// Entries that are live or being registered.
@@ -73,7 +73,7 @@ pub struct CachedEntryInfo<T> {
     /// Time since the registration, to the resolution of the kernel's coarse clock (a few
     /// milliseconds).
     pub age: Duration,
-    /// Number of leases.
+    /// The number of leases of the entry.
     pub users: usize,
     /// The caller's data about the region.
     pub region: T,

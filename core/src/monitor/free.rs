@@ -12,7 +12,8 @@ use crate::AddressRange;
 struct WatchedRange {
     range: AddressRange,
     invalidator: Arc<dyn Invalidator>,
-    /// Locked during a call of the invalidator, so that unsubscribing waits for its end.
+    /// True until the subscription is removed. Locked during a call of the invalidator, so that
+    /// unsubscribing waits for the end of the call.
     active: Arc<Mutex<bool>>,
 }
 
@@ -75,7 +76,7 @@ impl FreeSubscriptions {
         watched.next += 1;
         let id = watched.next;
         watched.by_id.insert(id, watch.clone());
-        // A free in progress does not notify this subscription.
+        // A free that is already in progress will not notify the new subscription.
         let missed = watched.freeing.iter().copied().find(|freeing| freeing.overlaps(range));
         drop(watched);
         if let Some(freeing) = missed {

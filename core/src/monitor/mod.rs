@@ -15,9 +15,10 @@ use crate::{AddressRange, Allocation, Result};
 /// The method by which a monitor detects changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DetectionMethod {
-    /// Something calls the monitor before the memory is freed.
+    /// The monitor is called before the memory is freed, by a driver callback or a patched
+    /// function.
     Callback,
-    /// The monitor compares allocation identities when the cache asks.
+    /// The cache asks the monitor on each hit, and the monitor compares allocation identities.
     Identity,
 }
 
@@ -44,7 +45,7 @@ pub enum InvalidationCause {
     Identity,
     /// The process is a forked child.
     Fork,
-    /// The application asked for it.
+    /// The application invalidated the memory explicitly.
     Application,
 }
 
@@ -63,7 +64,7 @@ impl InvalidationCause {
         Self::Application,
     ];
 
-    /// The name as it is printed.
+    /// Returns the name, as it is printed.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -114,7 +115,7 @@ pub trait Invalidator: fmt::Debug + Send + Sync {
 
     /// Disables all hits until [`Invalidator::open_gate`]. Calls may be nested.
     ///
-    /// For monitors that learn that some memory changed before they know which.
+    /// For monitors that learn of a change before they know which memory changed.
     fn close_gate(&self);
 
     /// Undoes one [`Invalidator::close_gate`].

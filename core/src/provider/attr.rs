@@ -6,14 +6,14 @@ use crate::{Access, Error, ErrorKind, MrFlags, MrMode, Result};
 /// The kinds of memory that a NIC can import.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Imports {
-    /// Registers dma-buf fds.
+    /// Set if the NIC registers dma-buf fds.
     pub dma_buf: bool,
-    /// Prefers the PCIe mapping of a dma-buf.
+    /// Set if the path search should try the PCIe mapping of a dma-buf first.
     pub pcie_mapping_first: bool,
-    /// Registers device addresses, which peer-memory clients in the kernel resolve. Only a
-    /// registration shows if a client handles the device.
+    /// Set if the NIC registers device addresses, which peer-memory clients in the kernel resolve.
+    /// Only an attempt to register shows if a client handles a given device.
     pub peer_memory: bool,
-    /// Accesses memory through staged copies.
+    /// Set if the provider accesses memory by copies through staging buffers.
     pub staged: bool,
 }
 
@@ -86,9 +86,9 @@ impl ProviderAttr {
 /// also need calls. Then the domain has the facet [`ManualProgress`](super::ManualProgress).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ProgressModel {
-    /// The NIC itself.
+    /// The NIC executes the requests.
     Nic,
-    /// A thread of the domain.
+    /// A thread of the domain executes the requests.
     Thread,
     /// Calls of [`ManualProgress::progress`](super::ManualProgress::progress) and
     /// [`CompletionQueue::read`](super::CompletionQueue::read). Without calls, no request proceeds.
@@ -176,10 +176,11 @@ impl Default for StagingAttr {
 }
 
 impl StagingAttr {
-    /// Checks the numbers.
+    /// Checks that the settings are in the allowed range.
     ///
     /// # Errors
-    /// InvalidArgument if a number is 0, or if the buffers together exceed the address space.
+    /// InvalidArgument if a setting is 0, or if all buffers together would exceed the address
+    /// space.
     pub fn check(&self) -> Result<()> {
         let bytes = self
             .buffer_len

@@ -129,8 +129,8 @@ pub trait RawKeys {
 
 /// The facet of regions whose pages may change while they are registered.
 pub trait Refresh {
-    /// Updates the pages of `ranges`, which lie in the region. An empty list means the whole
-    /// region.
+    /// Makes the NIC use the current pages of `ranges`, which lie in the region. An empty list
+    /// means the whole region.
     ///
     /// Waits for transfers that use the pages, also through sub-regions. Accesses of peers during
     /// the call fail.
@@ -149,9 +149,9 @@ pub struct WindowBind {
     pub offset: u64,
     /// The length in bytes. 0 unbinds a type 1 window.
     pub len: u64,
-    /// The rights of peers.
+    /// The rights that the window grants to peers.
     pub access: Access,
-    /// The addressing for peers.
+    /// The kind of addresses that peers use.
     pub addressing: Addressing,
 }
 
@@ -166,10 +166,13 @@ pub trait Windows {
     /// Unsupported for a type that the NIC does not have. OutOfResources.
     fn alloc_window(&self, window: WindowType) -> Result<ProviderWindow>;
 
-    /// Binds a type 1 window, or unbinds it with length 0. Returns the handle with the new key.
+    /// Binds a type 1 window, or unbinds it if `bind.len` is 0. Returns the window's handle, which
+    /// has the new key.
     ///
     /// # Errors
-    /// The error of the violated rule, or the driver's own error.
+    /// - The error of [`WindowRule::refuse`](super::WindowRule::refuse), if the operation breaks a
+    ///   rule of [`WindowRule`](super::WindowRule).
+    /// - The error that the driver reported.
     fn bind_window(&self, window: ProviderWindow, bind: &WindowBind) -> Result<ProviderWindow>;
 
     /// Frees a window. Its key becomes invalid.
@@ -184,13 +187,16 @@ pub trait Windows {
     /// InvalidArgument for a window that this domain did not allocate.
     fn window_status(&self, window: ProviderWindow) -> Result<WindowStatus>;
 
-    /// Binds a type 2 window through an endpoint, without a completion: when it returns, the key
-    /// works. The bind comes after the requests that were posted to the endpoint before, where the
-    /// NIC executes them in order.
+    /// Binds a type 2 window through an endpoint, without a completion.
+    ///
+    /// When the call returns, the key works. If the NIC executes requests in order, the bind takes
+    /// effect after the requests that were posted to the endpoint earlier.
     ///
     /// # Errors
-    /// Unsupported where a bind always has a completion; that of the rule that was broken; the
-    /// driver's own.
+    /// - Unsupported if binds of this provider always have a completion.
+    /// - The error of [`WindowRule::refuse`](super::WindowRule::refuse), if the operation breaks a
+    ///   rule of [`WindowRule`](super::WindowRule).
+    /// - The error that the driver reported.
     fn bind_window_now(
         &self,
         endpoint: &dyn ProviderEndpoint,
@@ -210,7 +216,9 @@ pub trait Windows {
     /// # Errors
     /// - Unsupported if the provider has only posted invalidations, or if its driver cannot do this
     ///   safely.
-    /// - The error of the violated rule, or the driver's own error.
+    /// - - The error of [`WindowRule::refuse`](super::WindowRule::refuse), if the operation breaks
+    ///   a rule of [`WindowRule`](super::WindowRule).
+    /// - The error that the driver reported.
     fn invalidate_window_now(
         &self,
         endpoint: &dyn ProviderEndpoint,
@@ -251,7 +259,7 @@ pub trait StagingAccess {
 /// The facet of work that needs calls to make progress: all transfers with
 /// [`ProgressModel::Manual`](super::ProgressModel::Manual), or only the staged ones.
 pub trait ManualProgress {
-    /// Executes such work. Returns the number of requests that ended.
+    /// Makes progress with this work. Returns the number of requests that ended.
     ///
     /// # Errors
     /// The driver's error if the device failed.

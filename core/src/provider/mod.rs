@@ -1,12 +1,12 @@
 //! The traits that a provider implements, for RDMA hardware or for a software NIC.
 //!
 //! The core implements the semantics of `fi_mr(3)` above these traits. It has checked flags,
-//! rights, limits and mode rules before it calls a provider. A provider checks what depends on its
-//! own state (its keys, its pages) and returns typed errors.
+//! rights, limits and mode rules before it calls a provider. A provider checks the conditions that
+//! depend on its own state (its keys, its pages) and returns typed errors.
 //!
 //! A [`ProviderDomain`] has six required methods. Each optional ability of a NIC is a facet: a
-//! small trait, which the domain returns if it has the ability. For a missing facet the core
-//! returns the error. [`Features::of`] lists the facets of a domain.
+//! small trait, which the domain returns if it has the ability. If a facet is missing, the core
+//! returns the error to the caller. [`Features::of`] lists the facets of a domain.
 
 mod attr;
 mod facets;
@@ -132,27 +132,27 @@ pub enum Backing<'a> {
 pub struct Piece<'a> {
     /// The application's addresses of the memory.
     pub range: AddressRange,
-    /// The access of the provider to the piece.
+    /// The means by which the provider accesses the piece.
     pub backing: Backing<'a>,
 }
 
-/// The numbers of objects that a provider's domain holds, for leak tests.
+/// The number of live objects of each kind that a provider's domain has, for leak tests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LiveObjects {
-    /// Registered regions, sub-regions included.
+    /// The number of registered regions, including sub-regions.
     pub regions: u64,
-    /// Registrations of pages. Sub-regions do not count (SUB-03).
+    /// The number of registrations that pin pages. Sub-regions do not count (SUB-03).
     pub page_registrations: u64,
-    /// Bytes pinned or exported for registrations.
+    /// The number of bytes that are pinned or exported for registrations.
     pub bytes: u64,
-    /// Allocated memory windows.
+    /// The number of allocated memory windows.
     pub windows: u64,
-    /// Mapped raw keys.
+    /// The number of mapped raw keys.
     pub mapped_keys: u64,
-    /// Open endpoints.
+    /// The number of open endpoints.
     pub endpoints: u64,
-    /// Staging buffers in use by transfers.
+    /// The number of staging buffers that transfers are using.
     pub staging_buffers: u64,
 }
 
@@ -312,7 +312,7 @@ pub struct EndpointAttr {
     /// Enables the RMA_EVENT capability: peers can access regions with counters through the
     /// endpoint (EVT-02).
     pub rma_event: bool,
-    /// The authorization key. `None` means the domain's.
+    /// The authorization key. `None` means the domain's key.
     pub auth_key: Option<AuthKey>,
     /// A counter of completed transmits, if given.
     pub tx_counter: Option<Arc<Counter>>,

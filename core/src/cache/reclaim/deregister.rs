@@ -14,8 +14,8 @@ use super::{
 };
 use crate::{ProcessMark, Rejected};
 
-/// Counts deregistrations as ended when dropped, even if the backend panics. The regions behind a
-/// panic are retried later.
+/// A guard that counts deregistrations as ended when it is dropped, even if the backend panics. The
+/// regions behind a panic are retried later.
 struct DeregistrationGuard<'a, S: CacheBackend> {
     core: &'a CacheCore<S>,
     count: usize,
@@ -179,7 +179,8 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Wakes the threads that wait for deregistrations, and takes the callbacks that do.
+    /// Wakes the threads that wait for deregistrations. Moves the callbacks that wait for
+    /// deregistrations to `callbacks`.
     #[cold]
     #[inline(never)]
     fn notify_deregistered(&self, callbacks: &mut PendingCallbacks) {
