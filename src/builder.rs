@@ -93,7 +93,7 @@ enum CacheMonitor {
     Imported(Arc<dyn Monitor>),
 }
 
-/// The name of the builder's setting, for reports that the builder disabled caching.
+/// The result of [`Hmem::cache_off_by`] if a setting of the builder disables the cache.
 const BUILDER_CACHE: &str = "Builder::cache";
 
 impl Hmem {
@@ -221,8 +221,8 @@ impl Hmem {
         })
     }
 
-    /// Returns the requested providers that did not start, each with the reason. Also returns the
-    /// NICs of other providers that cannot be opened, as `verbs/mlx5_0`.
+    /// Returns the requested providers that did not start, each with the reason. Also returns each
+    /// NIC that cannot be opened although its provider started, by a name such as `verbs/mlx5_0`.
     pub fn absent_providers(&self) -> impl Iterator<Item = (&str, &Error)> {
         self.absent_providers.iter().map(|(name, why)| (name.as_str(), why))
     }
@@ -275,7 +275,7 @@ impl Hmem {
         }
     }
 
-    /// Returns the path selector of the domains, which caches decisions and can forget them.
+    /// Returns the path selector of the domains. It caches decisions, and can clear them.
     #[must_use]
     pub fn paths(&self) -> &DefaultPathSelector {
         &self.paths
@@ -550,7 +550,7 @@ fn system(requested: Option<CacheMonitor>) -> Result<System> {
     Ok(System::new().with_monitor(monitor))
 }
 
-/// Names of ifaces to start.
+/// The names of the ifaces to start.
 #[derive(Debug)]
 struct Filter(BTreeSet<String>);
 

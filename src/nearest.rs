@@ -109,7 +109,7 @@ impl Hmem {
     }
 }
 
-/// Returns the NUMA node of memory that the CPU reaches.
+/// Returns the NUMA node of memory that the CPU can access.
 fn host_locality(topology: &Topology, memory: AddressRange) -> Result<Locality> {
     match topology.numa() {
         // With at most one node the query is not needed. A container may forbid the query's system

@@ -213,10 +213,9 @@ pub struct RefusalCause {
     pub name: &'static str,
     /// The rank. Of all rules that match, the one with the lowest rank is the probable cause.
     ///
-    /// Special causes have lower ranks than general ones. The ranks of general causes are multiples
-    /// of
-    /// 10. An iface may have a rule with the name and rank of a general one, with a remedy for its
-    /// driver. Then the iface's rule is preferred.
+    /// Specific causes have lower ranks than general causes, which have multiples of ten. An iface
+    /// may repeat the name and rank of a general rule, with a remedy for its own driver. The
+    /// iface's rule is then preferred.
     pub rank: u32,
     /// The paths that the rule applies to.
     pub paths: &'static [Path],

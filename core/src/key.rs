@@ -141,7 +141,7 @@ impl RemoteKey {
     /// Returns the number that libfabric and verbs call the key.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] for a split region, which has several numbers.
+    /// [`ErrorKind::Unsupported`] for a split region. Its key consists of several numbers.
     #[inline]
     pub fn as_u64(&self) -> Result<u64> {
         if self.rest.is_empty() {

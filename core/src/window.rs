@@ -83,7 +83,7 @@ pub enum WindowRule {
     Type2AHoldsQueuePair,
     /// A type 1 window must be bound by a call, and a type 2 window by a posted request.
     BoundByItsVerb,
-    /// A type 1 window must have virtual addresses (o10-36.2.2).
+    /// A type 1 window must be bound with virtual addressing (o10-36.2.2).
     Type1IsVirtual,
     /// A type 2 window can be accessed and invalidated only through the queue pair that bound it.
     OwnQueuePair,
@@ -97,7 +97,7 @@ pub enum WindowRule {
     InsideRegion,
     /// A window can grant only rights of peers.
     RemoteRightsOnly,
-    /// A window can be bound only to a region with virtual addresses.
+    /// A window can be bound only to a region with virtual addressing.
     RegionIsVirtual,
     /// A domain in RAW mode has no windows, because windows have no raw keys.
     NoRawKeys,

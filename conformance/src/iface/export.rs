@@ -146,8 +146,8 @@ fn mapped_bytes(export: &DmaBufExport) -> Result<Vec<u8>, Skipped> {
         Ok(base) => base,
         Err(errno) => return skip(format!("the dma-buf cannot be mapped by the CPU: {errno}")),
     };
-    // SAFETY: the mapping above is readable and `len` bytes long. The iface exported these bytes, and
-    // a dma-buf ends with a whole page. Nothing writes the memory while the slice lives.
+    // SAFETY: the mapping above is readable and `len` bytes long. The iface exported these bytes,
+    // and a dma-buf ends with a whole page. Nothing writes the memory while the slice lives.
     let bytes = unsafe { slice::from_raw_parts(base.cast::<u8>(), len) };
     let bytes = bytes[in_page as usize..][..export.len as usize].to_vec();
     // SAFETY: the mapping was made above, and no reference into it is left.

@@ -95,7 +95,8 @@ behaviours! {
     registration_queries_the_iface_once_per_end,
 }
 
-/// The length of the test allocations in bytes: several pages of every page size except huge pages.
+/// The length of the test allocations in bytes. That is several pages, whatever the machine's base
+/// page size is.
 const LEN: u64 = 256 << 10;
 
 /// The parts of an allocation that the behaviours use, as offset and length: all of it, whole pages

@@ -63,7 +63,7 @@ impl InvalidationSlot {
 
     /// Returns the cause if the slot's range overlaps this one.
     fn overlapping(&self, start: u64, last: u64) -> Option<InvalidationCause> {
-        // Until its range is written, a slot stands for all addresses.
+        // Until its range is written, a slot covers all addresses.
         let other_last = self.last.load(Ordering::Acquire);
         let other_start = self.start.load(Ordering::Relaxed);
         (other_last == u64::MAX || (start <= other_last && other_start <= last)).then(|| {

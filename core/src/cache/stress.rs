@@ -150,7 +150,7 @@ fn lease_does_not_outlive_its_region_with_fences() {
     assert_eq!(find_stale_lease(Barrier::Fences, ROUNDS), None);
 }
 
-/// Needs two processors. On a busy machine it takes some ten thousand rounds.
+/// The test needs two processors. On a busy machine it takes some ten thousand rounds.
 #[test]
 #[ignore = "the slow tier"]
 fn lease_outlives_its_region_without_the_barrier() {

@@ -67,7 +67,7 @@ pub struct CacheAttr {
     pub max_count: Option<usize>,
     /// The largest number of bytes of all entries together. 0 disables caching.
     pub max_bytes: Option<u64>,
-    /// Set if registrations that overlap or touch are merged.
+    /// True to merge registrations that overlap or touch.
     pub merge: Option<bool>,
     /// The permission for a miss to register more than the range of the lookup, so that later
     /// lookups in the same allocation are hits. [`Growth`] explains what this exposes to peers. All
@@ -162,9 +162,10 @@ pub struct MrAttr<'a> {
     pub context: u64,
     /// The authorization key. `None` means the domain's key.
     pub auth_key: Option<&'a AuthKey>,
-    /// The iface that owns the memory. `None` detects it. Ignored without [`DomainAttr::hmem`].
+    /// The iface that owns the memory. With `None` the domain queries its ifaces. Ignored if
+    /// [`DomainAttr::hmem`] is false.
     pub iface: Option<IfaceKind>,
-    /// The device that owns the memory. `None` detects it.
+    /// The device that owns the memory. With `None` the domain queries its ifaces.
     pub device: Option<DeviceId>,
     /// Reserved: must be 0.
     pub hmem_data: u64,

@@ -579,7 +579,8 @@ impl Registrations {
         if ungrowable.len() >= MOST_UNGROWABLE {
             ungrowable.clear();
         }
-        // Without an identity, other memory may be allocated at the address later.
+        // Without an identity, the cache cannot tell if other memory is allocated at the address
+        // later.
         let passes = may_pass || bound.1.is_none();
         ungrowable.insert(bound, passes.then_some(MISSES_UNTIL_RETRY));
     }

@@ -222,7 +222,8 @@ impl Side {
     }
 }
 
-/// The cache of an endpoint, and the slots of its queues.
+/// The means by which an endpoint registers local memory: the domain's cache, and the slots for
+/// leases in the endpoint's completion queues.
 pub(super) struct Leasing {
     cache: RegionCache,
     /// Set if host memory needs a descriptor too, not only device memory.

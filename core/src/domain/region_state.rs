@@ -30,7 +30,7 @@ pub enum RegionState {
     Registering = 1,
     /// Registered, not usable before [`MemoryRegion::enable`](super::MemoryRegion::enable).
     Disabled = 2,
-    /// In use.
+    /// Registered and usable.
     Enabled = 3,
     /// Its asynchronous registration failed.
     Failed = 4,
@@ -410,7 +410,8 @@ impl Drop for RegionInner {
         match self.deregister() {
             Ok(()) => drop(ManuallyDrop::into_inner(keep)),
             Err(error) => {
-                tracing::error!(range = %self.range, %error, "a region could not be deregistered; its memory is leaked");
+                let range = self.range;
+                tracing::error!(%range, %error, "cannot deregister a region; its memory is leaked");
             }
         }
     }

@@ -101,16 +101,16 @@ pub struct Device {
 ///   [`AllocationId`](crate::AllocationId). The segments of a [`SegmentMap`] are parts of the range
 ///   that was asked about; an iface without one has each of its allocations in one segment.
 /// - [`Allocator::allocate`] and [`Ipc::open`] return memory of the whole length that was asked
-///   for, which belongs to the caller alone, or is another process's. No Rust reference to it
-///   exists, and it stays until [`Allocator::free`] or [`Ipc::close`]. `Ipc::open` refuses bytes
-///   that are no handle.
-/// - [`copy`](Self::copy) and [`CopyEngine::start_copy`] touch the named bytes and no others, on
-///   any number of threads at once. They leave all of them alone once they have returned an error,
-///   and a [`CopyEvent`] is done only when the copy has ended.
+///   for, which belongs only to the caller, or to another process. No Rust reference to the memory
+///   exists, and it stays allocated until [`Allocator::free`] or [`Ipc::close`]. `Ipc::open`
+///   refuses bytes that are not a handle.
+/// - [`copy`](Self::copy) and [`CopyEngine::start_copy`] access the named bytes and no others, on
+///   any number of threads at once. After they have returned an error, they access no bytes any
+///   more. A [`CopyEvent`] is done only when the copy has ended.
 /// - An export ([`DmaBufExporter::export`], [`PeerMemoryExporter::export`]) describes the bytes of
 ///   the range at its offset. It refers to that memory and to no other for as long as a NIC has it
 ///   registered, also when the memory is freed meanwhile.
-/// - [`address_span`](Self::address_span) holds every address that `query` will ever claim.
+/// - [`address_span`](Self::address_span) contains every address that `query` will ever claim.
 pub unsafe trait Iface: fmt::Debug + Send + Sync {
     /// Returns the iface's number: libfabric's, or 0x100 and up for a plug-in.
     fn kind(&self) -> IfaceKind;

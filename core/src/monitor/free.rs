@@ -85,7 +85,8 @@ impl FreeSubscriptions {
         Subscription(id)
     }
 
-    /// Removes a subscription. Waits for a call of its invalidator in progress.
+    /// Removes a subscription. If the subscription's invalidator is being called, waits for the end
+    /// of that call.
     pub fn remove(&self, subscription: Subscription) {
         let watch = self.0.lock().by_id.remove(&subscription.0);
         if let Some(watch) = watch {

@@ -15,25 +15,25 @@ bitflags::bitflags! {
     /// The facets of an open domain.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct Features: u32 {
-        /// Registers parts of regions without pinning pages ([`SubRegions`]).
+        /// The domain registers parts of regions without pinning pages ([`SubRegions`]).
         const SUB_REGIONS = 1 << 0;
-        /// Keeps disabled regions unusable until they are enabled ([`Enabling`]).
+        /// The domain keeps disabled regions unusable until they are enabled ([`Enabling`]).
         const ENABLING = 1 << 1;
-        /// Has remote keys of several numbers ([`CompositeKeys`]).
+        /// A remote key of the domain may consist of several numbers ([`CompositeKeys`]).
         const COMPOSITE_KEYS = 1 << 2;
-        /// Has raw keys ([`RawKeys`]).
+        /// The domain has raw keys ([`RawKeys`]).
         const RAW_KEYS = 1 << 3;
-        /// Refreshes the pages of a region ([`Refresh`]).
+        /// The domain refreshes the pages of a region ([`Refresh`]).
         const REFRESH = 1 << 4;
-        /// Has memory windows ([`Windows`]).
+        /// The domain has memory windows ([`Windows`]).
         const WINDOWS = 1 << 5;
-        /// Counts accesses to regions ([`RegionCounters`]).
+        /// The domain counts accesses to regions ([`RegionCounters`]).
         const REGION_COUNTERS = 1 << 6;
-        /// Binds regions to endpoints ([`EndpointBinding`]).
+        /// The domain binds regions to endpoints ([`EndpointBinding`]).
         const ENDPOINT_BINDING = 1 << 7;
-        /// Has staging buffers ([`StagingAccess`]).
+        /// The domain has staging buffers ([`StagingAccess`]).
         const STAGING = 1 << 8;
-        /// Has work that needs calls to make progress ([`ManualProgress`]).
+        /// The domain has work that needs calls to make progress ([`ManualProgress`]).
         const MANUAL_PROGRESS = 1 << 9;
     }
 }
@@ -91,9 +91,9 @@ pub trait Enabling {
 
 /// The facet of remote keys that one number cannot describe.
 pub trait CompositeKeys {
-    /// Returns the remote key of a region with several numbers (VRB-07), or with another addressing
-    /// than the domain's other regions. `None` means that the key is [`ProviderRegion::key`] over
-    /// the region's length.
+    /// Returns the remote key of a region if the key consists of several numbers (VRB-07), or if
+    /// its addressing differs from that of the domain's other regions. `None` means that the key is
+    /// [`ProviderRegion::key`] over the region's length.
     ///
     /// # Errors
     /// KeyNotAvailable for a staged region, if peers cannot access staged memory.

@@ -46,7 +46,7 @@ pub use crate::{
 pub struct DomainRequest {
     /// The NIC's name. `None` means the provider's first NIC.
     pub nic: Option<String>,
-    /// The mode in force ([`MrMode::effective`]).
+    /// The negotiated mode, without BASIC and SCALABLE ([`MrMode::effective`]).
     pub mode: MrMode,
     /// The domain's authorization key.
     pub auth_key: AuthKey,
@@ -180,22 +180,22 @@ pub trait Provider: fmt::Debug + Send + Sync {
 
 /// An open domain of a provider. Any threads may call the methods at once.
 ///
-/// A domain always returns the same facets.
+/// The set of facets that a domain returns never changes.
 ///
 /// # Safety
-/// Safe code of this library frees memory when a provider reports that it is deregistered. So an
-/// implementation must guarantee, for itself, its facets, and the endpoints and completion queues
-/// that it opens:
+/// Safe code of this library frees memory when a provider reports that the memory is deregistered.
+/// So an implementation must guarantee, for itself, its facets, and the endpoints and completion
+/// queues that it opens:
 ///
 /// - A registration accesses only the bytes of its pieces, and writes them only as the region's
 ///   rights allow. A sub-region or a window accesses only bytes of its region. It grants no write
 ///   if the region has no right by which the NIC writes.
 /// - [`register`](Self::register) leaves nothing registered when it fails or panics.
 /// - Once [`deregister`](Self::deregister) has returned `Ok`, nothing touches the memory through
-///   the region, its sub-regions or its windows, transfers in flight included. While it returns an
+///   the region, its sub-regions or its windows, including transfers in flight. If it returns an
 ///   error, the region stays registered.
-/// - The other safe methods, those of facets included, register nothing, and keep no region from
-///   being deregistered for good.
+/// - The other safe methods, including those of facets, register nothing. They do not permanently
+///   prevent a region from being deregistered.
 /// - A caller may pass a [`ProviderRegion`] or [`ProviderWindow`] of another domain, of a freed
 ///   object, or with any numbers. The call then fails, or uses a live object of this domain. It
 ///   never accesses freed memory.
@@ -254,7 +254,7 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
         None
     }
 
-    /// Returns the facet for keys of several numbers. Without it, every remote key is
+    /// Returns the facet for keys that consist of several numbers. Without it, every remote key is
     /// [`ProviderRegion::key`] over the region's length.
     fn composite_keys(&self) -> Option<&dyn CompositeKeys> {
         None

@@ -70,11 +70,12 @@ impl LeaseSlot {
 #[derive(Debug)]
 pub(in crate::cache) struct LeaseBlock {
     owned: AtomicU32,
-    /// The owner's next block. It was added when this one was full.
+    /// The index of the owner's next block, which was added when this block was full.
     next: AtomicU32,
-    /// In the owner's first block: the block that last had a free slot, 0 for the first.
+    /// The index of the owner's block that last had a free slot, or 0 for the first block. Used
+    /// only in the owner's first block.
     cursor: AtomicU32,
-    /// The slot that is probably free.
+    /// The position of a slot that is probably free.
     hint: AtomicU32,
     slots: [LeaseSlot; SLOTS],
 }

@@ -25,7 +25,8 @@ pub enum UncachedReason {
     TooLong,
     /// The cache is full, and all its regions are in use.
     Full,
-    /// A monitor is reading an event and keeps the gate closed.
+    /// A monitor is handling a change of memory, and has disabled all hits until it knows the
+    /// affected range.
     InvalidationInProgress,
     /// The kernel began to refuse `membarrier(2)` after it had allowed it, for example because of a
     /// seccomp filter. The cache is closed permanently.

@@ -27,8 +27,8 @@ struct Ways {
 }
 
 thread_local! {
-    /// Has no destructor, so that an access costs nothing extra. [`OWNED`] resets it at the
-    /// thread's end.
+    /// The calling thread's [`Ways`]. The type has no destructor, so that an access has no extra
+    /// cost. The destructor of [`OWNED`] resets the value when the thread ends.
     static WAYS_OF_THREAD: Ways = const {
         Ways {
             words: [const { Cell::new(NO_CACHE) }; WAYS],

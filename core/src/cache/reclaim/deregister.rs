@@ -28,7 +28,8 @@ impl<S: CacheBackend> Drop for DeregistrationGuard<'_, S> {
     fn drop(&mut self) {
         self.refused.extend(self.detached.drain(..));
         if !self.refused.is_empty() {
-            // Before they count as ended, so that each is always in flight or on the list.
+            // This happens before they count as ended, so that each region is always in flight or
+            // on the list.
             self.core.state.lock().reclaim.refused.append(&mut self.refused);
         }
         if self.core.in_flight.end(self.count) {

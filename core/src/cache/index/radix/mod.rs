@@ -115,7 +115,7 @@ const fn slot_of(page: u64, level: u32) -> usize {
     (page >> (FAN_BITS * level)) as usize & (FAN - 1)
 }
 
-/// Returns the binary logarithm of the number of pages that one slot of `level` stands for.
+/// Returns the binary logarithm of the number of pages that one slot of `level` covers.
 const fn span_bits(level: u32) -> u32 {
     FAN_BITS * level
 }
