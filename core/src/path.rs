@@ -89,7 +89,7 @@ pub struct PathRegistration {
 pub struct Target<'a> {
     /// The inputs of the registration.
     pub registration: &'a Registration<'a>,
-    /// The NIC's domain.
+    /// The provider's domain, which registers with the NIC.
     pub provider: &'a dyn ProviderDomain,
 }
 

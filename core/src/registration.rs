@@ -15,11 +15,12 @@ use crate::{
 pub struct Registration<'a> {
     /// The ranges, at least one. All belong to the owner of `memory`.
     pub ranges: &'a [AddressRange],
-    /// The memory, whose owner was resolved once.
+    /// The memory, with its owner.
     pub memory: Memory<'a>,
     /// The rights of local and remote accesses.
     pub access: Access,
-    /// The flags. All are in [`ProviderAttr::flags`](crate::provider::ProviderAttr::flags).
+    /// The flags. The provider supports all of them
+    /// ([`ProviderAttr::flags`](crate::provider::ProviderAttr::flags)).
     pub flags: MrFlags,
     /// The requested key.
     pub key: KeyRequest,
@@ -140,7 +141,7 @@ pub enum Memory<'a> {
 pub enum KeyRequest {
     /// The number that the application requested (`requested_key`).
     Application(u64),
-    /// Any number, chosen by the provider.
+    /// The provider chooses the number.
     Provider,
 }
 

@@ -233,29 +233,30 @@ pub enum Operation<'a> {
         /// The values to compare with, for comparing operations.
         compare: Option<LocalSegment>,
     },
-    /// A message. A tagged message matches receives by its tag.
+    /// Send of a message. A tagged message matches receives by its tag.
     Send {
-        /// The tag, for tagged messages.
+        /// The tag of a tagged message. `None` for a message without a tag.
         tag: Option<u64>,
         /// The key of a window that the receiver's NIC invalidates (send with invalidate).
         invalidate: Option<&'a RemoteKey>,
     },
-    /// A message with immediate data, which the completion of the receive has
+    /// Send of a message with immediate data, which the completion of the receive returns
     /// ([`ProviderAttr::cq_data_size`](crate::provider::ProviderAttr::cq_data_size)).
     SendImmediate {
-        /// The tag, for tagged messages.
+        /// The tag of a tagged message. `None` for a message without a tag.
         tag: Option<u64>,
         /// The immediate data.
         data: u64,
     },
-    /// A buffer for one message.
+    /// Receive of one message into the local segments.
     Receive {
-        /// The tag to match and a mask of bits to ignore, for tagged messages.
+        /// The tag to match, and a mask of the tag's bits to ignore. `None` matches messages
+        /// without a tag.
         tag: Option<(u64, u64)>,
-        /// Receives only from this peer, if given.
+        /// The peer to receive from. With `None` the receive accepts messages of every peer.
         from: Option<PeerId>,
     },
-    /// Binds a type 2 window. The new key is the window's index with `tag` as its low 8 bits.
+    /// Bind of a type 2 window. The new key is the window's index with `tag` as its low 8 bits.
     BindWindow {
         /// The window.
         window: ProviderWindow,
@@ -272,7 +273,7 @@ pub enum Operation<'a> {
         /// The low 8 bits of the new key.
         tag: u8,
     },
-    /// Invalidates the current key of a type 2 window.
+    /// Invalidation of the current key of a type 2 window.
     InvalidateWindow {
         /// The window.
         window: ProviderWindow,
@@ -284,7 +285,7 @@ pub enum Operation<'a> {
 pub struct WorkRequest<'a> {
     /// The operation, with its remote segments.
     pub operation: Operation<'a>,
-    /// The local memory, as a sequence of bytes.
+    /// The local memory. The segments form one sequence of bytes.
     pub local: &'a [LocalSegment],
     /// The peer. Ignored by receives and window operations.
     pub peer: PeerId,

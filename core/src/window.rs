@@ -32,7 +32,7 @@ pub enum WindowType {
 /// The state of a window's key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WindowState {
-    /// No window is allocated.
+    /// The window is not allocated, or was freed.
     Invalid,
     /// The window is not bound, and its key gives no access.
     Free,

@@ -1,4 +1,4 @@
-//! Copies: blocking and asynchronous.
+//! Behaviours of copies, blocking and asynchronous.
 
 use std::{sync::Arc, thread};
 

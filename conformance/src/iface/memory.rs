@@ -1,4 +1,4 @@
-//! Allocations and queries.
+//! Behaviours of allocations and queries.
 
 use std::{collections::HashSet, fs, sync::Arc};
 

@@ -1,4 +1,4 @@
-//! Registrations of the iface's memory over the software NIC.
+//! Behaviours of the iface's memory when the software NIC registers it.
 
 use std::sync::{
     Arc,

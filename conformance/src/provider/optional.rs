@@ -74,7 +74,7 @@ fn window_types(link: &Link) -> Result<Vec<WindowType>, Skipped> {
     }
 }
 
-/// A window of any type.
+/// A memory window of type 1 or type 2.
 enum Window {
     One(Type1Window),
     Two(Type2Window),

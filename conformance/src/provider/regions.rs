@@ -1,4 +1,4 @@
-//! Rights and bounds of regions, and their close.
+//! Behaviours of regions: rights, bounds and closing.
 
 use std::{sync::Arc, thread};
 

@@ -1,4 +1,4 @@
-//! Transfers. Every byte arrives, and no other byte changes.
+//! Behaviours of transfers: every byte arrives, and no other byte changes.
 
 use std::sync::Arc;
 

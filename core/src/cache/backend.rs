@@ -9,7 +9,7 @@ use crate::{Rejected, Result, monitor::Invalidator};
 ///
 /// Any threads may call the methods at once. The cache holds none of its locks during a call.
 pub trait CacheBackend: Send + Sync + 'static {
-    /// A registration.
+    /// A registered region of the backend.
     type Region: Send + Sync + 'static;
 
     /// A subscription to changes of one registration's memory.

@@ -45,14 +45,14 @@ pub(super) struct CacheCore<S: CacheBackend> {
     pub(super) waker: Waker,
 }
 
-/// State under the cache's lock.
+/// The state that the cache's lock protects.
 pub(super) struct LockedState<S: CacheBackend> {
     pub(super) index: IndexState,
     pub(super) reclaim: ReclaimState<S>,
     pub(super) misses: MissState,
 }
 
-/// State of misses under the cache's lock.
+/// The state of misses that the cache's lock protects.
 #[derive(Default)]
 pub(super) struct MissState {
     /// The number of misses that made an entry, including misses in progress.
@@ -124,7 +124,7 @@ impl<S: CacheBackend> CacheCore<S> {
         self.leases.blocks.take_first()
     }
 
-    /// Marks an entry invalidated, whatever its range.
+    /// Marks an entry invalidated without a check of its range.
     pub(super) fn mark_invalidated(&self, index: u32, cause: InvalidationCause) {
         if self.index.entries.at(index).mark_invalidated(|_| true) {
             self.counters.count_invalidation(cause);

@@ -261,7 +261,7 @@ const NOT_FOUND: u32 = 0;
 impl<S: CacheBackend> Drop for Cache<S> {
     fn drop(&mut self) {
         if self.core.leases.gate.is_forked() {
-            // Thread, locks and regions belong to the parent.
+            // The thread, the locks and the regions belong to the parent.
             #[cfg(not(loom))]
             std::mem::forget(self.worker.take());
             return;
@@ -373,7 +373,7 @@ impl<S: CacheBackend> fmt::Debug for LookupHandle<'_, S> {
 /// A lease that keeps its cache alive. It may outlive the borrow of the cache, and costs a shared
 /// reference count.
 pub struct OwnedLease<S: CacheBackend> {
-    /// Refers to the cache, so it is dropped first.
+    /// The lease, which refers to the cache and so is dropped before it.
     lease: Lease<'static, S>,
     _cache: Arc<Cache<S>>,
 }

@@ -1,4 +1,4 @@
-//! Invalidations in progress, which a registration must not overlap.
+//! The invalidations in progress. A registration that overlaps one of them is invalidated at once.
 
 use super::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::monitor::{InvalidationCause, InvalidationToken};
@@ -15,7 +15,7 @@ const SHARED: usize = 64;
 #[cfg(loom)]
 const SHARED: usize = 2;
 
-/// The token of an invalidation without a slot.
+/// The token of an invalidation that found no free slot.
 const NO_SLOT: u32 = u32::MAX;
 
 /// A range that is being invalidated. A claimed slot covers all addresses until its range is
@@ -148,7 +148,7 @@ impl ActiveInvalidations {
         }
     }
 
-    /// Withdraws a range and releases its slot.
+    /// Ends an invalidation: withdraws its range and releases its slot.
     #[inline]
     pub(super) fn end(&self, change: &InvalidationToken) {
         match self.own.get((change.0 as usize).wrapping_sub(SHARED)) {

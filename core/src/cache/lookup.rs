@@ -185,7 +185,7 @@ impl<S: CacheBackend> CacheCore<S> {
         self.wake_if_invalidated(entry);
     }
 
-    /// Ends a lease in any cache.
+    /// Ends a lease, with a fence if the cache's lookups need one.
     pub(super) fn release_checked(&self, entry: &Entry<S>, slot: &LeaseSlot) {
         slot.entry.store(0, Ordering::Release);
         self.leases.barrier.light();

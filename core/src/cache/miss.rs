@@ -174,7 +174,7 @@ impl<S: CacheBackend> CacheCore<S> {
             locked.misses.registrations += 1;
             slot.publish(index);
         }
-        // Announces the entry, which is in the table.
+        // The unlock announces the entry, which is in the table now, to invalidations.
         drop(locked);
         fence_after_exchange();
         let index = match made {
@@ -318,7 +318,7 @@ impl<S: CacheBackend> CacheCore<S> {
         self.register_uncached(key, self.bypass_reason().unwrap_or(UncachedReason::Full))
     }
 
-    /// Registers a region for one lease.
+    /// Registers an uncached region, which is deregistered when its lease ends.
     #[cold]
     #[inline(never)]
     fn register_uncached(&self, key: &Key, reason: UncachedReason) -> Result<Lease<'_, S>> {

@@ -1,4 +1,4 @@
-//! Subscriptions to frees that go through an iface.
+//! Subscriptions to frees, for ifaces that see every free of their memory themselves.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -21,7 +21,7 @@ struct WatchedRange {
 struct WatchedRanges {
     next: u64,
     by_id: BTreeMap<u64, WatchedRange>,
-    /// The ranges of frees in progress.
+    /// The ranges that are being freed now.
     freeing: Vec<AddressRange>,
 }
 

@@ -41,7 +41,7 @@ pub enum InvalidationCause {
     Detach,
     /// A free by a device API.
     Free,
-    /// A query found another allocation at the address.
+    /// A comparison of identities found another allocation at the address.
     Identity,
     /// The process is a forked child.
     Fork,
@@ -88,8 +88,8 @@ impl fmt::Display for InvalidationCause {
     }
 }
 
-/// A change in progress. [`Invalidator::invalidate_start`] returns it, for
-/// [`Invalidator::invalidate_end`].
+/// A token for a change in progress, which [`Invalidator::invalidate_start`] returns and
+/// [`Invalidator::invalidate_end`] ends.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "nothing over the range can be cached until the change is ended"]
 pub struct InvalidationToken(pub u32);

@@ -45,7 +45,7 @@ pub struct ProviderAttr {
     pub staged_access: Access,
     /// The registration flags that the provider supports.
     pub flags: MrFlags,
-    /// The agent that executes posted requests.
+    /// The part of the system that executes posted requests.
     pub progress: ProgressModel,
     /// The guaranteed order of requests of one endpoint to one peer.
     pub order: MsgOrder,
@@ -80,7 +80,7 @@ impl ProviderAttr {
     }
 }
 
-/// The agent that executes posted requests of a domain.
+/// The part of the system that executes posted requests of a domain.
 ///
 /// This covers requests with memory that the NIC reaches directly. Requests with staged memory may
 /// also need calls. Then the domain has the facet [`ManualProgress`](super::ManualProgress).

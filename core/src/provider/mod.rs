@@ -52,7 +52,8 @@ pub struct DomainRequest {
     pub auth_key: AuthKey,
     /// Set if the application uses device memory (`FI_HMEM`).
     pub hmem: bool,
-    /// The ifaces, for transfers with device addresses but no descriptor.
+    /// The ifaces of the domain. The provider needs them for transfers with device addresses but no
+    /// descriptor.
     pub registry: Arc<Registry>,
     /// The size and number of staging buffers.
     pub staging: StagingAttr,
@@ -113,14 +114,14 @@ pub enum Backing<'a> {
     },
     /// A dma-buf or memfd. A provider that needs the fd later duplicates it.
     DmaBuf {
-        /// The fd.
+        /// The file descriptor of the dma-buf.
         fd: BorrowedFd<'a>,
         /// The offset of the piece in the dma-buf, in bytes.
         offset: DmaBufOffset,
     },
     /// A device address that a peer-memory client resolves.
     PeerMemory {
-        /// The address.
+        /// The device address.
         address: Address,
     },
     /// Copies through staging buffers. Atomics are refused.

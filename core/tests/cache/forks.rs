@@ -176,7 +176,7 @@ fn child_forked_while_the_lock_is_held_does_not_hang() {
             // `entries` calls the closure under the lock.
             lists.entries(|_| {
                 locked.send(()).expect("the test waits");
-                // Also ends if the test fails before it sends.
+                // The wait also ends if the test fails before it sends.
                 let _released = may_unlock.recv();
             });
         });

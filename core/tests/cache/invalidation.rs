@@ -1,4 +1,4 @@
-//! Invalidation: the affected entries, their deregistration, and callbacks.
+//! Tests of invalidation: the affected entries, their deregistration, and callbacks.
 
 use std::{
     sync::{

@@ -1,4 +1,4 @@
-//! Limits and eviction.
+//! Tests of limits and eviction.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 

@@ -1,4 +1,4 @@
-//! Hits and misses.
+//! Tests of hits and misses.
 
 use std::sync::{Arc, atomic::Ordering};
 

@@ -1,4 +1,4 @@
-//! Registrations and deregistrations in progress: waiting threads, and failures.
+//! Tests of registrations and deregistrations in progress: waiting threads, and failures.
 
 use std::{
     sync::{
@@ -254,7 +254,7 @@ fn out_of_resources_evicts_idle_entries_and_retries_once() {
     let before = books.registrations.load(Ordering::SeqCst);
     let fifth = cache.get_or_register(&key(9 * PAGE, PAGE)).unwrap();
     assert!(fifth.uncached_reason().is_none());
-    // Refused once, then retried once. The leased entry stayed.
+    // The backend refused once, and the cache retried once. The leased entry stayed.
     assert_eq!(books.registrations.load(Ordering::SeqCst), before + 2);
     assert_eq!(books.live(), 2);
     assert_eq!(cache.get_or_register(&key(0, PAGE)).unwrap().id, busy.id);

@@ -18,7 +18,7 @@ const PAGE: u64 = 4096;
 /// An entry is live if no flag is set, or only flags among NEEDS_VALIDATION, HAS_WAITERS and
 /// UNREFERENCED. A lookup tests this with one comparison. The cache's guide lists the transitions.
 pub(in crate::cache) mod state {
-    /// The entry is free, or is about to be.
+    /// The entry is free, or its last user is about to free it.
     pub(in crate::cache) const FREE: u32 = 1;
     /// The provider is registering the entry's memory.
     pub(in crate::cache) const REGISTERING: u32 = 2;
@@ -79,7 +79,8 @@ pub(in crate::cache) mod state {
 #[repr(C, align(64))]
 pub(in crate::cache) struct Entry<S: CacheBackend> {
     pub(in crate::cache) state: AtomicU32,
-    /// The rights that the registration does not have.
+    /// The complement of the registration's access rights: a bit for each right that it does not
+    /// have.
     missing_access: AtomicU32,
     pub(in crate::cache) start: AtomicU64,
     /// The last address.
@@ -231,7 +232,7 @@ impl<S: CacheBackend> Entry<S> {
         self.state.store(word, Ordering::Release);
     }
 
-    /// Frees the entry. Its generation increments.
+    /// Marks the entry free, and increments its generation.
     pub(in crate::cache) fn free(&self) {
         let word = self.state.load(Ordering::Relaxed);
         self.state.store(state::freed(word), Ordering::Release);

@@ -98,7 +98,7 @@ impl<S: CacheBackend> Index<S> {
     }
 }
 
-/// Counts the searches of the calling thread.
+/// A counter of the searches of the table by the calling thread, for tests.
 #[cfg(all(test, not(loom)))]
 pub(super) mod searches {
     use std::cell::Cell;

@@ -95,7 +95,7 @@ impl<S: CacheBackend> CacheCore<S> {
         reclaim.detached -= left.len() as u64;
         reclaim.left_to_worker.extend(left);
         if reclaim.left_to_worker.len() < MAX_BATCH {
-            // The worker may have taken the others already.
+            // The worker may have detached the other entries already.
             self.waker.wake();
         } else {
             reclaim.detached += reclaim.left_to_worker.len() as u64;

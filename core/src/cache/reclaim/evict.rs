@@ -60,7 +60,8 @@ impl<S: CacheBackend> CacheCore<S> {
         if !self.has_idle(locked) {
             return false;
         }
-        // Two rounds: the first may only clear reference bits.
+        // The clock hand makes up to two rounds, because the first round may only clear reference
+        // bits.
         let mut steps = 2 * locked.index.made as usize + 1;
         while !self.fits(locked, len) && steps > 0 {
             let bytes =
@@ -239,7 +240,8 @@ impl<S: CacheBackend> CacheCore<S> {
         let mut locked = self.state.lock();
         let others = self.in_flight.any(locked.reclaim.detached);
         self.collect(&mut locked, &mut detached);
-        // Read before the slots, as in `evict_for`.
+        // The number of owners is read before the slots, so that the scan sees what former owners
+        // did.
         let other_lookups = self.leases.blocks.owners() > 0;
         let mut steps = if self.has_idle(&mut locked) { locked.index.made as usize } else { 0 };
         let goal =

@@ -42,7 +42,7 @@ pub(in crate::cache) struct ReclaimState<S: CacheBackend> {
 /// State of the clock hand and of scans for leases.
 #[derive(Default)]
 pub(in crate::cache) struct EvictionState {
-    /// The entry that eviction looked at last.
+    /// The clock hand: the index of the entry that eviction looked at last.
     pub(in crate::cache) hand: u32,
     /// The candidates of an eviction. Kept only to reuse the allocation.
     pub(in crate::cache) candidates: Vec<u32>,

@@ -103,7 +103,7 @@ pub(in crate::cache) struct Radix {
 pub(in crate::cache) struct Shape {
     /// The number of slots in use of each node, by the node's index.
     filled: Vec<u32>,
-    /// A page whose lowest node may be empty.
+    /// A page with a lowest node that may be empty, and that the table keeps.
     emptied: Option<u64>,
     free_nodes: Vec<u32>,
     buckets_made: u32,
