@@ -12,9 +12,8 @@ use crate::builder::Hmem;
 const OPERATION: &str = "nearest NICs";
 
 impl Hmem {
-    /// Chooses the `count` NICs of open domains that are nearest to memory, by the machine's
-    /// [topology](Hmem::topology). [`Topology::choose_nics`] defines the order, also of NICs that
-    /// are equally near.
+    /// Chooses the `count` NICs that are nearest to memory, from the NICs of `domains`.
+    /// [`Topology::choose_nics`] defines the order, also of NICs that are equally near.
     ///
     /// For device memory, the distance is from the device to the NIC. For memory that the CPU can
     /// access, it is from the NUMA node that holds most of the pages ([`numa_node`]).

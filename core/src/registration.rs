@@ -196,7 +196,7 @@ pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 /// these settings.
 #[derive(Clone, Copy, Default)]
 pub struct Parallel<'a> {
-    /// The number of calls at once. 0 means one per CPU.
+    /// The number of driver calls that run at once, each for one part. 0 means one per CPU.
     pub threads: usize,
     /// The length of a part in bytes, at least a page. With 0 the provider chooses, and splits only
     /// ranges that become faster to register.

@@ -32,8 +32,8 @@ pub(super) fn started_copy_moves_exactly_the_named_bytes(iface: &Arc<dyn Iface>)
     Ok(())
 }
 
-/// Copies parts in, out, and from one end of the buffer to the other. Asserts each time that the
-/// bytes around the part stay the same.
+/// Copies parts from host memory into the buffer, back to host memory, and within the buffer.
+/// Asserts after each copy that the bytes around the part did not change.
 fn assert_copies(buffer: &DeviceBuffer, copy: Copy<'_>) {
     let kind = buffer.allocation().kind.name();
     for (seed, (offset, len)) in PARTS.into_iter().enumerate() {

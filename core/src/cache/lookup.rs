@@ -192,8 +192,8 @@ impl<S: CacheBackend> CacheCore<S> {
         self.wake_if_invalidated(entry);
     }
 
-    /// Wakes the worker if the entry is invalidated. The entry may be in another use by now, which
-    /// at worst wakes the worker for nothing.
+    /// Wakes the worker if the entry is invalidated. The entry may have been reused by now. Then
+    /// the worker may be woken without need, which is harmless.
     #[inline(always)]
     fn wake_if_invalidated(&self, entry: &Entry<S>) {
         if entry.state.load(Ordering::Relaxed) & state::INVALIDATED != 0 {

@@ -282,7 +282,7 @@ fn register_memory(
     Ok(())
 }
 
-/// Refuses memory of an iface other than the one that its buffer reports.
+/// Fails if the memory belongs to another iface (`found`) than its buffer reports (`owned`).
 ///
 /// The domain treats memory of an iface that it does not know as host memory. A software NIC would
 /// then access device memory with the CPU.

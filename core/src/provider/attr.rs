@@ -159,9 +159,11 @@ bitflags::bitflags! {
 /// transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StagingAttr {
-    /// The length of a buffer in bytes, at least 1, and so the longest chunk. A message is split
-    /// into chunks of a sixteenth of its length, but of at least 128 KiB if a buffer is that long.
-    /// The chunks at its ends are shorter.
+    /// The length of a buffer in bytes, at least 1. No chunk of a message is longer than a buffer.
+    ///
+    /// A message is normally split into 16 chunks of equal length. Chunks of less than 128 KiB are
+    /// avoided, except if a buffer is shorter. The chunks at both ends of a message are shorter
+    /// too.
     pub buffer_len: usize,
     /// The number of buffers, at least 1. If a NIC needs a whole message at once (verbs does), half
     /// of the buffers serve receives and a quarter serve sends. So transfers that wait for a peer

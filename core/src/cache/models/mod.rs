@@ -48,8 +48,8 @@ struct Registration {
     number: u32,
     version: u32,
     start: u64,
-    /// A cell that uses of the region read, and its deregistration writes. Loom checks that the two
-    /// are ordered.
+    /// A cell that each use of the region reads, and that the deregistration writes. Loom checks
+    /// that uses and deregistration are ordered.
     used: UnsafeCell<()>,
 }
 

@@ -190,8 +190,8 @@ impl<S: CacheBackend> CacheCore<S> {
         self.ended.notify_all();
     }
 
-    /// Returns the callbacks that wait for deregistrations in flight. Returns none of them while a
-    /// deregistration is in flight.
+    /// Returns the callbacks that wait for the end of all deregistrations in flight, or none of
+    /// them if a deregistration is still in flight.
     pub(super) fn take_callbacks_after_flight(
         &self,
         locked: &mut LockedState<S>,
