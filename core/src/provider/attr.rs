@@ -161,9 +161,9 @@ bitflags::bitflags! {
 pub struct StagingAttr {
     /// The length of a buffer in bytes, at least 1. No chunk of a message is longer than a buffer.
     ///
-    /// A message is normally split into 16 chunks of equal length. Chunks of less than 128 KiB are
-    /// avoided, except if a buffer is shorter. The chunks at both ends of a message are shorter
-    /// too.
+    /// A long message is split into chunks of up to a sixteenth of its length, or of a buffer's
+    /// length if that is less. Chunks of less than 128 KiB are avoided, unless a buffer is shorter.
+    /// The chunks at both ends of a message are shorter than those in the middle.
     pub buffer_len: usize,
     /// The number of buffers, at least 1. If a NIC needs a whole message at once (verbs does), half
     /// of the buffers serve receives and a quarter serve sends. So transfers that wait for a peer
