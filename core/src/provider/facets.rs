@@ -216,7 +216,7 @@ pub trait Windows {
     /// # Errors
     /// - Unsupported if the provider has only posted invalidations, or if its driver cannot do this
     ///   safely.
-    /// - - The error of [`WindowRule::refuse`](super::WindowRule::refuse), if the operation breaks
+    /// - The error of [`WindowRule::refuse`](super::WindowRule::refuse), if the operation breaks
     ///   a rule of [`WindowRule`](super::WindowRule).
     /// - The error that the driver reported.
     fn invalidate_window_now(
