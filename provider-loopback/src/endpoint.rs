@@ -50,7 +50,8 @@ pub(super) struct EndpointState {
     peers: RwLock<Peers>,
 }
 
-/// The endpoints that an endpoint has resolved. A [`PeerId`] is an index in the list.
+/// The peers of an endpoint: the endpoints that it has resolved. A [`PeerId`] is an index in the
+/// list.
 #[derive(Debug, Default)]
 struct Peers {
     known: Vec<(u64, Weak<EndpointState>)>,
@@ -98,7 +99,7 @@ impl EndpointState {
         self.life.is_closed()
     }
 
-    /// Adds a peer. Returns the same number for the same endpoint.
+    /// Adds a peer and returns its number. An endpoint that was added before keeps its number.
     pub(super) fn add_peer(&self, peer: &Arc<Self>) -> PeerId {
         let mut peers = self.peers.write();
         let next = peers.known.len();
@@ -166,7 +167,7 @@ impl EndpointState {
         Ok(())
     }
 
-    /// Removes and returns the next posted request, and whether there are more.
+    /// Removes the next posted request. Returns the request, and true if there are more.
     ///
     /// The caller holds `running`.
     pub(super) fn next_posted(&self) -> Option<(Work, bool)> {
@@ -204,10 +205,11 @@ impl EndpointState {
         self.rx.push(completion);
     }
 
-    /// Closes the endpoint. Waits for the request that executes, and cancels the others.
+    /// Closes the endpoint. Waits for the executing request, and cancels the requests that have not
+    /// started.
     ///
     /// # Errors
-    /// Busy while a type 2A window is bound to it, unless `force` is set.
+    /// Busy while a type 2A window is bound to the endpoint, unless `force` is set.
     pub(super) fn close(&self, force: bool) -> Result<()> {
         if !self.life.close(force)? {
             return Ok(());
@@ -246,10 +248,11 @@ impl fmt::Debug for EndpointState {
     }
 }
 
-/// The endpoints of a domain. Progress executes the requests of all.
+/// The endpoints of a domain. Progress executes the requests of all of them.
 #[derive(Debug, Default)]
 pub(super) struct Siblings {
-    /// Replaced as a whole, so that progress holds no lock while it executes requests.
+    /// A snapshot. Changes replace the whole list, so that progress holds no lock while it executes
+    /// requests.
     endpoints: RwLock<Arc<[Arc<EndpointState>]>>,
 }
 
@@ -274,9 +277,10 @@ impl Siblings {
     }
 }
 
-/// The network of all NICs of a provider: the open endpoints by their numbers.
+/// The simulated network of a provider's NICs: the open endpoints by their numbers.
 pub(super) struct Fabric {
-    /// A part of endpoint names, which distinguishes names of other fabrics.
+    /// A random number in the names of this fabric's endpoints. Names with another number belong to
+    /// another fabric.
     id: u64,
     endpoints: RwLock<HashMap<u64, Weak<EndpointState>>>,
     /// The process that created the fabric. A forked child must not open domains: a thread of the
@@ -293,7 +297,9 @@ impl Fabric {
         Ok(Self { id: keys::random()?, endpoints: RwLock::default(), process })
     }
 
-    /// Returns the name of an endpoint: magic, version, fabric and endpoint, 21 bytes.
+    /// Returns the name by which peers resolve an endpoint.
+    ///
+    /// Its 21 bytes are a magic number, the version, the fabric's number and the endpoint's number.
     pub(super) fn name_of(&self, endpoint: u64) -> EndpointName {
         let mut bytes = NAME_MAGIC.to_vec();
         bytes.push(NAME_VERSION);

@@ -67,7 +67,7 @@ impl Provider for Loopback {
     }
 }
 
-/// The name of a NIC, and its own PCI address if it has one.
+/// The name of a NIC, and the PCI address that was set for it alone, if any.
 type NicName = (String, Option<String>);
 
 /// Builds a [`Loopback`].
@@ -119,7 +119,8 @@ impl Builder {
         self
     }
 
-    /// Sets the mr_mode bits that BASIC may force. Default: all that BASIC stands for.
+    /// Sets the mr_mode bits that the NICs turn on when the application offers BASIC. Default: all
+    /// that BASIC stands for.
     pub fn can(mut self, modes: MrMode) -> Self {
         self.config.attr.basic_mr_mode = modes;
         self
@@ -195,7 +196,7 @@ impl Builder {
         self
     }
 
-    /// Sets whether counters can be bound to regions. Default: yes.
+    /// Sets whether counters can be bound to regions. Default: true.
     pub fn region_counters(mut self, possible: bool) -> Self {
         self.config.region_counters = possible;
         self

@@ -24,7 +24,7 @@ use super::{
     indirect::IndirectMemory,
 };
 
-/// The number of bytes that one request copies.
+/// The maximum number of bytes that one request copies.
 const SCRATCH: usize = 1 << 20;
 /// The number of buffers in one ring. Further buffers get another ring.
 const SLOTS: u16 = 4096;
@@ -34,7 +34,7 @@ const BUFFER: u64 = 1 << 30;
 /// The number of retries of a request that the kernel refuses because memory is short.
 const REFUSALS: u32 = 1000;
 
-/// Pins pages for a domain.
+/// The pinner of a domain's host memory.
 pub(in super::super) struct Pinner {
     process: ProcessMark,
     rings: Mutex<Vec<Arc<Ring>>>,
@@ -117,9 +117,11 @@ struct RingState {
     uring: IoUring,
     scratch: OwnedFd,
     free: Vec<u16>,
-    /// Set once a request was left in the queue. Its completion would be taken for that of the next
-    /// request, and it could copy bytes after its transfer has ended. So nothing is submitted any
-    /// more. Buffers can still be unregistered.
+    /// Set once a failed call has left a request in the queue.
+    ///
+    /// That request could copy bytes after its transfer has ended, and its completion could be
+    /// mistaken for that of a later request. So nothing is submitted to the ring any more. Buffers
+    /// can still be unregistered.
     broken: bool,
 }
 
@@ -351,10 +353,10 @@ impl Run {
     }
 }
 
-/// The pinned pages of a piece. Positions are the application's addresses.
+/// The pinned pages of a region's piece. Positions are the application's addresses.
 #[derive(Debug)]
 pub(in super::super) struct Pinned {
-    /// In address order, disjoint.
+    /// The pinned runs, disjoint and in address order.
     runs: RwLock<Vec<Run>>,
 }
 
@@ -384,7 +386,8 @@ impl Pinned {
         runs.sort_by_key(|run| run.start);
     }
 
-    /// Returns the run of an address, and the number of bytes from there on in the same buffer.
+    /// Returns the buffer that contains an address, and the number of bytes from there that one
+    /// request can copy: at most `len`.
     fn find(&self, at: u64, len: u64) -> Result<(Arc<Slot>, u64)> {
         let runs = self.runs.read();
         let after = runs.partition_point(|run| run.start <= at);
@@ -436,7 +439,7 @@ impl IndirectMemory for Pinned {
 mod tests {
     use super::*;
 
-    /// Takes the kernel's ring away from behind a ring's fd, and gives it back on drop.
+    /// A guard that replaces a ring's fd by one of `/dev/null`, and restores it on drop.
     struct Away {
         ring: i32,
         kept: OwnedFd,
