@@ -72,8 +72,8 @@ pub enum Call {
     /// The execution of a write, read, atomic or send. A held request waits after its checks and
     /// before a byte moves. A failure completes the request with an error.
     Transfer,
-    /// The NIC's copy of one chunk of a staged transfer. A held chunk waits between the two copies
-    /// by copy engines. A failure ends the transfer.
+    /// The NIC's copy of one chunk of a staged transfer. A held chunk waits before the NIC copies
+    /// it. A failure ends the transfer.
     Chunk,
 }
 

@@ -119,8 +119,8 @@ impl Builder {
         self
     }
 
-    /// Sets the mr_mode bits that the NICs turn on when the application offers BASIC. Default: all
-    /// that BASIC stands for.
+    /// Sets the additional mr_mode bits that the NICs support if the application requests BASIC.
+    /// Default: all that BASIC stands for.
     pub fn can(mut self, modes: MrMode) -> Self {
         self.config.attr.basic_mr_mode = modes;
         self

@@ -9,7 +9,8 @@ impl System {
     /// # Safety
     /// The contract of [`hmem_core::Iface::copy`].
     pub(super) unsafe fn copy_bytes(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // Held during the copy: a record that is freed meanwhile keeps its memory until the end.
+        // References that live until the copy has ended: memory that is freed meanwhile stays
+        // allocated until then.
         let _to_stays = self.check_side(to, len)?;
         let _from_stays = self.check_side(from, len)?;
         // SAFETY: the caller promises both sides for `len` bytes. `check_side` verified the sides

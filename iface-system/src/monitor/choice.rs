@@ -21,21 +21,21 @@ use super::{Layered, MemHooks, UserFaultFd};
 #[serde(into = "&'static str")]
 #[non_exhaustive]
 pub enum HostMonitorKind {
-    /// The best monitor that passes its own test on this machine.
+    /// The best monitor that passes its self-test on this machine.
     #[default]
     Auto,
-    /// [`MemHooks`]
+    /// Hooks in the C library: [`MemHooks`].
     MemHooks,
-    /// [`UserFaultFd`]
+    /// Events of the kernel: [`UserFaultFd`].
     UserFaultFd,
-    /// [`super::ImportMonitor`], which the application makes itself.
+    /// The application's own monitor: [`super::ImportMonitor`].
     Import,
     /// No monitor: host memory is not cached.
     Disabled,
 }
 
 impl HostMonitorKind {
-    /// Every kind with its names. The first name is the one that is printed.
+    /// Every kind with its names. The first name is the one in output.
     const NAMES: [(Self, &'static [&'static str]); 5] = [
         (Self::Auto, &["auto", "default"]),
         (Self::MemHooks, &["memhooks"]),
@@ -73,7 +73,7 @@ impl FromStr for HostMonitorKind {
     type Err = Error;
 
     /// # Errors
-    /// InvalidArgument for an unknown name; the error lists the known ones.
+    /// InvalidArgument for an unknown name. The error lists the known names.
     fn from_str(name: &str) -> Result<Self> {
         let given = name.trim().to_ascii_lowercase();
         let found = Self::NAMES.iter().find(|(_, names)| names.contains(&given.as_str()));
@@ -88,20 +88,20 @@ impl FromStr for HostMonitorKind {
     }
 }
 
-/// A monitor that was considered, with the result.
+/// A monitor that was tried, with the result.
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct MonitorCandidate {
     /// Name of the monitor.
     pub name: &'static str,
-    /// The error of the monitor's start; `None` if the monitor passed its test.
+    /// The error of the monitor's start, or `None` if the monitor passed its self-test.
     #[serde(serialize_with = "display_option")]
     pub refused: Option<Error>,
 }
 
 /// The monitor that was chosen for host memory, and the reason.
 ///
-/// `Display` is one line; it serialises as
+/// `Display` prints one line. The serialised form is
 /// `{"requested","name","why","limits","candidates":[{"name","refused"}]}`.
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
@@ -115,7 +115,7 @@ pub struct MonitorChoice {
     pub why: String,
     /// The changes that the monitor misses, and the number of ranges that it watches.
     pub limits: String,
-    /// The monitors that were considered, in order.
+    /// The monitors that were tried, in order.
     pub candidates: Vec<MonitorCandidate>,
 }
 
@@ -163,7 +163,7 @@ fn net_alone(net: &UserFaultFd) -> String {
 }
 
 impl SystemMonitor {
-    /// Starts a monitor of a kind, and tests that it works.
+    /// Starts a monitor of the given kind, and tests that it works.
     ///
     /// `Auto` never fails. If no monitor works, it logs a warning and host memory is not cached.
     ///
@@ -201,7 +201,7 @@ impl SystemMonitor {
         }
     }
 
-    /// Uses the application's own monitor.
+    /// Creates the choice of the application's own monitor.
     #[must_use]
     pub fn imported(monitor: Arc<dyn Monitor>) -> Self {
         Self::named(
@@ -226,7 +226,7 @@ impl SystemMonitor {
         Self::best(MemHooks::start(), UserFaultFd::start())
     }
 
-    /// Returns the best choice among the monitors that work.
+    /// Chooses both monitors if both have started, otherwise the one that has started, if any.
     fn best(hooks: Result<Arc<MemHooks>>, net: Result<Arc<UserFaultFd>>) -> Self {
         let (memhooks, userfaultfd) =
             (HostMonitorKind::MemHooks.name(), HostMonitorKind::UserFaultFd.name());

@@ -1,5 +1,5 @@
-//! Function hooks with userfaultfd beneath: notified before a call of the C library unmaps memory,
-//! and after a raw system call did.
+//! Memhooks and userfaultfd together. The hooks notify before a call of the C library unmaps
+//! memory. Userfaultfd notifies after a raw system call has unmapped memory.
 
 use std::{
     collections::HashMap,
@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 
 use super::{MemHooks, UserFaultFd};
 
-/// [`MemHooks`] with [`UserFaultFd`] as its net.
+/// [`MemHooks`] with [`UserFaultFd`] as a safety net for changes that the hooks do not see.
 ///
 /// The hooks alone watch two kinds of ranges, which [`Layered::uffd_refusals`] counts:
 ///
@@ -27,17 +27,18 @@ use super::{MemHooks, UserFaultFd};
 pub struct Layered {
     hooks: Arc<MemHooks>,
     net: Arc<UserFaultFd>,
-    /// The subscription of the hooks, and that of the net if the net watches the range.
+    /// The subscriptions by number: that of the hooks, and that of userfaultfd if it watches the
+    /// range.
     subscriptions: Mutex<HashMap<u64, (Subscription, Option<Subscription>)>>,
     next: AtomicU64,
     uffd_refusals: AtomicU64,
     why_without: Mutex<Option<Error>>,
-    /// The kinds of refusals that were logged.
+    /// The kinds of userfaultfd's refusals that were logged.
     logged: Mutex<Vec<ErrorKind>>,
 }
 
 impl Layered {
-    /// Combines the hooks with a net beneath them. From then on the net serves this value alone: it
+    /// Combines the hooks with userfaultfd. From then on use `net` only through this value: it
     /// relies on the hooks to announce discards by the C library's `madvise`.
     #[must_use]
     pub fn new(hooks: Arc<MemHooks>, net: Arc<UserFaultFd>) -> Arc<Self> {
@@ -53,13 +54,13 @@ impl Layered {
         })
     }
 
-    /// Returns the number of subscriptions that the net refused so far.
+    /// Returns the number of subscriptions that userfaultfd has refused so far.
     #[must_use]
     pub fn uffd_refusals(&self) -> u64 {
         self.uffd_refusals.load(Ordering::Relaxed)
     }
 
-    /// Returns the reason of the net's last refusal.
+    /// Returns the reason for userfaultfd's last refusal, if any.
     #[must_use]
     pub fn why_uffd_refusals(&self) -> Option<String> {
         self.why_without.lock().as_ref().map(ToString::to_string)

@@ -1,4 +1,4 @@
-//! The patched C library: MON-03, MON-05, MON-06.
+//! Tests of the patched C library: MON-03, MON-05, MON-06.
 //!
 //! Each case runs in a process of its own.
 #![allow(missing_docs)]

@@ -228,7 +228,7 @@ pub(super) fn announced<T>(mapping: Option<&Mapping>, access: impl FnOnce() -> T
     Ok(access())
 }
 
-/// Copies between spans that are not indirect.
+/// Copies between two spans of the same length. The caller has announced accesses to dma-bufs.
 fn copy_near(from: Span<'_>, to: Span<'_>) -> Result<()> {
     match (from, to) {
         (Span::Direct { at: from, len, .. }, Span::Direct { at: to, .. }) => {
