@@ -47,7 +47,7 @@ const COLUMNS: [&str; 4] = ["memhooks", "userfaultfd", "memhooks+userfaultfd", "
 /// memory.
 type Row = (&'static str, fn() -> (*mut libc::c_void, Box<dyn FnOnce()>));
 
-/// Maps four pages. Returns them with an action on them.
+/// Maps four pages. Returns their address, and the action `act` on them, to run later.
 fn with_map(
     act: impl FnOnce(*mut libc::c_void) + 'static,
 ) -> (*mut libc::c_void, Box<dyn FnOnce()>) {

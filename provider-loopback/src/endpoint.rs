@@ -41,7 +41,8 @@ pub(super) struct EndpointState {
     tx_counter: Option<Arc<Counter>>,
     rx_counter: Option<Arc<Counter>>,
     posted: Mutex<VecDeque<Work>>,
-    /// Held while requests of this endpoint execute, which keeps their order.
+    /// The execution lock. A thread holds it while it executes requests of this endpoint, so that
+    /// they execute in order.
     ///
     /// Re-entrant, because a copy engine that a request calls may close this endpoint on the same
     /// thread. The cell is borrowed while requests execute, so that execution does not nest.

@@ -25,7 +25,7 @@ pub struct Loopback {
 }
 
 impl Loopback {
-    /// Starts building a fabric.
+    /// Creates a builder of a fabric.
     pub fn builder() -> Builder {
         Builder::default()
     }

@@ -50,7 +50,8 @@ pub(super) struct RegionAttr {
     pub(super) promises: Option<Arc<RwLock<Promises>>>,
     /// The region that a sub-region was registered on.
     pub(super) parent: Option<Token>,
-    /// The region whose pages a sub-region uses: its parent or the parent's root.
+    /// The root of a sub-region: the region with the pages that it uses. It is the parent or the
+    /// parent's root.
     pub(super) root: Option<Token>,
     /// Set with RMA_PMEM: the NIC makes peers' writes persistent before they complete.
     pub(super) persistent: bool,

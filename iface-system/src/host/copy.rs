@@ -6,6 +6,8 @@ use super::System;
 use crate::sys;
 
 impl System {
+    /// Copies `len` bytes between host addresses. Checks the side that is an allocation of this iface.
+    ///
     /// # Safety
     /// The contract of [`hmem_core::Iface::copy`].
     pub(super) unsafe fn copy_bytes(&self, to: Address, from: Address, len: u64) -> Result<()> {

@@ -72,6 +72,8 @@ impl fmt::Display for HostMonitorKind {
 impl FromStr for HostMonitorKind {
     type Err = Error;
 
+    /// Parses one of the names in `FI_MR_CACHE_MONITOR`.
+    ///
     /// # Errors
     /// InvalidArgument for an unknown name. The error lists the known names.
     fn from_str(name: &str) -> Result<Self> {

@@ -19,7 +19,8 @@ pub enum AddressReuse {
 /// Maximum number of freed ranges that are recorded for reuse.
 const REMEMBERED: usize = 1024;
 
-/// The addresses of the window, in pages from its start.
+/// The allocator of addresses in the reserved window. Its unit is a page, counted from the start of
+/// the window.
 #[derive(Debug)]
 pub(crate) struct AddressSpace {
     free: FreeRanges,

@@ -135,6 +135,8 @@ impl CopyEngine for Simulated {
 }
 
 impl Transfer {
+    /// Moves the bytes of the copy.
+    ///
     /// # Safety
     /// Host sides are valid for `len` bytes, and a host destination is not referenced elsewhere.
     unsafe fn run(&self) -> Result<()> {

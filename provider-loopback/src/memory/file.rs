@@ -36,9 +36,9 @@ const DMA_BUF_SYNC_END: u64 = 4;
 /// first byte in it.
 ///
 /// # Errors
-/// - InvalidArgument for an fd that is not memory or has `O_APPEND`.
-/// - OutOfBounds past the end of the file.
-/// - AccessDenied for rights that the fd does not have.
+/// - InvalidArgument: the fd is neither a dma-buf nor a mappable file, or it has `O_APPEND`.
+/// - OutOfBounds: the range reaches past the end of the file.
+/// - AccessDenied: the registration needs rights that the fd does not have.
 pub(in super::super) fn import(
     fd: BorrowedFd<'_>,
     offset: u64,

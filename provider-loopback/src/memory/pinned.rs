@@ -26,7 +26,7 @@ use super::{
 
 /// The maximum number of bytes that one request copies.
 const SCRATCH: usize = 1 << 20;
-/// The number of buffers in one ring. Further buffers get another ring.
+/// The maximum number of buffers of one io_uring. Further buffers use another io_uring.
 const SLOTS: u16 = 4096;
 /// The maximum size of an io_uring buffer.
 const BUFFER: u64 = 1 << 30;
@@ -41,6 +41,8 @@ pub(in super::super) struct Pinner {
 }
 
 impl Pinner {
+    /// Creates a pinner. Fails unless the process may use io_uring.
+    ///
     /// # Errors
     /// Unavailable where the kernel, a sysctl or a filter refuses io_uring.
     pub(in super::super) fn new() -> Result<Self> {
@@ -272,7 +274,8 @@ fn refused(error: &std::io::Error, start: u64, len: u64, operation: &'static str
     }
 }
 
-/// One buffer in a ring's table.
+/// A registered buffer: its slot in the buffer table of an io_uring. Dropping the value unregisters
+/// the buffer.
 struct Slot {
     ring: Arc<Ring>,
     index: u16,

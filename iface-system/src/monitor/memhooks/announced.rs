@@ -41,7 +41,7 @@ const ANNOUNCED: u64 = 2;
 
 #[derive(Debug)]
 struct Call {
-    /// The phase and the number of uses.
+    /// The phase of the slot (lower bits) and the number of its uses (upper bits).
     word: AtomicU64,
     start: AtomicU64,
     end: AtomicU64,

@@ -48,7 +48,8 @@ type Call = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> us
 static ORIGINALS: [AtomicUsize; Function::ALL.len()] =
     [const { AtomicUsize::new(0) }; Function::ALL.len()];
 
-/// Returns the address of the original of `function`, which is written before its entry is patched.
+/// Returns the variable with the address at which hooks call the original of `function`. The plan
+/// of the patches sets the variable before the function is patched.
 pub(super) fn original_of(function: Function) -> &'static AtomicUsize {
     &ORIGINALS[function as usize]
 }
@@ -97,6 +98,8 @@ hooks! {
     remap_file_pages = Function::RemapFilePages;
 }
 
+/// Runs in place of the function with number `FUNCTION`: notifies subscribers if memory changes.
+///
 /// # Safety
 /// The caller keeps the function's contract for these arguments.
 #[inline(always)]
@@ -181,6 +184,8 @@ unsafe fn notify_and_call<const FUNCTION: usize>(
     result
 }
 
+/// Calls the original of `function`.
+///
 /// # Safety
 /// The caller keeps the function's contract for these arguments.
 #[inline(always)]
