@@ -216,7 +216,7 @@ struct SubscriptionCounts {
 
 /// The invalidators that one set of hooks notifies, with their subscriptions.
 ///
-/// Neither a hook nor a forked child ever takes the lock.
+/// Adding and removing subscriptions takes a lock. Hooks and forked children never take it.
 pub struct Subscribers<T: Wipeable> {
     monitor: MonitorName,
     shared: WipedOnFork<T>,

@@ -262,8 +262,8 @@ fn memhooks_and_userfaultfd_leave_no_stale_hits() {
 
 const DISCARDS: [(&str, Replace); 2] = [HOOKED[1], RAW[1]];
 
-/// Counts stale hits in rounds in which one thread discards a cached page while another looks it up
-/// all the time: lookups after the discard that return the old page's registration.
+/// Counts stale hits: lookups after a discard that return the registration of the old page. In each
+/// round one thread discards a cached page while another thread looks it up continuously.
 fn stale_after_discards(monitor: &Arc<dyn Monitor>, discard: Replace, rounds: u64) -> u64 {
     let cache = Cache::new(SnapshotBackend(Some(Arc::clone(monitor))), Limits::default()).unwrap();
     let at = map(page());

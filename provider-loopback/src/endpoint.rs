@@ -114,7 +114,7 @@ impl EndpointState {
     /// Returns the endpoint of a peer.
     ///
     /// # Errors
-    /// Unreachable if the peer is closed or was not resolved.
+    /// Unreachable: the peer is closed or was not resolved.
     #[inline]
     pub(super) fn peer(&self, peer: PeerId) -> Result<Arc<Self>> {
         let known = |peers: &Peers| peers.known.get(peer.0 as usize)?.1.upgrade();
@@ -210,7 +210,7 @@ impl EndpointState {
     /// started.
     ///
     /// # Errors
-    /// Busy while a type 2A window is bound to the endpoint, unless `force` is set.
+    /// Busy: a type 2A window is bound to the endpoint, and `force` is not set.
     pub(super) fn close(&self, force: bool) -> Result<()> {
         if !self.life.close(force)? {
             return Ok(());
@@ -312,8 +312,8 @@ impl Fabric {
     /// Finds an endpoint by its name.
     ///
     /// # Errors
-    /// - Malformed if the bytes are not a name.
-    /// - Unreachable unless the endpoint is open on this fabric.
+    /// - Malformed: the bytes are not a name.
+    /// - Unreachable: no open endpoint of this fabric has the name.
     pub(super) fn find(&self, name: &EndpointName) -> Result<Arc<EndpointState>> {
         let (fabric, endpoint) = parse_name(name)?;
         let found = || self.endpoints.read().get(&endpoint).and_then(Weak::upgrade);

@@ -161,7 +161,7 @@ impl Inbox {
     /// Adds a receive.
     ///
     /// # Errors
-    /// Again if the inbox has as many receives as its depth.
+    /// Again: the inbox is full of posted receives.
     pub(super) fn post(&self, mut receive: Receive) -> Result<()> {
         let mut state = self.state.lock();
         if state.receives.len() >= self.depth {

@@ -234,7 +234,7 @@ impl Builder {
     /// Builds the fabric.
     ///
     /// # Errors
-    /// InvalidArgument for:
+    /// InvalidArgument for any of:
     ///
     /// - a key size other than 4 and 8, or a raw key size below 8;
     /// - immediate data of more than 8 bytes;

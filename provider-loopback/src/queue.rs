@@ -62,7 +62,7 @@ impl Queue {
         }
     }
 
-    /// Marks the queue closed, because its domain is, and wakes the waiting threads.
+    /// Marks the queue as closed when its domain closes, and wakes the waiting threads.
     pub(super) fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;

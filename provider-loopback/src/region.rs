@@ -221,7 +221,7 @@ impl Region {
     /// byte.
     ///
     /// # Errors
-    /// OutOfBounds unless every byte lies in the region.
+    /// OutOfBounds: a byte lies outside the region.
     #[inline]
     pub(super) fn spans<'a>(
         &'a self,

@@ -239,8 +239,8 @@ impl Regions {
     /// Adds a live region and returns its token and key.
     ///
     /// # Errors
-    /// - NoKey if the domain has a region with the requested key.
-    /// - OutOfResources if the table is full.
+    /// - NoKey: the domain already has a region with the requested key.
+    /// - OutOfResources: the table is full.
     pub(super) fn insert(
         &self,
         domain: u32,
@@ -277,8 +277,8 @@ impl Regions {
     /// its memory is released.
     ///
     /// # Errors
-    /// - NoRegion for a stale handle.
-    /// - Busy while windows or sub-regions depend on the region.
+    /// - NoRegion: the handle is stale.
+    /// - Busy: windows or sub-regions depend on the region.
     pub(super) fn remove(&self, domain: u32, token: Token) -> Result<(u64, Option<Token>)> {
         let live = {
             let mut state = self.state.write();
@@ -345,8 +345,8 @@ impl Regions {
     /// dropped.
     ///
     /// # Errors
-    /// - NoRegion for a stale handle.
-    /// - Busy during another refresh of the pages.
+    /// - NoRegion: the handle is stale.
+    /// - Busy: another refresh of the pages is in progress.
     pub(super) fn refresh(&self, domain: u32, token: Token) -> Result<RefreshGuard> {
         let state = self.state.read();
         let live = state.slots.find(domain, token).ok_or_else(|| stale("refresh"))?;

@@ -126,7 +126,7 @@ impl EndpointLife {
     /// Marks the endpoint closed. Returns false if it was closed before.
     ///
     /// # Errors
-    /// Busy while a type 2A window is bound through it, unless `force` is set.
+    /// Busy: a type 2A window is bound through the endpoint, and `force` is not set.
     pub(super) fn close(&self, force: bool) -> Result<bool> {
         let bound = self.bound.lock();
         if self.is_closed() {
@@ -566,7 +566,7 @@ impl Windows {
     /// Finds the window that a message to `endpoint` invalidates by its key.
     ///
     /// # Errors
-    /// - InvalidKey if no live window has the key.
+    /// - InvalidKey: no live window has the key.
     /// - The error of the rule that refuses the invalidation.
     pub(super) fn find_to_invalidate(&self, key: u64, endpoint: u64) -> Result<Arc<Window>> {
         let dead = || Refusal::Dead.of_key();

@@ -268,7 +268,7 @@ fn random_sequences_of_eight_to_forty_operations_follow_the_oracle() {
     }
 }
 
-/// Returns numbers without a pattern that keys could have.
+/// Returns pseudo-random numbers to try as keys. Equal seeds give equal numbers.
 fn noise(seed: u64) -> impl Iterator<Item = u64> {
     let mut state = seed;
     std::iter::repeat_with(move || {

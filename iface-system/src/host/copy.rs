@@ -6,7 +6,7 @@ use super::System;
 use crate::sys;
 
 impl System {
-    /// Copies `len` bytes between host addresses. Checks the side that is an allocation of this iface.
+    /// Copies `len` bytes between host addresses. Checks the bounds of allocations of this iface.
     ///
     /// # Safety
     /// The contract of [`hmem_core::Iface::copy`].

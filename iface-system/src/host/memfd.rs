@@ -77,7 +77,7 @@ impl MemFd {
     /// may write the content at the same time.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] if the range reaches past the end.
+    /// [`ErrorKind::OutOfBounds`]: the range reaches past the end of the file.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         self.check(offset, into.len() as u64)?;
         let to = Address::of_ptr(into.as_mut_ptr());

@@ -75,7 +75,7 @@ impl FromStr for HostMonitorKind {
     /// Parses one of the names in `FI_MR_CACHE_MONITOR`.
     ///
     /// # Errors
-    /// InvalidArgument for an unknown name. The error lists the known names.
+    /// InvalidArgument: the name is unknown. The error lists the known names.
     fn from_str(name: &str) -> Result<Self> {
         let given = name.trim().to_ascii_lowercase();
         let found = Self::NAMES.iter().find(|(_, names)| names.contains(&given.as_str()));
@@ -171,7 +171,8 @@ impl SystemMonitor {
     ///
     /// # Errors
     /// - The error of the requested monitor if it does not work here.
-    /// - InvalidArgument for `Import`, which the application makes ([`SystemMonitor::imported`]).
+    /// - InvalidArgument: the kind is `Import`. The application creates that monitor itself and
+    ///   passes it to [`SystemMonitor::imported`].
     pub fn start(kind: HostMonitorKind) -> Result<Self> {
         match kind {
             HostMonitorKind::Auto => Ok(Self::auto()),
@@ -313,7 +314,8 @@ impl SystemMonitor {
     /// Returns the monitor.
     ///
     /// # Errors
-    /// Unsupported if there is none: it was disabled, or none works. The error has the reasons.
+    /// Unsupported: there is no monitor, because it was disabled or none works. The error has the
+    /// reasons.
     pub fn monitor(&self) -> Result<Arc<dyn Monitor>> {
         self.monitor.clone().ok_or_else(|| {
             Error::new(ErrorKind::Unsupported, "monitor")

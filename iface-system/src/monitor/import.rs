@@ -26,8 +26,8 @@ pub trait ImportCallbacks: std::fmt::Debug + Send + Sync {
     /// overlap and repeat.
     ///
     /// # Errors
-    /// Unsupported if the application cannot watch the range. Registrations of the range are then
-    /// not cached.
+    /// Unsupported: the application cannot watch the range. Registrations of the range are then not
+    /// cached.
     fn subscribe(&self, range: AddressRange) -> Result<()>;
 
     /// Stops watching a range. The cache calls this once for each successful

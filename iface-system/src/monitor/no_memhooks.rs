@@ -26,7 +26,7 @@ impl MemHooks {
     /// Fails: the monitor does not exist for this target.
     ///
     /// # Errors
-    /// Always Unsupported.
+    /// Unsupported, always.
     pub fn start() -> Result<Arc<Self>> {
         Err(Error::new(ErrorKind::Unsupported, "memhooks")
             .iface(IfaceKind::SYSTEM)

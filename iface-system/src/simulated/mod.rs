@@ -127,7 +127,7 @@ impl Simulated {
     /// segment, except for virtual ones.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] if no live allocation contains the address.
+    /// [`ErrorKind::OutOfBounds`]: no live allocation contains the address.
     pub fn set_exportable(&self, address: Address, exportable: bool) -> Result<()> {
         self.inner.set_exportable(AddressRange::new(address, 1)?, exportable)
     }

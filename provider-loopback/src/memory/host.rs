@@ -187,9 +187,9 @@ impl Written {
     /// Writes the bytes back to the storage behind their mapping.
     ///
     /// # Errors
-    /// - BadAddress for pages that are no longer mapped.
-    /// - Unsupported for device DAX that the region does not own.
-    /// - Otherwise the error that the kernel reported.
+    /// - BadAddress: pages are no longer mapped.
+    /// - Unsupported: the memory is device DAX that the region does not own.
+    /// - Any other error of the kernel.
     ///
     /// The peer's bytes are in memory even if the write-back fails.
     pub(super) fn persist(self) -> Result<()> {

@@ -19,7 +19,7 @@ pub(in super::super) trait IndirectMemory: fmt::Debug + Send + Sync {
     /// selects the lock of an atomic.
     ///
     /// # Errors
-    /// Unsupported for memory without atomics.
+    /// Unsupported: the memory has no atomics.
     fn atomic_address(&self, at: u64) -> Result<u64>;
     /// Makes written bytes persistent if the memory itself is persistent.
     fn persist(&self, at: u64, len: u64) -> Result<()>;

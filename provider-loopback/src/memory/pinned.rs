@@ -44,7 +44,7 @@ impl Pinner {
     /// Creates a pinner. Fails unless the process may use io_uring.
     ///
     /// # Errors
-    /// Unavailable where the kernel, a sysctl or a filter refuses io_uring.
+    /// Unavailable: the kernel, a sysctl or a seccomp filter refuses io_uring.
     pub(in super::super) fn new() -> Result<Self> {
         let process = ProcessMark::current()?;
         Ok(Self { process, rings: Mutex::new(vec![Arc::new(Ring::new()?)]) })
@@ -53,9 +53,9 @@ impl Pinner {
     /// Pins the pages of a range.
     ///
     /// # Errors
-    /// - BadAddress if pages are absent or not writable.
-    /// - OutOfResources at the locked-memory limit.
-    /// - BadState in a forked child.
+    /// - BadAddress: pages are absent or not writable.
+    /// - OutOfResources: the locked-memory limit is reached.
+    /// - BadState: this process is a forked child.
     pub(in super::super) fn pin(
         &self,
         range: AddressRange,

@@ -97,8 +97,8 @@ const fn has(flags: usize, bits: i32) -> bool {
     flags as i32 & bits == bits
 }
 
-/// Sizes of huge pages, largest first: those of x86-64, or those of aarch64 with base pages of any
-/// size.
+/// Sizes of huge pages of the architecture, largest first. For aarch64, the sizes with every
+/// possible base page size.
 const HUGE: &[u64] = if cfg!(target_arch = "aarch64") {
     &[16 << 30, 1 << 30, 512 << 20, 32 << 20, 2 << 20, 64 << 10]
 } else {

@@ -252,7 +252,7 @@ impl UserFaultFd {
     /// so that it is notified of later discards.
     ///
     /// # Errors
-    /// Busy while such a discard may be in progress.
+    /// Busy: such a discard may be in progress.
     pub(super) fn settled(&self, range: AddressRange) -> Result<()> {
         let shared = self.watched.subscribers.shared();
         if shared.no_discards() && !self.discarding.load(Ordering::Acquire) {
