@@ -225,7 +225,7 @@ impl Builder {
         self
     }
 
-    /// Sets the faults, with which tests make calls fail or hold them in flight.
+    /// Sets the fault injection: tests use the value to make calls fail or wait in flight.
     pub fn faults(mut self, faults: &Faults) -> Self {
         self.config.faults = faults.clone();
         self

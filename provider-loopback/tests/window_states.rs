@@ -367,7 +367,7 @@ impl Keys {
         self.pair.here.write(self.pair.to, &[source.whole()], &key, 0)
     }
 
-    /// Tries a million forged keys, and then the live ones.
+    /// Checks that a million forged keys are refused, and that the live keys work.
     fn check(&self, bits: u32) {
         let key = |number| RemoteKey::new(Addressing::ZeroBased, Iova(0), 8, number);
         self.refuse_all(self.forged(bits).map(key));

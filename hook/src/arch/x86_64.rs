@@ -210,7 +210,8 @@ impl Patch {
     }
 }
 
-/// Runs `cmpxchg16b`. The intrinsic of `core::arch` needs libatomic where it is not inlined.
+/// Replaces 16 bytes by one `cmpxchg16b` if they equal `from`, and returns true then. The intrinsic
+/// of `core::arch` is not used, because it needs libatomic where it is not inlined.
 ///
 /// # Safety
 /// `at` is aligned to 16 bytes and writable, and the processor has `cmpxchg16b`.

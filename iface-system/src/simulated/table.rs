@@ -25,8 +25,8 @@ use crate::lazy::{LazyArray, ZeroValid};
 /// The maximum number of live allocations.
 pub(crate) const MAX_ENTRIES: usize = 1 << 24;
 
-/// The lowest bit of an entry's last word: set if the upper half is a device's number. The kind
-/// lies in between.
+/// The lowest bit of an entry's last word. It is set if the allocation has a device. The upper half
+/// of the word is then the device's number. The bits in between hold the allocation's kind.
 const HAS_DEVICE: u64 = 1;
 const KIND_SHIFT: u32 = 1;
 

@@ -312,7 +312,8 @@ pub fn notifications_of_uncached_unmaps(monitor: &dyn Monitor) -> usize {
     recorder.count()
 }
 
-/// Returns the resident bytes of anonymous memory. Code that is paged in meanwhile does not count.
+/// Returns the number of resident bytes of anonymous memory. Pages of files, code included, do not
+/// count.
 pub fn resident() -> u64 {
     let rollup = std::fs::read_to_string("/proc/self/smaps_rollup").expect("/proc");
     let anonymous =

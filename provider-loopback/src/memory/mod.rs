@@ -104,7 +104,7 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Copies the span to `into`, which has the same length.
+    /// Copies the span to `into`. Both have the same length.
     pub(super) fn load(self, into: &mut [u8]) -> Result<()> {
         match self {
             Self::Indirect { at, memory, .. } => memory.load(at, into),
@@ -120,7 +120,7 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Copies `from`, which has the same length, to the span.
+    /// Copies `from` to the span. Both have the same length.
     pub(super) fn store(self, from: &[u8]) -> Result<()> {
         match self {
             Self::Indirect { at, memory, .. } => memory.store(at, from),
