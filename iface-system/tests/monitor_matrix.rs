@@ -33,7 +33,7 @@ cases! {
     /// MON-01
     memhooks_and_userfaultfd_match_the_table,
     /// MON-01
-    huge_pages_are_watched_whole_by_the_net,
+    huge_pages_are_watched_whole_by_userfaultfd,
     /// MON-01
     import_matches_the_table;
     slow:
@@ -324,7 +324,7 @@ fn memhooks_and_userfaultfd_match_the_table() {
 }
 
 /// Uses no huge pages: the test reserves and touches none.
-fn huge_pages_are_watched_whole_by_the_net() {
+fn huge_pages_are_watched_whole_by_userfaultfd() {
     const HUGE: usize = 2 << 20;
     let monitor = Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
     let flags = ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_HUGETLB | 21 << libc::MAP_HUGE_SHIFT;

@@ -15,8 +15,8 @@ pub enum Memory {
     Follow,
     /// The pages that were mapped at registration, like most hardware.
     ///
-    /// The NIC pins these pages as io_uring registered buffers. A transfer through a region whose
-    /// mapping changed thus moves stale bytes. At registration every page must be mapped and
+    /// The NIC pins these pages as io_uring registered buffers. If the mapping changes, transfers
+    /// through the region thus move stale bytes. At registration every page must be mapped and
     /// writable.
     Pinned,
 }

@@ -228,7 +228,7 @@ impl EndpointState {
         Ok(())
     }
 
-    /// Completes every receive as canceled, and wakes waiting senders, whose sends then fail.
+    /// Completes every receive as canceled, and wakes waiting senders. Their sends then fail.
     pub(super) fn cancel_receives(&self) {
         // Waits for a message that is being delivered.
         let _delivery = self.inbox.lock_delivery();

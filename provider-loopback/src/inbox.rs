@@ -29,8 +29,8 @@ pub(super) struct Receive {
     pub(super) capacity: u64,
     /// Tag and ignore mask.
     pub(super) tag: Option<(u64, u64)>,
-    /// The endpoint whose messages the receive accepts. `None` accepts the messages of every
-    /// endpoint.
+    /// The number of the endpoint from which the receive accepts messages. `None` accepts messages
+    /// from every endpoint.
     pub(super) from: Option<u64>,
     pub(super) context: u64,
     /// The position of the receive in the order of posting, counted from 0. [`Inbox::post`] sets

@@ -120,7 +120,7 @@ struct State {
     requested: FxHashMap<(u32, u64), u32>,
 }
 
-/// Regions by their indices.
+/// The table of live regions by index, and the free indices.
 struct Slots {
     all: Vec<Slot>,
     /// Free indices, the oldest first.

@@ -151,7 +151,7 @@ pub struct SystemMonitor {
 }
 
 const HOOKS_ALONE: &str = "unmaps by raw system calls and by the dynamic loader are not detected";
-const NET_ALONE: &str = "a thread that maps the addresses again while another still unmaps \
+const UFFD_ALONE: &str = "a thread that maps the addresses again while another still unmaps \
     them can hit the old registration; memory that madvise discards is registered uncached until \
     the call has certainly returned; remap_file_pages and shmat(SHM_REMAP) are not detected";
 const LAYERED: &str = "after a raw system call unmaps memory, another thread can hit the old \
@@ -160,8 +160,8 @@ const LAYERED: &str = "after a raw system call unmaps memory, another thread can
     detected";
 const NOTHING: &str = "host memory is registered again each time";
 
-fn net_alone(net: &UserFaultFd) -> String {
-    format!("{NET_ALONE}; {} are cached", net.budget())
+fn uffd_alone(uffd: &UserFaultFd) -> String {
+    format!("{UFFD_ALONE}; {} are cached", uffd.budget())
 }
 
 impl SystemMonitor {
@@ -180,9 +180,9 @@ impl SystemMonitor {
                 Ok(Self::named(kind, MemHooks::start()?, HOOKS_ALONE.into()))
             }
             HostMonitorKind::UserFaultFd => {
-                let net = UserFaultFd::start()?;
-                let limits = net_alone(&net);
-                Ok(Self::named(kind, net, limits))
+                let uffd = UserFaultFd::start()?;
+                let limits = uffd_alone(&uffd);
+                Ok(Self::named(kind, uffd, limits))
             }
             HostMonitorKind::Import => Err(Error::new(ErrorKind::InvalidArgument, "cache monitor")
                 .iface(IfaceKind::SYSTEM)
@@ -204,7 +204,7 @@ impl SystemMonitor {
         }
     }
 
-    /// Creates the choice of the application's own monitor.
+    /// Creates a value that uses the application's own monitor.
     #[must_use]
     pub fn imported(monitor: Arc<dyn Monitor>) -> Self {
         Self::named(
@@ -230,7 +230,7 @@ impl SystemMonitor {
     }
 
     /// Chooses both monitors if both have started, otherwise the one that has started, if any.
-    fn best(hooks: Result<Arc<MemHooks>>, net: Result<Arc<UserFaultFd>>) -> Self {
+    fn best(hooks: Result<Arc<MemHooks>>, uffd: Result<Arc<UserFaultFd>>) -> Self {
         let (memhooks, userfaultfd) =
             (HostMonitorKind::MemHooks.name(), HostMonitorKind::UserFaultFd.name());
         let choice = |name, why: &str, limits: String, tried| MonitorChoice {
@@ -242,11 +242,11 @@ impl SystemMonitor {
         };
         let passed = |name| MonitorCandidate { name, refused: None };
         let refused = |name, error| MonitorCandidate { name, refused: Some(error) };
-        match (hooks, net) {
-            (Ok(hooks), Ok(net)) => {
-                let budget = net.budget();
+        match (hooks, uffd) {
+            (Ok(hooks), Ok(uffd)) => {
+                let budget = uffd.budget();
                 Self {
-                    monitor: Some(Layered::new(hooks, net)),
+                    monitor: Some(Layered::new(hooks, uffd)),
                     choice: choice(
                         "memhooks+userfaultfd",
                         "hooks detect calls of the C library before memory is unmapped, and the \
@@ -275,15 +275,15 @@ impl SystemMonitor {
                     ),
                 }
             }
-            (Err(error), Ok(net)) => {
+            (Err(error), Ok(uffd)) => {
                 tracing::warn!(
                     %error,
-                    limits = NET_ALONE,
+                    limits = UFFD_ALONE,
                     "memhooks do not work here: userfaultfd alone watches host memory"
                 );
-                let limits = net_alone(&net);
+                let limits = uffd_alone(&uffd);
                 Self {
-                    monitor: Some(net),
+                    monitor: Some(uffd),
                     choice: choice(
                         userfaultfd,
                         "only the kernel's events are available",
@@ -292,10 +292,10 @@ impl SystemMonitor {
                     ),
                 }
             }
-            (Err(hooks), Err(net)) => {
+            (Err(hooks), Err(uffd)) => {
                 tracing::warn!(
                     memhooks = %hooks,
-                    userfaultfd = %net,
+                    userfaultfd = %uffd,
                     "no monitor of host memory works here: it is not cached"
                 );
                 Self {
@@ -304,7 +304,7 @@ impl SystemMonitor {
                         "none",
                         "no monitor of host memory works here",
                         NOTHING.into(),
-                        vec![refused(memhooks, hooks), refused(userfaultfd, net)],
+                        vec![refused(memhooks, hooks), refused(userfaultfd, uffd)],
                     ),
                 }
             }
@@ -347,11 +347,11 @@ mod tests {
     /// MON-04
     #[test]
     fn auto_reports_its_choice_and_each_refusal() {
-        let none = SystemMonitor::best(Err(no("hooks")), Err(no("net")));
+        let none = SystemMonitor::best(Err(no("hooks")), Err(no("uffd")));
         assert_eq!(none.choice().name, "none");
         let text = none.choice().to_string();
         assert!(
-            text.contains("hooks: not supported") && text.contains("net: not supported"),
+            text.contains("hooks: not supported") && text.contains("uffd: not supported"),
             "{text}"
         );
         let error = none.monitor().unwrap_err();
@@ -360,11 +360,11 @@ mod tests {
             "{error}"
         );
 
-        if let Ok(net) = UserFaultFd::start() {
-            let net = SystemMonitor::best(Err(no("hooks")), Ok(net));
-            assert_eq!(net.choice().name, "userfaultfd");
-            assert!(net.choice().to_string().contains("hit the old registration"));
-            assert_eq!(net.monitor().unwrap().name(), "userfaultfd");
+        if let Ok(uffd) = UserFaultFd::start() {
+            let uffd = SystemMonitor::best(Err(no("hooks")), Ok(uffd));
+            assert_eq!(uffd.choice().name, "userfaultfd");
+            assert!(uffd.choice().to_string().contains("hit the old registration"));
+            assert_eq!(uffd.monitor().unwrap().name(), "userfaultfd");
         }
     }
 

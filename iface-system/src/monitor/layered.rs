@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 
 use super::{MemHooks, UserFaultFd};
 
-/// [`MemHooks`] with [`UserFaultFd`] as a safety net for changes that the hooks do not see.
+/// [`MemHooks`] with [`UserFaultFd`] as a safety uffd for changes that the hooks do not see.
 ///
 /// The hooks alone watch two kinds of ranges, which [`Layered::uffd_refusals`] counts:
 ///
@@ -26,7 +26,7 @@ use super::{MemHooks, UserFaultFd};
 /// - ranges beyond the budget of mappings ([`UserFaultFd::most_ranges`]).
 pub struct Layered {
     hooks: Arc<MemHooks>,
-    net: Arc<UserFaultFd>,
+    uffd: Arc<UserFaultFd>,
     /// The subscriptions by number: that of the hooks, and that of userfaultfd if it watches the
     /// range.
     subscriptions: Mutex<HashMap<u64, (Subscription, Option<Subscription>)>>,
@@ -38,14 +38,14 @@ pub struct Layered {
 }
 
 impl Layered {
-    /// Combines the hooks with userfaultfd. From then on use `net` only through this value: it
+    /// Combines the hooks with userfaultfd. From then on use `uffd` only through this value: it
     /// relies on the hooks to announce discards by the C library's `madvise`.
     #[must_use]
-    pub fn new(hooks: Arc<MemHooks>, net: Arc<UserFaultFd>) -> Arc<Self> {
-        net.beneath_hooks();
+    pub fn new(hooks: Arc<MemHooks>, uffd: Arc<UserFaultFd>) -> Arc<Self> {
+        uffd.beneath_hooks();
         Arc::new(Self {
             hooks,
-            net,
+            uffd,
             subscriptions: Mutex::default(),
             next: AtomicU64::new(0),
             uffd_refusals: AtomicU64::new(0),
@@ -95,7 +95,10 @@ impl Monitor for Layered {
             0 => String::new(),
             count => format!("; the hooks alone watch {count} subscriptions so far"),
         };
-        format!("{hooks}; raw system calls: by the kernel's events, {}{without}", self.net.budget())
+        format!(
+            "{hooks}; raw system calls: by the kernel's events, {}{without}",
+            self.uffd.budget()
+        )
     }
 
     fn detection(&self) -> DetectionMethod {
@@ -103,7 +106,7 @@ impl Monitor for Layered {
     }
 
     fn detects(&self, cause: InvalidationCause) -> bool {
-        self.hooks.detects(cause) || self.net.detects(cause)
+        self.hooks.detects(cause) || self.uffd.detects(cause)
     }
 
     fn subscribe(
@@ -112,7 +115,7 @@ impl Monitor for Layered {
         invalidator: Arc<dyn Invalidator>,
     ) -> Result<Subscription> {
         let hooked = self.hooks.subscribe(range, Arc::clone(&invalidator))?;
-        let caught = match self.net.watch(range, invalidator, None) {
+        let caught = match self.uffd.watch(range, invalidator, None) {
             Ok(caught) => Some(caught),
             Err(error) => {
                 self.uffd_refusals.fetch_add(1, Ordering::Relaxed);
@@ -129,9 +132,9 @@ impl Monitor for Layered {
                 None
             }
         };
-        if let Err(error) = self.net.settled(range) {
+        if let Err(error) = self.uffd.settled(range) {
             if let Some(caught) = caught {
-                self.net.unsubscribe(caught);
+                self.uffd.unsubscribe(caught);
             }
             self.hooks.unsubscribe(hooked);
             return Err(error);
@@ -149,7 +152,7 @@ impl Monitor for Layered {
             return;
         };
         if let Some(caught) = caught {
-            self.net.unsubscribe(caught);
+            self.uffd.unsubscribe(caught);
         }
         self.hooks.unsubscribe(hooked);
     }

@@ -100,7 +100,7 @@ struct Arena {
     live: usize,
     /// Set if the arena belongs to one segment.
     dedicated: bool,
-    /// Extents of freed allocations whose exports may still be open.
+    /// Extents of freed allocations that may still have open exports.
     quarantine: Vec<(u64, u64)>,
     exported: bool,
     /// Number of searches in a row that found users of the file, plus 1. Searches become rarer as

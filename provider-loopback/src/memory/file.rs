@@ -231,7 +231,7 @@ struct FileMemory {
 }
 
 impl FileMemory {
-    /// Refuses a file with `O_APPEND`, whose writes ignore their position.
+    /// Refuses a file with `O_APPEND`, because writes to it would ignore their position.
     ///
     /// The application may change the flag at any time: the NIC's fd is a duplicate, which shares
     /// it.

@@ -267,7 +267,7 @@ fn failed(kind: ErrorKind, at: u64, len: u64) -> Error {
         .context("length", len)
 }
 
-/// The addresses whose pages the application has announced (MMU_NOTIFY). The NIC may access no
+/// The addresses of pages that the application has announced (MMU_NOTIFY). The NIC may access no
 /// others.
 ///
 /// The runs map start to end. They are disjoint and not adjacent.
@@ -277,7 +277,7 @@ pub(in super::super) struct Promises {
 }
 
 impl Promises {
-    /// Creates a value with the parts of `ranges` whose pages are present.
+    /// Creates a value with those parts of `ranges` that have present pages.
     pub(in super::super) fn present(ranges: impl Iterator<Item = AddressRange>) -> Self {
         let mut promises = Self::default();
         for range in ranges {
