@@ -258,7 +258,8 @@ fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Region
     Ok(())
 }
 
-/// Checks that the region is not bound to another endpoint of its domain.
+/// Checks that the region is not bound to another endpoint of its domain. In ENDPOINT mode, the
+/// region must be bound to this one.
 #[inline]
 fn check_endpoint(region: &Region, endpoint: &EndpointState) -> Result<()> {
     match region.endpoint() {

@@ -97,8 +97,8 @@ impl DomainState {
         })
     }
 
-    /// Checks, in ALLOCATED mode, that all pages of memory that the region does not own are
-    /// present.
+    /// Populates the pages of a range that the region does not own, in ALLOCATED mode. Fails if an
+    /// address is not mapped.
     fn check_pages(&self, request: &Registration<'_>, range: AddressRange) -> Result<()> {
         if self.mode.contains(MrMode::ALLOCATED) {
             memory::populate(range, request.access.nic_writes(), "register")

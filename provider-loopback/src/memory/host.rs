@@ -134,8 +134,8 @@ pub(super) fn store_host(at: u64, from: &[u8]) -> Result<()> {
     kernel_write(from.as_ptr().expose_provenance() as u64, at, from.len() as u64)
 }
 
-/// Populates the pages of a range. Fails if a page is absent, or not writable although the NIC may
-/// write.
+/// Populates the pages of a range. Fails if an address is not mapped, or is not writable although
+/// the NIC may write.
 pub(in super::super) fn populate(
     range: AddressRange,
     write: bool,

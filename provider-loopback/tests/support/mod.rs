@@ -19,7 +19,7 @@ use hmem_core::{
 };
 use hmem_provider_loopback::Loopback;
 
-/// Returns local and remote rights for reading, writing and atomics.
+/// Returns every right except COLLECTIVE.
 pub(crate) fn all_rights() -> Access {
     Access::all().difference(Access::COLLECTIVE)
 }
