@@ -44,8 +44,8 @@ const NOT_UNDER_QEMU: &[&str] = &[
 pub fn run(cases: &[Case]) -> ExitCode {
     if let Ok(name) = env::var(CASE) {
         let (_, case, _) = cases.iter().find(|(case, ..)| *case == name).expect("a known case");
-        // The kernel kills a process that hangs, which counts as a failure. SAFETY: sets a timer of
-        // this process.
+        // The kernel kills a process that hangs, which counts as a failure.
+        // SAFETY: sets a timer of this process.
         unsafe { libc::alarm(300) };
         case();
         return ExitCode::SUCCESS;
