@@ -36,23 +36,25 @@ bitflags::bitflags! {
 
 /// Result of requesting an option at registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Grant {
+pub enum OptionResult {
     /// The driver accepted the option. It would have refused the registration otherwise.
-    Granted,
+    Accepted,
     /// The driver received the option but may have ignored it. No call reports that (VRB-02).
     RequestedNotConfirmable,
 }
 
 impl VerbsOptions {
     /// Returns each of these options with its result, for a successful registration with them.
-    pub fn grants(self) -> impl Iterator<Item = (Self, Grant)> {
+    pub fn results(self) -> impl Iterator<Item = (Self, OptionResult)> {
         self.iter().map(move |option| {
-            let grant = match option {
-                Self::RELAXED_ORDERING => Grant::RequestedNotConfirmable,
-                Self::HUGETLB if !self.contains(Self::ON_DEMAND) => Grant::RequestedNotConfirmable,
-                _ => Grant::Granted,
+            let result = match option {
+                Self::RELAXED_ORDERING => OptionResult::RequestedNotConfirmable,
+                Self::HUGETLB if !self.contains(Self::ON_DEMAND) => {
+                    OptionResult::RequestedNotConfirmable
+                }
+                _ => OptionResult::Accepted,
             };
-            (option, grant)
+            (option, result)
         })
     }
 

@@ -22,7 +22,7 @@ use hmem_core::{
 };
 
 use super::{
-    access::{Grant, VerbsOptions},
+    access::{OptionResult, VerbsOptions},
     device::ProtectionDomain,
     domain_state::{DomainOptions, DomainState},
     endpoint::{Endpoint, Fabric, Queue},
@@ -108,8 +108,8 @@ impl VerbsDomain {
     ///
     /// # Errors
     /// InvalidArgument: the region is not open in this domain.
-    pub fn options(&self, region: ProviderRegion) -> Result<Vec<(VerbsOptions, Grant)>> {
-        self.state.regions.with(region, "options", |region| Ok(region.options.grants().collect()))
+    pub fn options(&self, region: ProviderRegion) -> Result<Vec<(VerbsOptions, OptionResult)>> {
+        self.state.regions.with(region, "options", |region| Ok(region.options.results().collect()))
     }
 
     /// Returns the access flags with which a region was registered.

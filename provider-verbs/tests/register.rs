@@ -14,7 +14,9 @@ use hmem_core::{
     Access, Address, AddressRange, Addressing, AuthKey, ErrorKind, Iova, RemoteKey,
     provider::{Backing, Piece, ProviderDomain, ProviderRegion, Registration},
 };
-use hmem_provider_verbs::{ForkSupport, Grant, Verbs, VerbsDomain, VerbsOptions, sys::AccessFlags};
+use hmem_provider_verbs::{
+    ForkSupport, OptionResult, Verbs, VerbsDomain, VerbsOptions, sys::AccessFlags,
+};
 use support::{LOCAL, Pages, Pair, REMOTE, Side, device, open, remote, segment};
 use trials::{Outcome, Skipped, trials};
 
@@ -221,10 +223,14 @@ fn options_reach_the_driver_or_are_unsupported() -> Outcome {
     for (word, option) in VerbsOptions::all().iter_names() {
         match with_options(&side, pages.range(), option) {
             Ok(region) => {
-                let grants = side.verbs().options(region).expect("options");
+                let results = side.verbs().options(region).expect("options");
                 let unsure = option == VerbsOptions::RELAXED_ORDERING;
-                let grant = if unsure { Grant::RequestedNotConfirmable } else { Grant::Granted };
-                assert_eq!(grants, [(option, grant)]);
+                let expected = if unsure {
+                    OptionResult::RequestedNotConfirmable
+                } else {
+                    OptionResult::Accepted
+                };
+                assert_eq!(results, [(option, expected)]);
                 assert!(side.verbs().flags(region).expect("flags").bits() & option.bits() != 0);
                 side.verbs().deregister(region).expect("deregister");
                 answers.push(format!("{word} granted"));
