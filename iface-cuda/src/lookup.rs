@@ -196,7 +196,7 @@ impl PointerLookup {
     ///
     /// `cuda.h`: INVALID_CONTEXT is the answer for an address that no context with unified
     /// addressing knows. Some drivers return it for any address on a thread without a current
-    /// context, device memory included. The same may hold for a thread whose current context was
+    /// context, device memory included. Others also return it on a thread whose current context was
     /// destroyed.
     ///
     /// With such a driver, a thread without a context makes six calls for each device whose primary

@@ -1,4 +1,5 @@
-//! Causes of refusals by this driver, and general causes with remedies for this driver.
+//! Causes of refusals by this driver, and general causes of refusals, with remedies for this
+//! driver.
 
 use hmem_core::{
     Path,

@@ -44,12 +44,12 @@ pub(crate) fn coded(error: Error, code: HsaStatus) -> Error {
     error.driver_code(code.name().unwrap_or_default(), code.0.into())
 }
 
-/// Returns an optional function, or the error that it is absent.
+/// Returns an optional function of the library, or an error that names the absent function.
 pub(crate) fn symbol<F>(function: Option<F>, symbol: &'static str) -> Result<F> {
     function.ok_or_else(|| lacks_symbol(symbol, symbol))
 }
 
-/// Returns the error for an operation whose function the library lacks.
+/// Returns the error for an operation that needs a function which the library lacks.
 pub(crate) fn lacks_symbol(operation: &'static str, symbol: &'static str) -> Error {
     lacks(operation, "the library lacks the function").context("symbol", symbol)
 }
