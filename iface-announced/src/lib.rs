@@ -1,7 +1,7 @@
 //! An iface for drivers that cannot tell which allocation an address belongs to.
 //!
 //! AWS Neuron and Intel Gaudi have no call like `cuPointerGetAttribute`. [`Announced`] is an iface
-//! over such a driver. It looks addresses up in a table of its own, which holds
+//! over such a driver. It finds the allocation of an address in a table, which holds
 //!
 //! - memory that was allocated through the iface;
 //! - memory that the application allocated itself and announced ([`Announced::announce`]).

@@ -166,6 +166,8 @@ macro_rules! function_table {
                 &self.library
             }
 
+            /// Fills the table with the functions that `lookup` returns.
+            ///
             /// # Safety
             /// The caller upholds the safety contract of [`Functions::from_lookup`].
             unsafe fn fill(

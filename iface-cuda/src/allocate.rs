@@ -18,7 +18,7 @@ use crate::{
     table::{Left, Origin, OwnedAllocation},
 };
 
-/// Allocates and frees memory of the driver.
+/// Allocates and frees memory by calls of the driver.
 #[derive(Debug)]
 pub(crate) struct DeviceAllocator {
     pub(crate) lookup: Arc<PointerLookup>,

@@ -1,5 +1,4 @@
-//! Causes of refusals by this driver, and general causes of refusals, with remedies for this
-//! driver.
+//! Causes of refusals by CUDA, and general causes of refusals, with remedies for CUDA.
 
 use hmem_core::{
     Path,
@@ -18,7 +17,7 @@ fn has_closed_modules(facts: &Facts) -> bool {
     line.contains("Kernel Module") && !line.contains("Open Kernel Module")
 }
 
-/// Causes of refusals by CUDA's driver.
+/// Causes of refusals that only CUDA has.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "nvidia-closed-modules",

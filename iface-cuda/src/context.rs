@@ -366,8 +366,8 @@ impl PrimaryContexts {
     /// Releases every retained context, with its streams and events.
     ///
     /// # Errors
-    /// The first error of the driver. Contexts that it refused to release stay retained, and the
-    /// call can be repeated.
+    /// The first error of the driver. Contexts that the driver refused to release stay retained,
+    /// and the call can be repeated.
     pub(crate) fn release_all(&self) -> Result<()> {
         self.slots().try_for_each(|slot| self.release(slot.entry, &mut slot.primary.lock()))
     }

@@ -206,6 +206,8 @@ impl Copier {
         Arc::strong_count(&self.0) - 1
     }
 
+    /// Copies `len` bytes, and waits for the end of the copy.
+    ///
     /// # Safety
     /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
@@ -310,6 +312,8 @@ fn work_first<T>(work: Result<T>, left: Result<()>) -> Result<T> {
     }
 }
 
+/// Copies by the CPU.
+///
 /// # Safety
 /// Both sides are valid for `len` bytes, and nothing else refers to the destination. The sides may
 /// overlap.

@@ -81,6 +81,8 @@ impl fmt::Display for CudaMonitorKind {
 impl FromStr for CudaMonitorKind {
     type Err = Error;
 
+    /// Parses a name of the configuration.
+    ///
     /// # Errors
     /// InvalidArgument if the name is unknown. The error lists the known names.
     fn from_str(name: &str) -> Result<Self> {
@@ -109,6 +111,8 @@ impl MonitorSource for CudaMonitors {
         DetectionMethod::Identity
     }
 
+    /// Creates a monitor that detects frees by the selected method.
+    ///
     /// # Errors
     /// The reason why frees cannot be hooked, if [`CudaMonitorKind::Hooks`] was selected.
     fn start(&self) -> Result<Arc<dyn Monitor>> {

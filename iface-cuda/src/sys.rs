@@ -64,6 +64,8 @@ macro_rules! functions {
                 $((stringify!($osymbol), &[$(stringify!($oargument)),*]),)+
             ];
 
+            /// Fills the table with the functions that `lookup` returns.
+            ///
             /// # Safety
             /// The caller upholds the safety contract of [`Functions::from_lookup`].
             unsafe fn fill(
@@ -280,8 +282,8 @@ impl Functions {
                     .map(|address| address.as_raw_ptr().cast_const().cast())
             })
         }?;
-        // Dropping the handle would unload the driver under the threads, callbacks and exit
-        // handlers that it leaves behind, and crash the process.
+        // Dropping the handle would unload the library. Its threads, callbacks and exit handlers
+        // would then crash the process.
         std::mem::forget(loaded);
         Ok(Self { loaded: true, ..functions })
     }

@@ -79,6 +79,8 @@ impl Runtime {
         Ok((tensor, unsafe { self.range_of(tensor) }?))
     }
 
+    /// Returns the address range of a tensor.
+    ///
     /// # Safety
     /// The tensor is live.
     unsafe fn range_of(&self, tensor: Tensor) -> Result<AddressRange> {

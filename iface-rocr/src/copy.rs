@@ -110,6 +110,8 @@ impl Copier {
         self.0.release()
     }
 
+    /// Copies `len` bytes, and waits for the end of the copy.
+    ///
     /// # Safety
     /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
@@ -444,6 +446,8 @@ impl fmt::Debug for CopyInFlight {
     }
 }
 
+/// Copies by the CPU.
+///
 /// # Safety
 /// Both sides are valid for the length, and nothing else refers to the destination. The sides may
 /// overlap.

@@ -181,8 +181,8 @@ fn owned(fd: c_int, call: &'static str) -> Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Returns the error for a runtime without an export function. Its errno distinguishes it from the
-/// error for a driver that cannot export.
+/// Returns the error for a runtime without an export function. The errno of the error distinguishes
+/// it from [`no_dma_buf`].
 pub(crate) fn no_export_call() -> Error {
     let error = lacks_symbol(Facet::DmaBuf.operation(), "hsa_amd_portable_export_dmabuf");
     error.errno(rustix::io::Errno::NOSYS).remedy(

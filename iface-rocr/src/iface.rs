@@ -93,7 +93,8 @@ impl Builder {
     ///
     /// # Errors
     /// - [`ErrorKind::Unavailable`] if the library, a required symbol or a device is absent, or the
-    ///   driver does not start. The error names the library, and the driver's code if there is one.
+    ///   runtime does not start. The error names the library, and the runtime's code if there is
+    ///   one.
     /// - Otherwise the error of a query for the properties of a device.
     pub fn open(self) -> Result<Rocr> {
         let functions = match self.driver {

@@ -23,8 +23,8 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `sys`, `causes`: function table, layouts and constants; the causes of the driver's refusals
-//! - `error`: driver codes as errors
+//! - `sys`, `causes`: function table, layouts and constants; the causes of the runtime's refusals
+//! - `error`: the runtime's codes as errors
 //! - `runtime`, `table`: the opened runtime with its agents and devices; the known allocations
 //! - `memory`: the allocation that contains an address
 //! - `allocate`, `copy`, `export`, `ipc`, `monitor`: one facet each

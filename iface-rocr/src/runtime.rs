@@ -280,7 +280,7 @@ fn pool(functions: &Functions, agent: Agent, rank: impl Fn(u32) -> u32) -> Resul
     Ok(best.map(|(_, pool)| pool))
 }
 
-/// Adds an item to a vector. The runtime calls this function for each item of a list.
+/// Adds an item to a vector. The runtime calls this function for each agent or pool that it lists.
 ///
 /// # Safety
 /// `into` points to a `Vec<T>`, which nothing else accesses meanwhile.

@@ -71,6 +71,8 @@ impl Staging {
         Ok(())
     }
 
+    /// Copies one piece, which fits into the buffer.
+    ///
     /// # Safety
     /// The caller upholds the safety contract of [`Staging::copy`] for the `len` bytes that begin
     /// `done` bytes after the start of the host memory.

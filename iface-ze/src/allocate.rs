@@ -14,7 +14,7 @@ use crate::{
     sys::{self, ContextHandle, DeviceMemoryDescription, ExportDescription, HostMemoryDescription},
 };
 
-/// Allocates and frees memory of the driver.
+/// Allocates and frees memory by calls of the driver.
 #[derive(Debug)]
 pub(crate) struct DeviceAllocator {
     pub(crate) memory: Arc<Memory>,

@@ -63,6 +63,8 @@ impl Copier {
         self.0.release()
     }
 
+    /// Copies `len` bytes, and waits for the end of the copy.
+    ///
     /// # Safety
     /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {

@@ -192,6 +192,8 @@ struct Exported {
 }
 
 impl Exported {
+    /// Checks that the fd which the driver returned is a dma-buf.
+    ///
     /// # Errors
     /// Unsupported if the fd is not a dma-buf. Such an fd must not be returned to the driver.
     fn of(Answer { fd, allocation }: Answer) -> Result<Self> {

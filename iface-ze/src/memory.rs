@@ -267,7 +267,7 @@ impl Memory {
         Ok(Arc::clone(owned.shared.get_or_insert(fd)))
     }
 
-    /// Frees memory of the driver.
+    /// Frees memory that the driver allocated or imported.
     pub(crate) fn free(&self, driver: usize, base: Address) -> Result<()> {
         self.driver.with_context(driver, |context| {
             let pointer = ptr::with_exposed_provenance_mut(base.0 as usize);

@@ -419,6 +419,8 @@ macro_rules! functions {
                 $((stringify!($optional_symbol), &[$(stringify!($optional_argument)),*]),)+
             ];
 
+            /// Fills the table with the functions that `lookup` returns.
+            ///
             /// # Safety
             /// The caller upholds the safety contract of [`Functions::from_lookup`].
             unsafe fn fill(
@@ -538,8 +540,8 @@ impl Functions {
                     .map(|address| address.as_raw_ptr().cast_const().cast())
             })
         }?;
-        // Dropping the handle would unload the driver under the threads, callbacks and exit
-        // handlers that it leaves behind, and crash the process.
+        // Dropping the handle would unload the library. Its threads, callbacks and exit handlers
+        // would then crash the process.
         std::mem::forget(loaded);
         Ok(functions)
     }

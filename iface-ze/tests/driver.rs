@@ -297,7 +297,8 @@ fn exports_are_owned_fds_and_every_fd_is_released() {
 
 /// HM-06
 ///
-/// A driver may close the only fd of an allocation when the fd is returned.
+/// A driver may have one fd for each allocation, and close it when the first export returns it. So
+/// a second export must wait until then.
 #[test]
 fn concurrent_exports_of_one_allocation_are_serialised() {
     let (driver, iface) = start(Profile { first_put_closes: true, ..Profile::default() });

@@ -112,7 +112,7 @@ pub(crate) fn allocate(iface: &dyn Iface, len: u64) -> Allocation {
     iface.allocate(&request(len)).expect("allocate")
 }
 
-/// Frees memory. The tests no longer use it.
+/// Frees memory that the calling test no longer uses.
 pub(crate) fn free(iface: &dyn Iface, allocation: &Allocation) -> Result<()> {
     // SAFETY: nothing uses the memory of these tests.
     unsafe { iface.free(allocation) }
@@ -122,7 +122,7 @@ pub(crate) fn nic() -> Nic {
     Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None }
 }
 
-/// Returns bytes in which each position has its own value.
+/// Returns a pattern of bytes that repeats after 251 bytes, so that shifted bytes differ.
 pub(crate) fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|at| (at % 251) as u8).collect()
 }

@@ -90,8 +90,10 @@ pub(super) fn hook_of(function: Function) -> usize {
     (HOOKS[function as usize] as *const ()).expose_provenance()
 }
 
+/// Hook of one [`Function`], to which the patched entry of the function jumps.
+///
 /// # Safety
-/// The arguments are valid for the function of this number.
+/// The arguments are valid for the function with the number `FUNCTION` in [`Function::ALL`].
 unsafe extern "C" fn hook<const FUNCTION: usize>(
     a: usize,
     b: usize,
@@ -116,11 +118,13 @@ pub(super) unsafe fn probe(subscribers: &Subscribers<CudaHookState>, entry: usiz
     // its hook.
     let call: Call = unsafe { std::mem::transmute(ptr::with_exposed_provenance::<()>(entry)) };
     // SAFETY: the hook returns at once. If other code overwrites the patch at this moment, the
-    // driver refuses the argument: the address of a static is no allocation of the driver.
+    // driver refuses the argument: the driver has no allocation at the address of a static.
     unsafe { call(ptr::addr_of!(PROBE).addr(), 0, 0, 0, 0, 0) };
     probes.load(Ordering::SeqCst) != before
 }
 
+/// Runs a call that reached a hook, and notifies the subscribers unless the call is a probe.
+///
 /// # Safety
 /// The arguments are valid for the function.
 #[inline(always)]
@@ -145,6 +149,8 @@ unsafe fn hooked(function: Function, args: Args) -> usize {
     }
 }
 
+/// Calls the original function, and notifies the subscribers before and after the call.
+///
 /// # Safety
 /// The arguments are valid for the function.
 #[inline(never)]
@@ -196,6 +202,8 @@ fn allocation_at(pointer: u64) -> Option<AddressRange> {
     (code.is_success() && range.contains(Address(pointer))).then_some(range)
 }
 
+/// Calls the original function, behind the patch of its entry.
+///
 /// # Safety
 /// The arguments are valid for the function.
 #[inline(always)]

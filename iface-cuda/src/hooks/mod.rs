@@ -30,7 +30,7 @@
 //! - `cuMemUnmap`, `cuMemAddressFree`, `cuMemRelease` and `cuMemHostUnregister` free memory that is
 //!   never cached with this iface's monitor.
 //! - `cuMemPoolTrimTo` and `cuMemPoolDestroy` free nothing that was not freed before.
-//!   Stream-ordered memory is monitored by identity in any case: it is freed when its stream
+//!   Stream-ordered memory is always monitored by its identity, since it is freed when its stream
 //!   reaches the free.
 //!
 //! The hooks do not see:

@@ -54,6 +54,8 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
+    /// Loads the driver of the machine, and opens an iface over it.
+    ///
     /// # Errors
     /// [`Absent`] if the driver does not exist, has no GPU or does not start.
     pub(crate) fn real() -> Result<Self, Absent> {

@@ -103,8 +103,8 @@ pub(crate) fn copies(driver: &Driver, extent: Extent, locked: bool, report: &mut
     }
 }
 
-/// Measures rounds of one copy by the iface and one by `cuMemcpy`, which go first in turns. Returns
-/// the medians without the first round.
+/// Measures rounds of one copy by the iface and one by `cuMemcpy`. The two begin the rounds
+/// alternately. Returns the medians without the first round.
 fn copy(driver: &Driver, extent: Extent, to: Address, from: Address, len: u64) -> Outcome<Row> {
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     for round in 0..=extent.repetitions {
@@ -192,7 +192,8 @@ pub(crate) fn costs(
     }
 }
 
-/// Returns the median time of one run among many. The first batch is not counted.
+/// Measures batches of calls of `run`. Returns the median time of one call, without the first
+/// batch.
 fn nanos(extent: Extent, mut run: impl FnMut() -> Outcome<()>) -> Result<String, Failure> {
     const EACH: u32 = 1000;
     let mut times = Vec::new();

@@ -89,7 +89,7 @@ fn verdicts() {
 }
 
 /// Runs this program over the library of the fake driver, in the way in which it runs over a GPU.
-/// Returns the exit status and the report.
+/// `fault` configures a failing call of the fake. Returns the exit status and the report.
 fn run(library: &Path, fault: &str, parts: &[&str]) -> (Option<i32>, String) {
     let program = std::env::current_exe().expect("this program");
     let output = Command::new(program)

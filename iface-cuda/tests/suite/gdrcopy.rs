@@ -13,7 +13,7 @@ use crate::world::{HeldCopies, over, pattern};
 
 /// Number of buffers and mappings that are not released yet.
 static ALIVE: AtomicI32 = AtomicI32::new(0);
-/// Length in bytes of the buffer that was pinned last.
+/// First address of the buffer that was pinned last.
 static PINNED: AtomicU64 = AtomicU64::new(0);
 /// Code that `gdr_map` returns.
 static MAP: AtomicI32 = AtomicI32::new(0);

@@ -70,7 +70,8 @@ pub(crate) fn not_over_a_gpu(why: &str) -> bool {
     support::asked_for("real")
 }
 
-/// Beginning of the line with such a reason, for which `tests/gpu/run` searches.
+/// Beginning of a line with the reason why a test cannot run over a GPU. `tests/gpu/run` searches
+/// for it.
 pub(crate) const NOT_OVER_A_GPU: &str = "not over a GPU: ";
 
 /// Returns the fake driver. Tests that call this function do not run over a GPU.
