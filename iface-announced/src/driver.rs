@@ -61,7 +61,7 @@ pub struct DmaBuf {
 /// - [`allocate`](Self::allocate) returns memory of at least the requested length, which nothing
 ///   else uses until [`free`](Self::free) succeeds.
 /// - [`write`](Self::write) and [`read`](Self::read) access only the bytes of the part and of the
-///   host side. They may run on any number of threads at once, and the copy is complete when they
+///   host side. They work on any number of threads at once, and the copy has ended when they
 ///   return.
 /// - [`export`](Self::export) returns a dma-buf that holds the bytes of the range from `offset` on.
 pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {

@@ -44,7 +44,7 @@ pub(crate) struct PointerLookup {
     host_kinds: HostKinds,
 }
 
-/// An allocation as the driver describes it.
+/// An allocation, with the context in which it was allocated.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FoundAllocation {
     pub(crate) allocation: Allocation,

@@ -105,7 +105,7 @@ impl Copier {
         Arc::strong_count(&self.0) - 1
     }
 
-    /// Frees the spare buffers.
+    /// Frees the idle buffers.
     pub(crate) fn release(&self) -> Result<()> {
         self.0.release()
     }

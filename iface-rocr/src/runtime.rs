@@ -325,7 +325,7 @@ fn pool_info<T: Copy>(
         .map_err(|error| of(error, attribute.number))
 }
 
-/// Returns a boolean attribute of the system, or `None` if the runtime does not know it.
+/// Returns a boolean attribute of the system, or `None` if the runtime does not know the attribute.
 fn supports(functions: &Functions, attribute: Attribute<u8>) -> Result<Option<bool>> {
     let mut value = attribute.empty;
     // SAFETY: `value` is writable, and its type is the one that the constant of the attribute

@@ -129,8 +129,8 @@ impl Lanes {
         Ok(())
     }
 
-    /// Destroys the objects of a lane on which no copy runs. After an error the lane still has the
-    /// objects that remain.
+    /// Destroys the objects of a lane on which no copy runs. After an error, the objects that were
+    /// not destroyed stay in the lane.
     fn destroy(&self, lane: &mut Lane) -> Result<()> {
         let functions = &self.memory.driver.functions;
         // SAFETY: each object belongs to this lane only, no copy uses it any longer, and the lane

@@ -47,7 +47,7 @@ pub(crate) struct Owned {
     pub(crate) shared: Option<Arc<OwnedFd>>,
 }
 
-/// An allocation as the driver describes it.
+/// An allocation, with its device, driver, page size and pool.
 #[derive(Debug)]
 pub(crate) struct FoundAllocation<'a> {
     pub(crate) allocation: Allocation,
@@ -191,8 +191,7 @@ impl Memory {
         self.owned.lock().len()
     }
 
-    /// Adds memory that the driver has just allocated to the table, and returns it as an
-    /// allocation.
+    /// Adds new memory of the driver to the table, and returns the memory as an allocation.
     pub(crate) fn enter(
         &self,
         driver: usize,

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicI32, Ordering};
 /// element is free, the hook notifies as for any other call and so invalidates more than necessary.
 static CALLERS: [AtomicI32; 16] = [const { AtomicI32::new(0) }; 16];
 
-/// Runs a call that frees no memory: hooks on this thread do not notify of it.
+/// Runs a call of this crate that frees no memory. Hooks that the call reaches notify no
+/// subscriber.
 pub(crate) fn without_notifying<T>(call: impl FnOnce() -> T) -> T {
     let me = this_thread();
     let free = |place: &&AtomicI32| {

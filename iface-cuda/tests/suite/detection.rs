@@ -563,7 +563,7 @@ fn vmm_memory_is_recognised_if_the_driver_names_a_context() {
 
 /// HM-01
 ///
-/// Memory without a legacy handle that is not VMM memory keeps its kind.
+/// Device memory without a legacy IPC handle is not taken for VMM memory if it has no VMM handle.
 #[test]
 fn device_memory_without_a_legacy_handle_is_not_vmm_memory() {
     over(Profile { allocates_by_vmm: true, ..Profile::default() }, |world| {
