@@ -6,7 +6,7 @@
 //! Some frees also notify the subscribers before the memory is freed:
 //!
 //! - frees through this iface;
-//! - frees that the application announces ([`Cuda::while_freeing`](crate::Cuda::while_freeing));
+//! - frees that the application makes in [`Cuda::while_freeing`](crate::Cuda::while_freeing);
 //! - frees through hooked functions of the driver ([`FreeHooks`]).
 //!
 //! [`CudaMonitorKind`] selects the detection on which cached registrations rely.

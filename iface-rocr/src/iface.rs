@@ -258,8 +258,8 @@ impl Rocr {
     }
 }
 
-/// Flushes inbound PCIe writes by writing a register of the device. Does nothing if the runtime
-/// names no such register.
+/// Flushes inbound PCIe writes by writing a register of the device. Does nothing if the device has
+/// no such register.
 impl InboundFlush for Rocr {
     fn flush(&self, device: DeviceId) -> Result<()> {
         let register = self.lookup.runtime.device("flush_inbound", device)?.flush_register;

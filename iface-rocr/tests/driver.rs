@@ -322,7 +322,7 @@ fn query_tells_the_kind_of_memory() {
 /// The runtime does not return the base of such memory. So the memory must not be registered,
 /// neither from a guessed base nor as host memory.
 #[test]
-fn foreign_vmm_memory_is_refused_by_name() {
+fn vmm_memory_of_the_application_is_refused() {
     let (runtime, iface) = world();
     let other = open(&runtime).expect("open");
     let allocation = allocate(&other, AllocationKind::Virtual);
@@ -720,8 +720,8 @@ fn ipc_handle_opens_in_another_process() {
 
 /// HM-10
 ///
-/// The header asks for the full length of the allocation at both ends. A runtime that answers with
-/// whole pages may count the rounded length as the full one.
+/// The header requires the full length of the allocation, both to export and to open a handle. For
+/// a runtime that rounds lengths up to whole pages, this may be the rounded length.
 #[test]
 fn ipc_keeps_the_requested_length_whatever_the_runtime_rounds_to() {
     const ODD: u64 = 5000;

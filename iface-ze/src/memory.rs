@@ -240,7 +240,7 @@ impl Memory {
         owned.ok_or_else(|| not_live(operation, allocation))
     }
 
-    /// Puts an allocation that the driver refused to free back into the table.
+    /// Adds an allocation to the table again, after the driver refused to free it.
     pub(crate) fn put_back(&self, allocation: &Allocation, owned: Owned) {
         self.owned.lock().insert(allocation.base().0, owned);
     }

@@ -476,7 +476,8 @@ fn host_and_shared_memory_are_not_exported_as_device_memory() {
 
 /// HM-09
 ///
-/// Level Zero has only the default mapping. The PCIe mapping is not listed, and is refused by name.
+/// Level Zero has only the default mapping. The PCIe mapping is not listed. An export with it is
+/// refused, and the error names the mapping.
 #[test]
 fn pcie_mapping_is_unsupported_and_not_listed() {
     let (driver, iface) = start(Profile::default());

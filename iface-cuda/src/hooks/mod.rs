@@ -38,8 +38,9 @@
 //! - memory of graph nodes (`cuGraphAddMemFreeNode`), which a graph launch frees;
 //! - a checkpoint of the process;
 //! - `cuEGLStreamConsumerReleaseFrame`;
-//! - frees that the CUDA runtime may make by tables of its own (`cuGetExportTable`): 12.9 looks the
-//!   functions above up by name, and no run over a device has shown that it uses nothing else.
+//! - frees that the CUDA runtime may make by tables of its own (`cuGetExportTable`): runtime 12.9
+//!   looks up the functions above by name, but no test over a device has shown that it uses no
+//!   other way.
 
 mod function;
 mod hook;

@@ -148,9 +148,9 @@ fn frees_through_the_iface_notify_before_the_memory_is_freed() {
 
 /// MON-07
 ///
-/// An application that knows its frees can announce them.
+/// An application can free its memory in `Cuda::while_freeing`.
 #[test]
-fn announced_frees_of_the_application_notify_before_the_free() {
+fn frees_in_while_freeing_notify_before_the_free() {
     each(|world| {
         let monitor = world.cuda.start_monitor().expect("monitor");
         let mut pointer: CuDevicePtr = 0;
