@@ -24,7 +24,7 @@ use hmem_p2p::{
 
 use crate::env;
 
-/// The entry point: ifaces, providers and the path decision of an application.
+/// The entry point: ifaces, providers and path selector of an application.
 ///
 /// Build one for a process, and share it by reference or in an `Arc`.
 ///
@@ -415,11 +415,10 @@ impl Builder {
     /// If an iface cannot start, the others start anyway, and [`Registry::absent`] has the reason.
     ///
     /// # Errors
-    /// - [`ErrorKind::InvalidArgument`] for an unknown name in the filter, a malformed environment
-    ///   variable that the builder does not override, or a kind or provider name that was added
-    ///   twice.
-    /// - [`ErrorKind::Unsupported`] for an iface that the filter names and that was not compiled
-    ///   in.
+    /// - [`ErrorKind::InvalidArgument`] for an unknown name in [`Builder::ifaces`] or `FI_HMEM`, a
+    ///   malformed environment variable that the builder does not override, or an iface kind or
+    ///   provider name that was added twice.
+    /// - [`ErrorKind::Unsupported`] for an iface that is named there and was not compiled in.
     /// - The error of a cache monitor that was requested by name and does not work here.
     pub fn build(self) -> Result<Hmem> {
         let process = ProcessMark::current()?;

@@ -12,9 +12,9 @@ pub(crate) const DISABLE_P2P: &str = "FI_HMEM_DISABLE_P2P";
 /// The variable with the name of the monitor for cached host memory.
 pub(crate) const CACHE_MONITOR: &str = "FI_MR_CACHE_MONITOR";
 
-/// The variable with the largest number of bytes in a registration cache.
+/// The variable that limits the number of bytes of a registration cache.
 pub(crate) const CACHE_MAX_SIZE: &str = "FI_MR_CACHE_MAX_SIZE";
-/// The variable with the largest number of entries in a registration cache.
+/// The variable that limits the number of entries of a registration cache.
 pub(crate) const CACHE_MAX_COUNT: &str = "FI_MR_CACHE_MAX_COUNT";
 /// The variable that makes registration caches merge regions that overlap or touch.
 pub(crate) const CACHE_MERGE: &str = "FI_MR_CACHE_MERGE_REGIONS";
@@ -25,7 +25,7 @@ pub(crate) const CACHE_MONITORS: [(&str, IfaceKind); 3] = [
     ("FI_MR_ZE_CACHE_MONITOR_ENABLED", IfaceKind::ZE),
 ];
 
-/// The operation that errors about a variable's value report.
+/// Operation name in errors about the value of a variable.
 const OPERATION: &str = "environment";
 
 /// Returns the cache settings of the builder, completed by those of the environment.

@@ -59,7 +59,7 @@ enum Fault {
 struct Faulty {
     device: Simulated,
     fault: Fault,
-    /// Allocations that were freed but not released.
+    /// Allocations that the caller freed and that the faulty iface kept.
     leaked: Mutex<Vec<Allocation>>,
 }
 

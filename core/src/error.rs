@@ -138,7 +138,7 @@ impl fmt::Display for ErrorKind {
 pub struct Errno(pub i32);
 
 impl Errno {
-    /// Returns the number in an error of the standard library, or 0 if it has none.
+    /// Returns the errno in an error of the standard library, or 0 if it has none.
     #[must_use]
     pub fn of(error: &std::io::Error) -> Self {
         Self(error.raw_os_error().unwrap_or(0))

@@ -67,7 +67,7 @@ pub enum WindowEvent {
 /// name as its context value `rule`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WindowRule {
-    /// A window can be used only between its allocation and its deallocation.
+    /// A window must be allocated, and only once, before it is used.
     Allocated,
     /// A type 2 window can be bound only while it is free (o10-37.2.30).
     BindsWhenFree,

@@ -201,8 +201,8 @@ fn segments_are_registered_if_the_nic_refuses_the_whole_range() {
 
 /// P2P-01
 ///
-/// The NIC refuses to register several buffers as one dma-buf. The next buffer still gets a single
-/// key.
+/// The NIC refuses the whole-range export of one range. The next range is still tried as a whole,
+/// and gets a single key.
 #[test]
 fn refused_whole_range_does_not_affect_other_buffers() {
     let _alone = alone();

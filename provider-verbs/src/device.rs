@@ -72,8 +72,8 @@ unsafe impl Send for OpenDevice {}
 unsafe impl Sync for OpenDevice {}
 
 impl OpenDevice {
-    /// Opens a device by name. If `pcie_mapping_first` is set, the device first imports dma-bufs
-    /// with the PCIe mapping.
+    /// Opens a device by name. If `pcie_mapping_first` is set, imports of dma-bufs try the PCIe
+    /// mapping before the default mapping.
     pub(super) fn open(
         library: &Arc<Library>,
         name: &str,

@@ -150,7 +150,7 @@ impl RequestTable {
 #[derive(Debug, Default)]
 pub(super) struct Mail {
     pub(super) ended: Vec<(Token, Result<u64>, Arrival)>,
-    /// Requests of entries below this number are canceled: they were posted on an earlier
+    /// Requests with a lower entry number than this are canceled: they were posted on an earlier
     /// connection.
     pub(super) canceled_before: u64,
 }

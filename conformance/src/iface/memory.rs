@@ -165,7 +165,7 @@ pub(super) fn freed_memory_can_be_allocated_again(iface: &Arc<dyn Iface>) -> Out
     Ok(())
 }
 
-/// Returns the bytes of address space that the process has mapped.
+/// Returns the number of bytes of address space that the process has mapped.
 fn address_space() -> u64 {
     let statm = fs::read_to_string("/proc/self/statm").expect("read /proc/self/statm");
     let pages = statm.split(' ').next().and_then(|pages| pages.parse::<u64>().ok());

@@ -28,7 +28,7 @@ pub struct CacheStatistics {
     pub registrations: u64,
     /// The number of misses that returned an uncached region.
     pub uncached: u64,
-    /// The number of misses that failed.
+    /// The number of misses whose registration failed.
     pub failures: u64,
     /// The number of entries that were evicted to make room.
     pub evictions: u64,

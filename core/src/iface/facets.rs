@@ -213,9 +213,9 @@ pub trait DmaBufExporter {
     }
 }
 
-/// Opens ranges to peer-memory clients in the kernel.
+/// Makes ranges accessible to peer-memory clients in the kernel.
 pub trait PeerMemoryExporter {
-    /// Opens `range` to peer-memory clients in the kernel.
+    /// Makes `range` accessible to peer-memory clients in the kernel.
     ///
     /// # Errors
     /// Unsupported with the reason.

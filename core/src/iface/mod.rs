@@ -139,9 +139,8 @@ pub unsafe trait Iface: fmt::Debug + Send + Sync {
     /// # Safety
     /// - A host side is valid for `len` bytes and, if it is the destination, not referenced
     ///   elsewhere.
-    /// - A side in memory of this iface is not freed before the copy has ended: the caller owns the
-    ///   allocation or borrows it from its owner. The address of freed memory may be another
-    ///   allocation's by now, or host memory's.
+    /// - A side in memory of this iface stays allocated until the copy has ended. After a free, the
+    ///   same address may belong to another allocation or to host memory.
     ///
     /// # Errors
     /// - OutOfBounds for a copy past an allocation.

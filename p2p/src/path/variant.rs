@@ -81,7 +81,7 @@ pub(super) struct PathRefusal {
     pub(super) only_this_buffer: bool,
     /// Earlier refusals of this path. Their exports had more segments in one dma-buf.
     pub(super) before: Vec<PathRefusal>,
-    /// Failed calls that should have undone parts of the path.
+    /// Clean-up calls that failed.
     pub(super) also: Vec<Attempt>,
 }
 

@@ -132,8 +132,9 @@ pub struct Pipeline<M> {
 impl<M> Pipeline<M> {
     /// Creates the transfer of a message of at least one byte, in the chunks of `plan`.
     ///
-    /// `sources` lists the runs of the message that are copied from staged memory. `targets` lists
-    /// the runs that are copied to staged memory. Both are in the order of the message.
+    /// `sources` lists the parts of the message that are copied from device memory into staging
+    /// buffers. `targets` lists the parts that are copied from staging buffers to device memory.
+    /// Both are in the order of the message.
     pub fn new(
         claim: Claim,
         purpose: Use,

@@ -248,8 +248,8 @@ impl Lists {
         self.len = self.len.saturating_add(len);
     }
 
-    /// Returns the maximum number of local segments if all bytes are in one message. `slot_len` is
-    /// the length of a staging buffer.
+    /// Returns the number of local segments that the request needs at most, sent as one message.
+    /// `slot_len` is the length of a staging buffer.
     pub(super) fn segments(&self, slot_len: u64) -> u64 {
         let mut at = 0;
         let mut count = 0;

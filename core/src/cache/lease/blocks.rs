@@ -110,7 +110,7 @@ impl LeaseBlock {
         unsafe { self.slots.get_unchecked(hint) }
     }
 
-    /// Returns a free slot of the block. Only for the owner.
+    /// Returns a free slot of the block. Only the thread that owns the block calls this.
     #[inline]
     fn free_slot(&self) -> Option<&LeaseSlot> {
         let hint = self.hint.load(Ordering::Relaxed) as usize;
