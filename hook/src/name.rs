@@ -22,8 +22,7 @@ pub struct MonitorName {
     pub name: &'static str,
     /// The iface of the watched memory.
     pub iface: IfaceKind,
-    /// Advice that ends the remedy of each error: another setting for systems that cannot run the
-    /// monitor.
+    /// The last part of each error's remedy: the setting to use if the monitor cannot run.
     pub fallback_hint: &'static str,
 }
 

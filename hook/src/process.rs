@@ -48,7 +48,7 @@ impl<T: HasTable + 'static> HookRegistry<T> {
 
     /// Returns the subscribers that a hook notifies, or `None` if no monitor was ever started.
     ///
-    /// A forked child that starts no monitor sees the parent's subscribers, with an empty table:
+    /// In a forked child that starts no monitor the result is `Some`, but its table is empty, because
     /// the kernel zeroed the child's copy.
     #[inline(always)]
     #[must_use]
@@ -142,8 +142,8 @@ impl<T: HasTable> Process<T> {
 
     /// Fails unless every patch is in place.
     ///
-    /// If a patch was overwritten, invalidates all memory for every subscriber. It does so once:
-    /// later subscriptions are refused.
+    /// If a patch was overwritten, the first call that finds it invalidates all memory for every
+    /// subscriber. Later calls do not, because no subscription is accepted any more.
     ///
     /// # Errors
     /// The errors of [`Patches::check_patches`].

@@ -46,7 +46,7 @@ use parking_lot::Mutex;
 
 use crate::{MonitorName, Wipeable, WipedOnFork};
 
-/// The maximum number of invalidators in a table. Each cache of the process has one.
+/// The maximum number of invalidators in a table: one for each cache of the process.
 pub const SLOTS: usize = 64;
 
 const LINES: usize = 16;
@@ -98,8 +98,8 @@ impl HasTable for SubscriberTable {
     }
 }
 
-/// A pass over the table: a reader's guard. No invalidator in the table is freed until the guard is
-/// dropped.
+/// Guard of one reader's pass over the table. No invalidator in the table is freed until the guard
+/// is dropped.
 #[derive(Debug)]
 pub struct TableReadGuard<'a> {
     table: &'a SubscriberTable,
@@ -145,7 +145,7 @@ impl SubscriberTable {
         (0..SLOTS).filter(move |slot| taken >> slot & 1 != 0)
     }
 
-    /// Waits until every pass that began before the call has ended. The caller is the only writer.
+    /// Waits until every read guard that existed at the call is dropped. The caller is the only writer.
     fn wait_for_passes(&self) {
         for _ in 0..2 {
             let old = self.side.fetch_add(1, SeqCst) & 1;

@@ -134,8 +134,8 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Makes inbound RMA writes visible to work that the device starts after this call.
     ///
     /// # Errors
-    /// Unsupported by default. An implementation overrides this method if its driver has a call for
-    /// the flush, or documents that the device needs no flush.
+    /// Unsupported by default. Implementations override this method in two cases: the driver has a
+    /// call for the flush, or the vendor documents that none is needed.
     fn flush(&self, device: DeviceId) -> Result<()> {
         Err(Error::new(ErrorKind::Unsupported, "flush_inbound")
             .iface(Self::KIND)

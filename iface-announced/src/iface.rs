@@ -272,9 +272,9 @@ unsafe impl<D: Driver> Iface for Announced<D> {
         }
     }
 
-    /// Always returns the facet, so that callers do not take the flush for unnecessary: a NIC's
-    /// writes to Neuron memory need one. The flush fails for a driver without a call for it. NCCL's
-    /// plug-in flushes by a read through the NIC.
+    /// Always returns the facet, because an absent facet would mean that no flush is needed. The
+    /// flush fails if the driver has no call for it. An application can then flush by a read through
+    /// the NIC, as NCCL's plug-in for Neuron does.
     fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
         Some(self)
     }

@@ -201,7 +201,7 @@ impl Copier {
         Self(Arc::new(CopyStreams { lookup }))
     }
 
-    /// Returns the number of asynchronous copies with an event that is not dropped yet.
+    /// Returns the number of asynchronous copies, completed or not, whose event the caller still has.
     pub(crate) fn in_flight(&self) -> usize {
         Arc::strong_count(&self.0) - 1
     }

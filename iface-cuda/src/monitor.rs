@@ -81,7 +81,7 @@ impl fmt::Display for CudaMonitorKind {
 impl FromStr for CudaMonitorKind {
     type Err = Error;
 
-    /// Parses a name of the configuration.
+    /// Parses the name of a monitor, as the configuration spells it.
     ///
     /// # Errors
     /// InvalidArgument if the name is unknown. The error lists the known names.

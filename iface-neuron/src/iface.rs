@@ -62,7 +62,7 @@ impl Builder {
     /// Permits the iface to call `nrt_init` at the first allocation, if the application has not
     /// called it. Overrides `HMEM_NEURON_START_RUNTIME`. The default is false.
     ///
-    /// The runtime reserves the visible NeuronCores for this process until it ends.
+    /// The runtime reserves the visible NeuronCores until this process ends.
     pub fn start_runtime(mut self, start: bool) -> Self {
         self.start_runtime = Some(start);
         self

@@ -394,7 +394,7 @@ impl CopyInFlight {
         }
     }
 
-    /// Copies the bytes that the copy engine wrote to the buffer into the host memory.
+    /// Copies to host memory the bytes that the copy engine wrote to the buffer.
     fn copy_out(&self) {
         if let Some(out) = self.out.take() {
             // SAFETY: the buffer is this copy's own, and the caller of the copy keeps the

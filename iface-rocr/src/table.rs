@@ -324,8 +324,8 @@ impl Entries {
 /// frees.
 ///
 /// # Safety
-/// [`AllocationTable::begin`] made `notice`. It was registered with this function, which the
-/// runtime calls once.
+/// [`AllocationTable::begin`] made `notice`. `notice` was registered with the runtime together with
+/// this function, which the runtime calls once.
 pub(crate) unsafe extern "C" fn on_free(_pointer: *mut c_void, notice: *mut c_void) {
     // SAFETY: `begin` made `notice`, and only this call frees it: "callbacks are automatically
     // deregistered when they are invoked".

@@ -720,8 +720,8 @@ fn ipc_handle_opens_in_another_process() {
 
 /// HM-10
 ///
-/// The header requires the full length of the allocation, both to export and to open a handle. For
-/// a runtime that rounds lengths up to whole pages, this may be the rounded length.
+/// Exporting and opening a handle pass the full length of the allocation, which a runtime may round
+/// up to whole pages. The opened allocation has the requested length.
 #[test]
 fn ipc_keeps_the_requested_length_whatever_the_runtime_rounds_to() {
     const ODD: u64 = 5000;

@@ -80,7 +80,8 @@ impl Copier {
         copied.map_err(|error| copy.described(error))
     }
 
-    /// Returns the route of a copy. If the CPU can access both sides, it copies the bytes here.
+    /// Returns the route of a copy. If the CPU can access both sides, this method copies
+    /// the bytes itself.
     ///
     /// # Safety
     /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].

@@ -234,7 +234,8 @@ impl hmem_core::monitor::Invalidator for Nobody {
 
 /// HM-01 MON-07
 ///
-/// Small host memory of the iface comes from a pool too. The table of the iface detects its frees.
+/// The driver takes small host allocations of the iface from a pool too. The iface's table of its own
+/// allocations shows when one is freed.
 #[test]
 fn pooled_memory_of_the_iface_has_its_own_identities() {
     let (_driver, iface) = start(Profile::default());
@@ -297,8 +298,8 @@ fn exports_are_owned_fds_and_every_fd_is_released() {
 
 /// HM-06
 ///
-/// A driver may have one fd for each allocation, and close it when the first export returns it. So
-/// a second export must wait until then.
+/// A driver may share one fd among the exports of an allocation, and close it when one export gives
+/// it back. So a second export waits until the first one has given it back.
 #[test]
 fn concurrent_exports_of_one_allocation_are_serialised() {
     let (driver, iface) = start(Profile { first_put_closes: true, ..Profile::default() });

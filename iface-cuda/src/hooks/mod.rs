@@ -80,7 +80,7 @@ pub struct FreeHooks {
 }
 
 /// Address of the first hooked function, which identifies the patched library. Only one library of
-/// a process is hooked. The library is claimed before any state of the hooks is written.
+/// a process is hooked. It is set before any other state of the hooks is written.
 static LIBRARY: AtomicUsize = AtomicUsize::new(0);
 
 impl FreeHooks {

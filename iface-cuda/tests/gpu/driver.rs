@@ -39,7 +39,7 @@ type Memcpy = unsafe extern "C" fn(CuDevicePtr, CuDevicePtr, usize) -> CuResult;
 /// The reason why the program has no driver to measure.
 #[derive(Debug)]
 pub(crate) struct Absent {
-    /// True if the machine lacks the driver or a GPU; false if the driver fails.
+    /// True if the machine has no driver or no GPU; false if the driver is there and fails.
     pub(crate) machine: bool,
     pub(crate) error: hmem_core::Error,
 }

@@ -18,7 +18,7 @@ use crate::{
 /// Required share of the driver's own copy bandwidth.
 const OWED: f64 = 0.95;
 
-/// Shortest copy for which the share is required, in bytes.
+/// Length in bytes from which a copy must reach the required share of the bandwidth.
 const OWED_FROM: u64 = 1 << 20;
 
 pub(crate) fn identities(

@@ -14,11 +14,11 @@ use std::{
 use hmem_core::{Error, ErrorKind, Result, iface::CopyEvent};
 use parking_lot::{Condvar, Mutex};
 
-/// The agent that runs asynchronous copies.
+/// Selects the thread that runs asynchronous copies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stepping {
-    /// A thread of the engine, which starts at the first asynchronous copy.
+    /// A thread of the copy engine, which starts at the first asynchronous copy.
     #[default]
     Thread,
     /// The application: each call of [`Simulated::step`](crate::Simulated::step) runs one copy, and

@@ -368,7 +368,7 @@ impl Pinned {
         Self { runs: RwLock::new(runs) }
     }
 
-    /// Replaces the runs at the addresses of newly pinned ones.
+    /// Puts newly pinned runs in the place of the old runs at the same addresses.
     pub(in super::super) fn replace(&self, new: Vec<Run>) {
         let mut runs = self.runs.write();
         for run in &new {

@@ -22,10 +22,10 @@ use hmem_hook::WipedOnFork;
 
 use super::NAME;
 
-/// The divisor of the monitors' share: together they use at most one mapping in `SHARE`.
+/// The monitors together use at most 1/`SHARE` of the mappings that the kernel permits a process.
 const SHARE: usize = 16;
 
-/// The divisor of the reserve: one mapping in `SPARE` always stays free for the process.
+/// At least 1/`SPARE` of these mappings always stays free for the process.
 const SPARE: usize = 64;
 
 /// The kernel's default of `vm.max_map_count`, used if the file cannot be read.

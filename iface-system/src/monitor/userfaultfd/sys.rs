@@ -266,7 +266,7 @@ pub(super) fn touch(page: u64) {
     }
 }
 
-/// Stops watching whole pages.
+/// Stops watching a range of whole pages.
 pub(super) fn unregister(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno> {
     let mut range = Range { start, len };
     // SAFETY: the ioctl reads one `Range`.
