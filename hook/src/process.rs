@@ -48,8 +48,8 @@ impl<T: HasTable + 'static> HookRegistry<T> {
 
     /// Returns the subscribers that a hook notifies, or `None` if no monitor was ever started.
     ///
-    /// In a forked child that starts no monitor the result is `Some`, but its table is empty, because
-    /// the kernel zeroed the child's copy.
+    /// In a forked child that starts no monitor the result is `Some`, but its table is empty,
+    /// because the kernel zeroed the child's copy.
     #[inline(always)]
     #[must_use]
     pub fn subscribers(&self) -> Option<&'static Subscribers<T>> {

@@ -145,7 +145,8 @@ impl SubscriberTable {
         (0..SLOTS).filter(move |slot| taken >> slot & 1 != 0)
     }
 
-    /// Waits until every read guard that existed at the call is dropped. The caller is the only writer.
+    /// Waits until every read guard that existed at the call is dropped. The caller is the only
+    /// writer.
     fn wait_for_passes(&self) {
         for _ in 0..2 {
             let old = self.side.fetch_add(1, SeqCst) & 1;

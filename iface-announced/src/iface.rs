@@ -273,8 +273,8 @@ unsafe impl<D: Driver> Iface for Announced<D> {
     }
 
     /// Always returns the facet, because an absent facet would mean that no flush is needed. The
-    /// flush fails if the driver has no call for it. An application can then flush by a read through
-    /// the NIC, as NCCL's plug-in for Neuron does.
+    /// flush fails if the driver has no call for it. An application can then flush by a read
+    /// through the NIC, as NCCL's plug-in for Neuron does.
     fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
         Some(self)
     }

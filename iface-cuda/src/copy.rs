@@ -201,7 +201,8 @@ impl Copier {
         Self(Arc::new(CopyStreams { lookup }))
     }
 
-    /// Returns the number of asynchronous copies, completed or not, whose event the caller still has.
+    /// Returns the number of asynchronous copies, completed or not, whose event the caller still
+    /// has.
     pub(crate) fn in_flight(&self) -> usize {
         Arc::strong_count(&self.0) - 1
     }

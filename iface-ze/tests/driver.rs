@@ -234,8 +234,8 @@ impl hmem_core::monitor::Invalidator for Nobody {
 
 /// HM-01 MON-07
 ///
-/// The driver takes small host allocations of the iface from a pool too. The iface's table of its own
-/// allocations shows when one is freed.
+/// The driver takes small host allocations of the iface from a pool too. The iface's table of its
+/// own allocations shows when one is freed.
 #[test]
 fn pooled_memory_of_the_iface_has_its_own_identities() {
     let (_driver, iface) = start(Profile::default());

@@ -391,7 +391,8 @@ impl CompletionQueue for Cq {
         }
     }
 
-    /// Returns `None` if progress is manual: no request would complete while the application sleeps.
+    /// Returns `None` if progress is manual: no request would complete while the application
+    /// sleeps.
     fn channel(&self) -> Option<&dyn CompletionChannel> {
         (!self.by_hand).then_some(self as _)
     }

@@ -254,7 +254,8 @@ pub fn forked(child: impl FnOnce()) -> i32 {
 pub struct Blocker(i32);
 
 impl Blocker {
-    /// Watches `len` bytes at `at` with a new userfaultfd. The caller has checked that this machine has userfaultfd.
+    /// Watches `len` bytes at `at` with a new userfaultfd. The caller has checked that this machine
+    /// has userfaultfd.
     pub fn new(at: *mut libc::c_void, len: usize) -> Self {
         const EVENT_UNMAP: u64 = 1 << 6;
         const MODE_MISSING: u64 = 1;

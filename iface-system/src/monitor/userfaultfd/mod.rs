@@ -157,8 +157,8 @@ impl UserFaultFd {
         )
     }
 
-    /// Tells this monitor that memhooks run above it and notify all of its subscribers. A discard that
-    /// memhooks see then keeps no range of this monitor pending.
+    /// Tells this monitor that memhooks run above it and notify all of its subscribers. A discard
+    /// that memhooks see then keeps no range of this monitor pending.
     pub(super) fn beneath_hooks(&self) {
         self.watched.beneath_hooks.store(true, Ordering::Relaxed);
     }
