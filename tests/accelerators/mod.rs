@@ -1,7 +1,8 @@
 //! The headers and the library that `tests/accelerators/fetch` downloaded, for the tests of Neuron
 //! and Gaudi memory.
 //!
-//! `HMEM_ACCELERATORS=vendor` makes their absence a failure. It is a skip with the reason otherwise.
+//! `HMEM_ACCELERATORS=vendor` makes their absence a failure. It is a skip with the reason
+//! otherwise.
 
 use std::{env, fs, path::PathBuf};
 

@@ -7,7 +7,8 @@ use hmem_iface_cuda::sys::{CuDevice, CuResult};
 
 use crate::{answers::put, state::State};
 
-/// Defines functions of the driver's table. Each counts its call, meets injected faults, and answers.
+/// Defines functions of the driver's table. Each counts its call, meets injected faults, and
+/// answers.
 macro_rules! driver {
     ($(
         $(#[doc = $doc:literal])*

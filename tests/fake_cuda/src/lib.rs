@@ -24,8 +24,8 @@
 //!
 //! # Answers
 //!
-//! The answers follow `cuda.h` and recorded runs of the real library. A comment "Decided here" marks
-//! an answer that neither of them gives.
+//! The answers follow `cuda.h` and recorded runs of the real library. A comment "Decided here"
+//! marks an answer that neither of them gives.
 //!
 //! On x86-64 each function begins with the same instructions as in the real library, so that hooks
 //! patch both alike.
@@ -93,8 +93,9 @@ fn hold_of<'a>(state: &'a mut Option<State>, symbol: &str) -> Option<&'a mut sta
     state.as_mut()?.hold.as_mut().filter(|hold| hold.symbol == symbol)
 }
 
-/// Returns the number of calls of a function since the driver started, of all functions for an empty
-/// name, and 0 for an unknown name. For tests that load this library and have no [`FakeDriver`].
+/// Returns the number of calls of a function since the driver started, of all functions for an
+/// empty name, and 0 for an unknown name. For tests that load this library and have no
+/// [`FakeDriver`].
 ///
 /// # Safety
 /// `symbol` is a C string.

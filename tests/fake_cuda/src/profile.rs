@@ -38,8 +38,8 @@ pub struct Profile {
     /// True if queries need a current context: INVALID_CONTEXT without one, CONTEXT_IS_DESTROYED
     /// after its end.
     pub queries_need_context: bool,
-    /// True if page-locked host memory has no identity. `cuda.h` promises one only for "every memory
-    /// allocation", which page-locking is not.
+    /// True if page-locked host memory has no identity. `cuda.h` promises one only for "every
+    /// memory allocation", which page-locking is not.
     pub registered_without_identity: bool,
     /// True if a layer in front of the driver implements `cuMemAlloc` by VMM memory. SYNC_MEMOPS is
     /// then refused for it with 801, as authors of such a layer (lupine) and users of UCX over VMM

@@ -334,8 +334,8 @@ impl State {
         self.free.entry(len.next_multiple_of(GRANULARITY)).or_default().push(address);
     }
 
-    /// Allocates memory of a device. Decided here: freed addresses are reused at once, so that tests
-    /// meet them again.
+    /// Allocates memory of a device. Decided here: freed addresses are reused at once, so that
+    /// tests meet them again.
     pub(crate) fn take_memory(&mut self, len: u64, kind: Kind) -> Result<u64, CuResult> {
         let context = self.current()?;
         let device = self.device_of(context);

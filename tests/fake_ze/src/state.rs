@@ -194,7 +194,8 @@ impl State {
         self.next_handle
     }
 
-    /// Returns the handles of a driver's root devices. A sub-device's handle is its root's plus one.
+    /// Returns the handles of a driver's root devices. A sub-device's handle is its root's plus
+    /// one.
     pub(crate) fn devices(&self, driver: usize) -> Vec<usize> {
         (0..self.profile.devices).map(|number| (driver + 1) << 12 | number << 4).collect()
     }
