@@ -32,7 +32,7 @@ const UNMAPS: usize = 40_000;
 const CACHED: usize = 100_000;
 const PAGE: usize = 4096;
 
-/// Knows nothing of any range: what a cache is to memory that it has not cached.
+/// A subscriber without ranges, like a cache that has not cached the changed memory.
 #[derive(Debug, Default)]
 struct Ignorant(AtomicU64);
 

@@ -50,7 +50,7 @@ struct Net {
     device: Arc<Simulated>,
     /// A device with an unlimited engine, and memory of it.
     unlimited: (Arc<Simulated>, DeviceBuffer),
-    /// Host side of manual copies.
+    /// The host buffer of copies that the benchmark makes itself.
     buffer: Vec<u8>,
 }
 

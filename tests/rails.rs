@@ -138,7 +138,7 @@ fn a_buffer_is_registered_with_the_nics_nearest_to_its_device() {
 
 /// P2P-05
 ///
-/// Memory by raw addresses takes the domains of a choice to `regattr_on`.
+/// Memory given by raw addresses is registered with `regattr_on` in the chosen domains.
 #[test]
 fn a_choice_serves_memory_by_raw_addresses_too() {
     let machine = Machine::new("hgx-h100");

@@ -162,7 +162,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Measures gets of regions that were evicted since their last get.
+    /// Measures lookups of regions that were evicted since their last lookup.
     fn misses(&mut self) -> Result<()> {
         for regions in [1, 1_000, MOST] {
             let cache = self.ground.cache(regions, 0)?;
@@ -330,7 +330,7 @@ fn first(_number: u64) -> u64 {
     black_box(0)
 }
 
-/// Chooses any of `regions`.
+/// Returns a generator that draws a random index below `regions`.
 fn at_random(regions: u64) -> impl Draw {
     move |number| place(number, regions)
 }

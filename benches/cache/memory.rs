@@ -56,8 +56,8 @@ pub(super) fn resident() -> Result<u64> {
         .ok_or_else(|| unreadable(&"it has no line `Anonymous: N kB`"))
 }
 
-/// Fills a cache for each layout, and measures how the process grows. All caches are kept until the
-/// end, so that none reuses another's memory.
+/// Fills a cache for each layout, and measures the growth of the process. All caches stay open
+/// until the end, so that no cache reuses memory of another.
 pub(super) fn of_layouts() -> Result<Vec<MemoryRow>> {
     let mut kept = Vec::new();
     LAYOUTS

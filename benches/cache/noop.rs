@@ -18,7 +18,7 @@ use hmem::{
 
 /// Bytes of each region.
 pub(super) const LEN: u64 = 4096;
-/// Time of the slow registration.
+/// Duration of the registration that is slow on purpose.
 pub(super) const SLOW: Duration = Duration::from_secs(1);
 
 /// Memory of the regions, one after the other. It is mapped, and nobody touches it.

@@ -32,7 +32,7 @@ const LOG: (&str, &str) = ("UCX_LOG_FILE", "stderr");
 /// A place where UCX may be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Place {
-    /// The folders that the system's loader searches.
+    /// The library is loaded from the folders that the system's loader searches.
     System,
     /// A folder.
     Folder(PathBuf),

@@ -20,9 +20,9 @@ pub(super) struct Row {
     pub(super) ours_ns: f64,
     /// The peer: a UCX, the system calls, or our own figure under other circumstances.
     pub(super) peer: Option<String>,
-    /// Nanoseconds an operation of the peer.
+    /// Nanoseconds per operation of the peer library.
     pub(super) peer_ns: Option<f64>,
-    /// Our time divided by the peer's.
+    /// hmem's time divided by the peer library's time.
     pub(super) ratio: Option<f64>,
     /// Largest ratio that meets the goal.
     pub(super) target: Option<f64>,
@@ -41,7 +41,7 @@ pub(super) struct MemoryRow {
     pub(super) target: Option<f64>,
 }
 
-/// A measurement or peer that is missing.
+/// A measurement or peer library that was skipped, with the reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Skipped {
     /// Its name.
@@ -53,7 +53,7 @@ pub(super) struct Skipped {
 /// The document.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Report {
-    /// [`SCHEMA`].
+    /// The schema version of the report: [`SCHEMA`].
     pub(super) schema: u32,
     /// Names of the UCX releases that were measured.
     pub(super) peers: Vec<String>,

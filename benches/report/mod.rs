@@ -25,7 +25,7 @@ pub(crate) enum Target {
     Ratio(f64),
     /// Of ours, in nanoseconds.
     Nanoseconds(f64),
-    /// None: printed for orientation.
+    /// No limit: the figure is printed for orientation.
     Orientation,
 }
 

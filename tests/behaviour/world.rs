@@ -36,7 +36,7 @@ pub(crate) enum Nic {
     },
 }
 
-/// One combination.
+/// One combination of memory, NIC, mode and path to test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct World {
     pub(crate) nic: Nic,
@@ -203,7 +203,7 @@ pub(crate) enum Worlds {
     Pairs,
     /// Every mode, over host memory.
     Modes,
-    /// Every memory and path, progress and pages, in the default mode.
+    /// Every combination of memory, path, progress mode and page handling, in the default mode.
     Places,
     /// One world, for behaviours that no dimension changes.
     Plain,
@@ -242,7 +242,7 @@ pub(crate) fn verbs_worlds() -> Vec<World> {
     worlds
 }
 
-/// Needs of every behaviour on an RDMA device.
+/// Properties of the world that every behaviour needs on an RDMA device.
 pub(crate) const VERBS_NEEDS: [Need; 2] = [
     need(
         "staged path",
@@ -323,7 +323,7 @@ pub(crate) const fn need(
     Need { class, reason, met }
 }
 
-/// Needs that many behaviours share.
+/// Properties of the world that many behaviours need.
 pub(crate) mod needs {
     use super::*;
 

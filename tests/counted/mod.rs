@@ -7,7 +7,7 @@ use std::sync::{
 
 use hmem::{AddressRange, OwnedBuffer, Result};
 
-/// Heap memory that counts its end.
+/// Heap memory that counts its frees.
 pub(crate) struct Counted {
     bytes: Vec<u8>,
     ends: Arc<AtomicUsize>,

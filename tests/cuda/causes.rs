@@ -23,7 +23,7 @@ use crate::{
     segments::Segments,
 };
 
-/// Fixed facts about a machine.
+/// A source of fixed facts about a machine.
 #[derive(Debug)]
 struct Told(Facts);
 
@@ -140,7 +140,7 @@ fn modules(names: &[&str]) -> Facts {
     Facts { modules: Some(modules), ..Facts::default() }
 }
 
-/// Scenes that meet each cause, by its name.
+/// Returns the scenes that provoke each cause, with the cause's name.
 fn scenes() -> Vec<(&'static str, Scene)> {
     const EXPORT: &str = "cuMemGetHandleForAddressRange";
     let refused = |code| Scene { refusal: Some((EXPORT, 1, code)), ..Scene::default() };

@@ -26,7 +26,7 @@ pub(crate) fn check(code: CuResult) {
     assert_eq!(code, CuResult::CUDA_SUCCESS);
 }
 
-/// Imports of a NIC that supports every path.
+/// Import abilities of a NIC that supports every path.
 pub(crate) const IMPORTS: Imports =
     Imports { dma_buf: true, pcie_mapping_first: false, peer_memory: false, staged: true };
 
@@ -55,7 +55,8 @@ pub(crate) fn direct() -> P2pPolicy {
     if real() { P2pPolicy::Enabled } else { P2pPolicy::Required }
 }
 
-/// Checks that an address was reused. The fake guarantees that; a GPU's driver may not do it.
+/// Asserts `enough`, which is true if addresses were reused. The fake reuses them always, and a
+/// GPU's driver may not: over a GPU the check is skipped.
 pub(crate) fn came_back(enough: bool) {
     assert!(
         enough || not_over_a_gpu("too few addresses were reused"),
@@ -76,7 +77,8 @@ impl Deref for Fake {
 
 static TURN: Mutex<()> = Mutex::new(());
 
-/// Objects of one test. Fields are dropped in order, the driver last.
+/// The driver, iface, domain and endpoints of one test. Fields are dropped in order, the driver
+/// last.
 pub(crate) struct Link {
     wire: Wire,
     pub(crate) cuda: Arc<Cuda>,
@@ -108,7 +110,7 @@ impl Link {
         )
     }
 
-    /// Opens a link with a cache over this monitor.
+    /// Opens a link with a registration cache that uses this monitor.
     pub(crate) fn cached(
         profile: Profile,
         imports: Imports,

@@ -75,7 +75,7 @@ pub(crate) enum Memory {
     Part(AllocationKind),
     /// An allocation that was freed.
     Freed,
-    /// More than an allocation holds.
+    /// A range that ends after its allocation.
     PastTheEnd,
     /// Device memory of this length that the application allocated without the iface.
     Application(u64),
@@ -91,7 +91,7 @@ pub(crate) enum Memory {
     File,
 }
 
-/// A situation.
+/// A test case: memory to register, the NIC's abilities, a policy and injected refusals.
 #[derive(Clone)]
 pub(crate) struct Case {
     /// Distinguishes the situation from others with the same memory, imports and policy.
@@ -125,7 +125,7 @@ enum Door {
     Cached,
 }
 
-/// The ifaces, the fabric and the device of one situation. Fields are dropped in order, the driver
+/// The ifaces, the fabric and the device of one test case. Fields are dropped in order, the driver
 /// last.
 struct World {
     simulated: Option<Arc<Simulated>>,
@@ -138,7 +138,7 @@ struct World {
 }
 
 impl Case {
-    /// Returns the situation as one line, without its policy.
+    /// Describes the test case on one line, without its policy.
     pub(crate) fn subject(&self) -> String {
         let kind = |kind: AllocationKind| kind.name();
         let memory = match self.memory {
@@ -171,7 +171,7 @@ impl Case {
         format!("{device} | {memory} | NIC imports {imports}{what}")
     }
 
-    /// Plays the situation through every entry point, and returns its lines.
+    /// Runs the test case through every entry point, and returns the lines of its trace.
     pub(crate) fn play(&self) -> Vec<String> {
         let plain = self.through(Door::Regattr);
         let mut section = Section::default();
@@ -294,7 +294,7 @@ impl Case {
         }
     }
 
-    /// Arms the refusals of the situation.
+    /// Injects the refusals of the test case.
     fn refuse(&self, world: &World) {
         if let (Some((call, nth, code)), Some(device)) = (self.device_refuses, &world.simulated) {
             device.faults().fail_nth(call, nth, Errno(code));
@@ -308,7 +308,7 @@ impl Case {
     }
 }
 
-/// Registrations of one situation.
+/// The registrations of one test case.
 struct Play<'a> {
     case: &'a Case,
     world: &'a World,

@@ -152,7 +152,7 @@ const _: () = {
 /// Functions whose form the releases do not share.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Release {
-    /// The alignment of regions is a parameter of the cache.
+    /// UCX 1.13 and later: the alignment of regions is a parameter of the cache.
     V1_13 {
         ucs_rcache_get: unsafe extern "C" fn(
             *mut ucs_rcache_t,

@@ -55,30 +55,30 @@ pub(crate) enum FabricError {
     },
     /// `fi_getinfo` knows no such provider with what is asked of it.
     ProviderMissing {
-        /// The provider's name.
+        /// The name of the provider that was requested.
         provider: &'static str,
-        /// The error number that `fi_getinfo` gave.
+        /// The error number that `fi_getinfo` returned.
         code: FabricErrno,
         /// The library's text for `code`.
         text: String,
     },
     /// A call failed.
     Call {
-        /// The call as the man pages name it.
+        /// The name of the call, as in the man pages.
         operation: &'static str,
-        /// The error number.
+        /// The error number that the call returned.
         code: FabricErrno,
         /// The library's text for `code`.
         text: String,
     },
     /// The object's table has no such operation.
     OperationMissing {
-        /// The call as the man pages name it.
+        /// The name of the call, as in the man pages.
         operation: &'static str,
     },
     /// A call reported success, or no error, and handed nothing over.
     NothingReturned {
-        /// The call as the man pages name it.
+        /// The name of the call, as in the man pages.
         operation: &'static str,
     },
     /// An operation was accepted and failed later.
@@ -99,7 +99,7 @@ pub(crate) enum FabricError {
         /// How often both sides were asked for progress.
         polls: u64,
     },
-    /// The length is outside what the operation takes.
+    /// The operation does not support this length.
     Length {
         /// The length given, in bytes.
         given: usize,

@@ -33,11 +33,11 @@ pub(crate) struct Info {
 }
 
 impl Info {
-    /// Asks for `hints`.
+    /// Returns the first provider that satisfies `hints`, from `fi_getinfo`.
     ///
     /// # Errors
     ///
-    /// [`FabricError::ProviderMissing`] when nothing satisfies them, [`FabricError::Call`]
+    /// [`FabricError::ProviderMissing`] if no provider satisfies them, [`FabricError::Call`]
     /// otherwise.
     pub(crate) fn find(libfabric: Libfabric, hints: Hints) -> Result<Self, FabricError> {
         let wanted = Self::hints(libfabric, hints)?;
@@ -126,7 +126,7 @@ impl Info {
         unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
     }
 
-    /// The registration modes that the provider demands.
+    /// The mr_mode bits that the provider requires.
     pub(crate) fn mr_mode(&self) -> c_int {
         // SAFETY: entries that `fi_getinfo` returns have a `domain_attr`.
         unsafe { (*self.head.as_ref().domain_attr).mr_mode }

@@ -26,7 +26,7 @@ pub(crate) enum RegistrationProvider {
     /// `tcp` under `ofi_rxm`, which is how 1.17 offers unconnected endpoints over `tcp`: each
     /// region is one of `tcp`'s wrapped in one of `ofi_rxm`'s.
     TcpRxm,
-    /// Shared memory.
+    /// The `shm` provider, for shared memory.
     Shm,
 }
 

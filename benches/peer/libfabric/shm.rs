@@ -270,8 +270,8 @@ impl ShmWritePeer {
         }
     }
 
-    /// The mark of the last write of `len` bytes as it lies in the target's memory, which is the
-    /// count of writes at that time. Zero for a `len` that [`Self::write`] does not take.
+    /// Reads the mark of the last write of `len` bytes from the target's memory. The mark is the
+    /// number of writes at that time, or 0 for a `len` that [`Self::write`] does not support.
     pub(crate) fn last_mark(&self, len: usize) -> u64 {
         if !(MARK..=Self::LARGEST).contains(&len) || !len.is_multiple_of(MARK) {
             return 0;

@@ -89,7 +89,7 @@ pub(crate) struct fid {
     pub(crate) ops: *const fi_ops,
 }
 
-/// Operations that every object has.
+/// The function table that every libfabric object has.
 #[repr(C)]
 pub(crate) struct fi_ops {
     pub(crate) size: usize,
@@ -146,7 +146,7 @@ pub(crate) struct fi_rx_attr {
     pub(crate) iov_limit: usize,
 }
 
-/// Endpoint as a whole.
+/// Attributes of an endpoint.
 #[repr(C)]
 pub(crate) struct fi_ep_attr {
     pub(crate) r#type: c_int,
@@ -304,7 +304,7 @@ pub(crate) struct fid_av {
     pub(crate) ops: *const fi_ops_av,
 }
 
-/// Operations of an address vector, up to `insert`.
+/// The function table of an address vector, declared up to `insert`.
 #[repr(C)]
 pub(crate) struct fi_ops_av {
     pub(crate) size: usize,

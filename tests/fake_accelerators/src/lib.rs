@@ -63,7 +63,8 @@ impl Fake {
         if self.absent.contains(&name) { None } else { symbol(name) }
     }
 
-    /// Makes the `nth` call of a function from now on return `code`, 1 being the next.
+    /// Makes the `nth` call of a function from now on return `code`, counted from 1 for the next
+    /// call.
     pub fn fail_nth(&self, symbol: &'static str, nth: u64, code: i32) {
         state::with(|state| state.calls.fail_nth(symbol, nth, code));
     }

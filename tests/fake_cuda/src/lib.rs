@@ -88,7 +88,7 @@ fn enter(symbol: &'static str, run: impl FnOnce(&mut State) -> Result<(), CuResu
     result.err().unwrap_or(CuResult::CUDA_SUCCESS)
 }
 
-/// Returns the hold on a function.
+/// Returns the record of held calls of a function, if its calls are held.
 fn hold_of<'a>(state: &'a mut Option<State>, symbol: &str) -> Option<&'a mut state::Hold> {
     state.as_mut()?.hold.as_mut().filter(|hold| hold.symbol == symbol)
 }
@@ -111,7 +111,7 @@ pub unsafe extern "C" fn hmem_fake_cuda_calls(symbol: *const std::ffi::c_char) -
     }
 }
 
-/// Returns a CPU pointer to a device address, as a mapping of the device's BAR is.
+/// Returns a CPU pointer to a device address, like a mapping of the device's BAR.
 ///
 /// # Panics
 /// Without a driver, or for an address that is not a device's.
@@ -145,7 +145,7 @@ impl FakeDriver {
         self.with(|state| state.calls.fail_nth(known(symbol), nth, Fault { code, loses: true }));
     }
 
-    /// Makes queries answer for an allocation as for memory that the driver does not own.
+    /// Makes queries treat an allocation as memory that the driver does not own.
     pub fn forget(&self, base: u64) {
         self.forget_after(base, 0);
     }

@@ -5,14 +5,14 @@ use std::ffi::c_int;
 /// Properties of a driver release. The fields can be changed one by one.
 #[derive(Clone, Debug)]
 pub struct Profile {
-    /// Release and kernel module.
+    /// Name of the profile: the release and the kernel module.
     pub name: &'static str,
     /// Result of `cuDriverGetVersion`: 1000 * major + 10 * minor of the CUDA release that came with
     /// the driver (535: 12.2, 550: 12.4, 580: 13.0).
     pub version: c_int,
     /// Number of devices.
     pub devices: u32,
-    /// Bytes of memory on each.
+    /// Bytes of memory on each device.
     pub memory: u64,
     /// DMA_BUF_SUPPORTED, which only the open kernel modules have.
     pub dma_buf: bool,
@@ -33,7 +33,7 @@ pub struct Profile {
     pub flush_options: c_int,
     /// The highest pointer attribute that the driver knows. It refuses queries for higher ones.
     pub last_pointer_attribute: u32,
-    /// The highest device attribute that it knows.
+    /// The highest device attribute that the driver knows.
     pub last_device_attribute: u32,
     /// True if queries need a current context: INVALID_CONTEXT without one, CONTEXT_IS_DESTROYED
     /// after its end.
@@ -106,7 +106,7 @@ impl Profile {
         true
     }
 
-    /// Returns the profile of a name, such as `550-open`.
+    /// Returns the profile with a name, such as `550-open`.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         Self::all().into_iter().find(|profile| profile.name == name)

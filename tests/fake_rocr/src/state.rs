@@ -19,11 +19,11 @@ pub(crate) fn gpu(ordinal: u32) -> Agent {
 /// Properties of a release. The fields can be changed one by one.
 #[derive(Clone, Debug)]
 pub struct Profile {
-    /// Release.
+    /// Name of the release.
     pub name: &'static str,
     /// Number of GPUs.
     pub devices: u32,
-    /// Bytes of memory on each.
+    /// Bytes of memory on each device.
     pub memory: usize,
     /// HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED.
     pub dma_buf: bool,
@@ -101,7 +101,7 @@ impl Default for Profile {
     }
 }
 
-/// Number of live objects.
+/// The number of live objects of each kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Live {
     /// Reference count of the runtime.
@@ -160,7 +160,7 @@ pub(crate) struct State {
     pub(crate) allocations: BTreeMap<u64, Allocation>,
     pub(crate) reservations: BTreeMap<u64, Reservation>,
     pub(crate) handles: HashMap<u64, (Agent, OwnedFd, u64)>,
-    /// Locked host ranges by first address: length, and address for devices.
+    /// Page-locked host ranges by first address, each with its length and its address for devices.
     pub(crate) locked: BTreeMap<u64, (u64, u64)>,
     pub(crate) signals: HashMap<u64, SignalState>,
     /// Flush registers, one for each device.
@@ -169,7 +169,7 @@ pub(crate) struct State {
     pub(crate) calls: Calls<HsaStatus>,
     next_handle: u64,
     next_address: u64,
-    /// Freed addresses by length, the last freed last.
+    /// Freed addresses by length, with the most recently freed at the end.
     free: HashMap<u64, Vec<u64>>,
     used: HashMap<u64, usize>,
 }
@@ -222,7 +222,7 @@ impl State {
         self.next_handle
     }
 
-    /// Takes addresses, the last freed ones first.
+    /// Allocates addresses, the most recently freed ones first.
     pub(crate) fn take_addresses(&mut self, len: u64) -> u64 {
         if let Some(address) = self.free.get_mut(&len).and_then(Vec::pop) {
             return address;
@@ -289,7 +289,7 @@ impl State {
         }
     }
 
-    /// Returns the allocation around an address.
+    /// Returns the allocation that contains an address, with its first address.
     pub(crate) fn around(&self, address: u64) -> Option<(u64, &Allocation)> {
         let (base, allocation) = self.allocations.range(..=address).next_back()?;
         let page = if self.profile.rounds_lengths { PAGE } else { 1 };
@@ -313,7 +313,7 @@ impl State {
         locked.map(|(host, (_, device))| host + (address - device))
     }
 
-    /// Queries a signal, and ends its copy. `patient` ends it at the first query.
+    /// Queries a signal, and completes its copy. With `patient` the first query completes it.
     pub(crate) fn look(&mut self, signal: u64, patient: bool) -> i64 {
         let (slow, fails) = (self.profile.slow_copies, self.profile.copies_fail);
         let Some(state) = self.signals.get_mut(&signal) else {

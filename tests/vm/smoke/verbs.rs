@@ -135,7 +135,7 @@ impl Domain<'_> {
     }
 }
 
-/// A registration.
+/// A registered memory region.
 pub(crate) struct Region<'d> {
     verbs: &'d Verbs,
     region: Object,
@@ -155,8 +155,9 @@ impl Drop for Region<'_> {
     }
 }
 
-/// One-sided operations from a domain to itself, over two connected queue pairs. A queue pair that
-/// is connected to itself would flush a request that its own responder refuses.
+/// One-sided operations from a domain to itself, over two connected queue pairs. With a single
+/// queue pair that is connected to itself, a refused request would be reported as flushed instead
+/// of with its error.
 #[cfg(feature = "dma-buf")]
 pub(crate) struct Loopback<'d> {
     domain: &'d Domain<'d>,
