@@ -96,7 +96,7 @@ fn cycle(monitor: &dyn Monitor, invalidator: &Arc<Ignorant>) {
     monitor.unsubscribe(subscription);
 }
 
-/// A range is subscribed and forgotten, again and again.
+/// Subscribes to a range and cancels the subscription.
 fn renewal(monitor: &dyn Monitor, invalidator: &Arc<Ignorant>, at: *mut libc::c_void) {
     let subscription = monitor
         .subscribe(range(at), Arc::<Ignorant>::clone(invalidator))
@@ -104,7 +104,7 @@ fn renewal(monitor: &dyn Monitor, invalidator: &Arc<Ignorant>, at: *mut libc::c_
     monitor.unsubscribe(subscription);
 }
 
-/// Registers nothing, and has every range watched.
+/// A cache back end that registers nothing, with a monitor that watches every range.
 struct Watched(Arc<MemHooks>);
 
 impl CacheBackend for Watched {

@@ -76,7 +76,7 @@ impl Machine {
         named.unwrap_or_else(|| panic!("no domain of {nic}"))
     }
 
-    /// Writes bytes by the key of one rail, from another NIC of the fabric.
+    /// Writes bytes with the remote key of one rail, from another NIC of the fabric.
     fn push(&self, nic: &str, key: &RemoteKey, bytes: &[u8]) {
         let near = open_domain(&self.hmem, PEER);
         let far = self.domain(nic);

@@ -9,7 +9,7 @@ use std::{
 /// Length and number of rounds.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Effort {
-    /// Time of one side in one round.
+    /// Duration of one side's part of a round.
     pub(super) round: Duration,
     /// Number of rounds.
     pub(super) rounds: usize,
@@ -53,7 +53,7 @@ pub(super) fn in_turns(effort: Effort, sides: &[Side<'_>]) -> Vec<f64> {
     seen.into_iter().map(median).collect()
 }
 
-/// Finds out how many operations fill a round.
+/// Returns the number of operations that fill the duration of a round.
 fn calibrate(effort: Effort, side: Side<'_>, next: &mut u64) -> u64 {
     let mut count = 64;
     loop {

@@ -64,10 +64,10 @@ fn of_python() -> std::result::Result<PathBuf, String> {
     }
 }
 
-/// Measures beside the UCX of one place, which this process loads.
+/// Loads UCX from one place and measures hmem and UCX in this process.
 ///
 /// # Errors
-/// As [`Bench::beside_ucx`].
+/// The errors of [`Bench::beside_ucx`].
 pub(super) fn beside(place: &Place, effort: Effort) -> Result<Report> {
     let folder = match place {
         Place::System => None,
@@ -88,7 +88,7 @@ pub(super) fn beside(place: &Place, effort: Effort) -> Result<Report> {
 }
 
 impl Place {
-    /// Reads the place behind [`ARGUMENT`].
+    /// Parses the place of the UCX libraries from the value of [`ARGUMENT`].
     pub(super) fn parse(text: &str) -> Self {
         if text == SYSTEM { Self::System } else { Self::Folder(text.into()) }
     }

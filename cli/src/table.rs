@@ -14,7 +14,7 @@ const LIMITS: (usize, usize) = (20, 140);
 const GAPS: [usize; 2] = [2, 1];
 /// The most fields of a list that are printed on lines of their own.
 const FEW_FIELDS: usize = 4;
-/// Joins a number and its unit while lines are wrapped.
+/// The no-break space that joins a number and its unit while lines are wrapped.
 const NO_BREAK: char = '\u{a0}';
 /// Units that stay on the line of their number.
 const UNITS: [&str; 17] = [

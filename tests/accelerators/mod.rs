@@ -37,7 +37,7 @@ pub(crate) fn has(header: &str, texts: &[&str]) {
     }
 }
 
-/// Checks that a header gives each of these names its value.
+/// Asserts that a header defines each of these constants with its value.
 pub(crate) fn enumerates(header: &str, values: impl IntoIterator<Item = (&'static str, i32)>) {
     for (name, value) in values {
         assert!(

@@ -110,12 +110,12 @@ impl Setup {
     }
 }
 
-/// The provider's name.
+/// Returns the name of the provider that a world uses.
 pub(crate) fn provider_name(world: &World) -> &'static str {
     if world.is_loopback() { LOOPBACK } else { "verbs" }
 }
 
-/// Name of the provider's NIC to use.
+/// Returns the name of the NIC that a world uses.
 pub(crate) fn nic_name(world: &World) -> Option<String> {
     let verbs = || {
         std::env::var("HMEM_VERBS_DEVICE").expect("a verbs world is made where a device is named")

@@ -41,7 +41,7 @@ pub(crate) enum Nic {
 pub(crate) struct World {
     pub(crate) nic: Nic,
     pub(crate) memory: Memory,
-    /// Mode bits that the application offers and the provider needs.
+    /// The mr_mode bits that the application supports and those that the provider requires.
     pub(crate) mode: Mode,
     pub(crate) key_size: usize,
     pub(crate) progress: Progress,

@@ -31,7 +31,7 @@ const MONITORS: &[CudaMonitorKind] = if cfg!(target_arch = "x86_64") {
     &[CudaMonitorKind::Identity]
 };
 
-/// Driver calls of the application, each with the device's primary context current.
+/// Makes driver calls as the application does, each with the device's primary context current.
 struct App<'a>(&'a Functions, CuContext);
 
 impl<'a> App<'a> {

@@ -33,7 +33,7 @@ impl FactSource for Told {
     }
 }
 
-/// Memory to register.
+/// The memory that a scene registers.
 enum Memory {
     Of(AllocationKind),
     /// A reservation with a handle for each entry, created for RDMA or not.

@@ -185,8 +185,8 @@ impl Link {
         path == Path::Staged && !owed && not_over_a_gpu(why)
     }
 
-    /// Returns true if a selected GPU lacks a kind of memory, and prints it as [`not_over_a_gpu`]
-    /// does.
+    /// Returns true if a selected GPU lacks a kind of memory. The reason is printed as by
+    /// [`not_over_a_gpu`].
     pub(crate) fn lacks(&self, kind: AllocationKind) -> bool {
         let there = match kind {
             AllocationKind::Managed => self.has(sys::CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY),
@@ -201,8 +201,9 @@ impl Link {
         !there && not_over_a_gpu(&format!("the device has no {} memory", kind.name()))
     }
 
-    /// Returns true if a GPU's driver reports that NICs reach memory that was not created for RDMA,
-    /// and prints it as [`not_over_a_gpu`] does. `cuda.h`: gpuDirectRDMACapable is a hint.
+    /// Returns true if a GPU's driver reports that NICs can access memory that was not created for
+    /// RDMA. The reason is printed as by [`not_over_a_gpu`]. `cuda.h`: gpuDirectRDMACapable is a
+    /// hint.
     pub(crate) fn reaches_anything(&self, address: u64) -> bool {
         let (mut attribute, mut capable) =
             (sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE, 0u64);
@@ -219,21 +220,22 @@ impl Link {
             )
     }
 
-    /// Returns true if NICs cannot reach memory of a selected GPU by its address, and prints it as
-    /// [`not_over_a_gpu`] does.
+    /// Returns true if NICs cannot access memory of a selected GPU by its address. The reason is
+    /// printed as by [`not_over_a_gpu`].
     pub(crate) fn no_rdma(&self) -> bool {
         !self.has(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)
             && not_over_a_gpu("the device has no GPUDirect RDMA")
     }
 
-    /// Returns true if NICs cannot reach VMM memory of a selected GPU, and prints it as
-    /// [`not_over_a_gpu`] does.
+    /// Returns true if NICs cannot access VMM memory of a selected GPU. The reason is printed as by
+    /// [`not_over_a_gpu`].
     pub(crate) fn no_rdma_with_vmm(&self) -> bool {
         !self.has(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)
             && not_over_a_gpu("the device has no GPUDirect RDMA to VMM memory")
     }
 
-    /// Returns true if a selected GPU has no dma-bufs, and prints it as [`not_over_a_gpu`] does.
+    /// Returns true if a selected GPU has no dma-bufs. The reason is printed as by
+    /// [`not_over_a_gpu`].
     pub(crate) fn no_dma_bufs(&self) -> bool {
         !self.cuda.capability().dma_buf && not_over_a_gpu("the device has no dma-bufs")
     }

@@ -79,7 +79,8 @@ pub(crate) enum Memory {
     PastTheEnd,
     /// Device memory of this length that the application allocated without the iface.
     Application(u64),
-    /// CUDA memory of several handles, each made for RDMA or not.
+    /// CUDA memory that consists of several handles. Each element is true if the handle was created
+    /// for RDMA.
     Handles(&'static [bool]),
     /// A part of 8 pages of the application's host memory.
     Host { offset: u64, len: u64 },

@@ -114,7 +114,7 @@ impl Vendor {
         required.iter().chain(optional).flat_map(|names| names.iter().copied()).collect()
     }
 
-    /// Makes the `nth` call of a function fail, counted from 1 for the next call.
+    /// Makes the `nth` call of a function fail; 1 is the next call.
     pub(crate) fn fail_nth(&self, symbol: &'static str, nth: u64) {
         match &self.fake {
             Fake::Cuda(fake) => fake.fail_nth(symbol, nth, CuResult::CUDA_ERROR_UNKNOWN),

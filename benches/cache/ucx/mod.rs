@@ -33,8 +33,8 @@ struct Calls {
     end: AtomicU64,
 }
 
-/// Adds one without a locked instruction. UCX holds the cache's write lock around both callbacks
-/// where it registers and evicts.
+/// Increments a counter without a locked instruction. UCX holds the cache's write lock during both
+/// callbacks when it registers and evicts.
 fn count(calls: &AtomicU64) {
     calls.store(calls.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
 }

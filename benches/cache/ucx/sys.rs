@@ -152,7 +152,7 @@ const _: () = {
 /// Functions whose form the releases do not share.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Release {
-    /// UCX 1.13 and later: the alignment of regions is a parameter of the cache.
+    /// UCX from 1.13 to before 1.22: the alignment of regions is a parameter of the cache.
     V1_13 {
         ucs_rcache_get: unsafe extern "C" fn(
             *mut ucs_rcache_t,
@@ -164,7 +164,7 @@ pub(super) enum Release {
         ) -> ucs_status_t,
         ucs_memtype_cache_update: unsafe extern "C" fn(*const c_void, usize, c_int, u8),
     },
-    /// The alignment is an argument of each get, and memory has flags.
+    /// UCX 1.22 and later: the alignment is an argument of each lookup, and memory has flags.
     V1_22 {
         ucs_rcache_get: unsafe extern "C" fn(
             *mut ucs_rcache_t,

@@ -59,7 +59,7 @@ pub(crate) enum FabricError {
         provider: &'static str,
         /// The error number that `fi_getinfo` returned.
         code: FabricErrno,
-        /// The library's text for `code`.
+        /// libfabric's description of `code`.
         text: String,
     },
     /// A call failed.
@@ -68,7 +68,7 @@ pub(crate) enum FabricError {
         operation: &'static str,
         /// The error number that the call returned.
         code: FabricErrno,
-        /// The library's text for `code`.
+        /// libfabric's description of `code`.
         text: String,
     },
     /// The object's table has no such operation.
@@ -89,7 +89,7 @@ pub(crate) enum FabricError {
         code: FabricErrno,
         /// The provider's own number in the completion.
         provider_code: i32,
-        /// The library's text for `code`.
+        /// libfabric's description of `code`.
         text: String,
     },
     /// An operation was accepted and neither completed nor failed.
@@ -101,7 +101,7 @@ pub(crate) enum FabricError {
     },
     /// The operation does not support this length.
     Length {
-        /// The length given, in bytes.
+        /// The requested length, in bytes.
         given: usize,
         /// The largest length, in bytes; lengths are positive multiples of 8.
         largest: usize,

@@ -70,8 +70,8 @@ impl Info {
         Self::owned(libfabric, "fi_getinfo", found)
     }
 
-    /// Writes `hints` into a fresh `fi_info`. The library allocates it, so that its length is that
-    /// of the library at hand and not that of [`sys::fi_info`].
+    /// Writes `hints` into a new `fi_info`, which libfabric allocates. The loaded version's struct
+    /// may be longer than [`sys::fi_info`].
     fn hints(libfabric: Libfabric, hints: Hints) -> Result<Self, FabricError> {
         // SAFETY: null asks for an empty `fi_info` with all its attributes allocated.
         let empty = unsafe { (libfabric.functions.fi_dupinfo)(ptr::null()) };

@@ -20,8 +20,8 @@ const MARK: usize = size_of::<u64>();
 /// Alignment of both buffers, in bytes.
 const PAGE: usize = 4096;
 
-/// How often both sides are polled before a write is given up: seconds, where a write takes
-/// microseconds.
+/// Number of polls after which a write counts as stalled. These polls take seconds, and a write
+/// takes microseconds.
 const POLLS: u64 = 100_000_000;
 
 /// Entries in each completion queue; one write is under way at a time.
@@ -105,7 +105,7 @@ impl Drop for Buffer {
 }
 
 /// An endpoint with its own completion queue and address vector, in the order in which libfabric
-/// lets go of them.
+/// requires them to be closed.
 #[derive(Debug)]
 struct Side {
     endpoint: Object<sys::fid_ep>,
@@ -225,9 +225,9 @@ impl ShmWritePeer {
     ///
     /// # Errors
     ///
-    /// [`FabricError::Length`] for any other `len`, [`FabricError::Call`] when the write is
-    /// refused, [`FabricError::Completion`] when it fails, [`FabricError::Stalled`] when it does
-    /// neither.
+    /// [`FabricError::Length`] for any other `len`, [`FabricError::Call`] if the write cannot be
+    /// posted, [`FabricError::Completion`] if it fails, [`FabricError::Stalled`] if it does not
+    /// complete.
     #[inline]
     pub(crate) fn write(&mut self, len: usize) -> Result<(), FabricError> {
         if !(MARK..=Self::LARGEST).contains(&len) || !len.is_multiple_of(MARK) {
@@ -271,7 +271,7 @@ impl ShmWritePeer {
     }
 
     /// Reads the mark of the last write of `len` bytes from the target's memory. The mark is the
-    /// number of writes at that time, or 0 for a `len` that [`Self::write`] does not support.
+    /// number of writes at that time. Returns 0 for a `len` that [`Self::write`] does not support.
     pub(crate) fn last_mark(&self, len: usize) -> u64 {
         if !(MARK..=Self::LARGEST).contains(&len) || !len.is_multiple_of(MARK) {
             return 0;

@@ -26,7 +26,7 @@ use super::error::FabricError;
 /// File name given to the dynamic loader: the soname of libfabric 1.x and 2.x.
 pub(crate) const LIBRARY_NAME: &str = "libfabric.so.1";
 
-/// The interface version asked for, `FI_VERSION(1, 17)`: the headers that this file mirrors.
+/// The requested API version, `FI_VERSION(1, 17)`. This file declares that version's structs.
 pub(crate) const API_VERSION: u32 = version(1, 17);
 
 /// Packs a version the way `fi_version` and `fi_getinfo` exchange it.
@@ -81,7 +81,7 @@ pub(crate) struct iovec {
     pub(crate) iov_len: usize,
 }
 
-/// Head of every libfabric object.
+/// The common first field of every libfabric object.
 #[repr(C)]
 pub(crate) struct fid {
     pub(crate) fclass: usize,

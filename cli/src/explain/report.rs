@@ -50,11 +50,11 @@ pub struct Entry {
     pub p2p_disabled: bool,
     /// The chosen path; null if every path was refused.
     pub path: Option<&'static str>,
-    /// The way in which the exporter maps the dma-buf; null for other paths.
+    /// The dma-buf mapping that the driver was asked for, such as `pcie`; null for other paths.
     pub mapping: Option<String>,
     /// The reason why this path was chosen, or why no path was.
     pub reason: String,
-    /// The changes that would enable a better path, or any path.
+    /// The changes that would enable a better path, or a path at all if there is none.
     pub remedies: Vec<String>,
     /// The tried paths, in the order of the attempts.
     pub trace: Vec<Attempt>,
@@ -73,7 +73,7 @@ pub struct Wiring {
     pub topo_path: Option<TopoPathEntry>,
     /// The reason why the PCIe path is unknown.
     pub unknown: Option<String>,
-    /// The mode of the IOMMU.
+    /// The mode of the IOMMU, such as translating or passthrough.
     pub iommu: Option<&'static str>,
     /// The size of the device's largest BAR, in bytes.
     pub largest_bar: Option<u64>,

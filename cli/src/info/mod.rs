@@ -100,7 +100,7 @@ pub struct CacheMonitorEntry {
 /// The monitor of an iface's memory.
 #[derive(Debug, Serialize)]
 pub struct DeviceMonitorEntry {
-    /// The name of the iface.
+    /// The name of the iface that owns the watched memory.
     pub iface: String,
     /// The monitor; null if the iface has none, or if a setting disables it.
     pub name: Option<String>,
@@ -146,7 +146,7 @@ pub struct MonitorCandidateEntry {
 /// One device.
 #[derive(Debug, Serialize)]
 pub struct DeviceEntry {
-    /// The name of the iface.
+    /// The name of the iface that the device belongs to.
     pub iface: String,
     /// The number of the device in its iface, from 0.
     pub device: u32,
@@ -206,7 +206,7 @@ pub struct NicEntry {
 /// The path from one device to one NIC.
 #[derive(Debug, Serialize)]
 pub struct P2pEntry {
-    /// The name of the iface.
+    /// The name of the iface that owns the memory.
     pub iface: String,
     /// The device; null for host memory.
     pub device: Option<u32>,

@@ -26,7 +26,7 @@ pub struct Report {
     pub numa: Vec<NodeEntry>,
     /// Every PCI function.
     pub functions: Vec<FunctionEntry>,
-    /// The RDMA devices.
+    /// The RDMA devices of the machine.
     pub nics: Vec<RdmaEntry>,
     /// The PCIe paths between accelerators, and from them to RDMA devices.
     pub paths: Vec<PathEntry>,
@@ -43,7 +43,7 @@ pub struct KernelEntry {
     pub options: Option<BTreeMap<String, &'static str>>,
     /// Kernel modules that are loaded or built in.
     pub modules: Vec<String>,
-    /// The modules that let a NIC resolve device addresses.
+    /// The loaded peer-memory modules, with which NICs register device memory by address.
     pub peer_memory: Vec<String>,
     /// The NVIDIA driver.
     pub nvidia: Option<NvidiaEntry>,

@@ -63,8 +63,7 @@ impl Fake {
         if self.absent.contains(&name) { None } else { symbol(name) }
     }
 
-    /// Makes the `nth` call of a function from now on return `code`, counted from 1 for the next
-    /// call.
+    /// Makes the `nth` call of a function from now on return `code`; 1 is the next call.
     pub fn fail_nth(&self, symbol: &'static str, nth: u64, code: i32) {
         state::with(|state| state.calls.fail_nth(symbol, nth, code));
     }

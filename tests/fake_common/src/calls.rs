@@ -41,7 +41,7 @@ impl<C: Copy> Calls<C> {
         Some(fault.code)
     }
 
-    /// Makes the `nth` call of a function from now on fail, counted from 1 for the next call.
+    /// Makes the `nth` call of a function from now on fail; 1 is the next call.
     pub fn fail_nth(&mut self, symbol: &'static str, nth: u64, code: C) {
         self.faults.push(Fault { symbol, after: nth.saturating_sub(1), always: false, code });
     }

@@ -74,7 +74,7 @@ pub fn share(file: BorrowedFd<'_>, len: u64) -> Result<OwnedFd> {
     }
 }
 
-/// Returns true if anybody else has the file open or mapped: the kernel then refuses a read lease.
+/// Returns true if the file is also open or mapped elsewhere. The kernel then refuses a read lease.
 fn is_used(fd: BorrowedFd<'_>) -> bool {
     let lease = |kind: libc::c_int| {
         // SAFETY: F_SETLEASE takes a lease type by value, and the borrowed fd is open.

@@ -9,7 +9,8 @@ use crate::{
     state::{Kind, State},
 };
 
-/// Writes an answer. A null pointer is INVALID_VALUE, as in most calls.
+/// Writes a result to the caller's pointer. A null pointer fails with INVALID_VALUE, as in most
+/// calls.
 pub(crate) fn put<T>(place: *mut T, value: T) -> Result<(), CuResult> {
     if place.is_null() {
         return Err(CuResult::CUDA_ERROR_INVALID_VALUE);

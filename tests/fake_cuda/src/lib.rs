@@ -150,7 +150,7 @@ impl FakeDriver {
         self.forget_after(base, 0);
     }
 
-    /// Like [`FakeDriver::forget`], after a number of queries for any address.
+    /// Like [`FakeDriver::forget`], but takes effect after `queries` queries for any address.
     ///
     /// # Panics
     /// If no allocation begins at `base`.
@@ -175,7 +175,7 @@ impl FakeDriver {
         self.with(|state| state.calls.total())
     }
 
-    /// Returns the number of files that the driver has open behind its memory.
+    /// Returns the number of open files that back the driver's memory.
     #[must_use]
     pub fn files(&self) -> usize {
         self.with(|state| state.files())

@@ -14,7 +14,8 @@ pub struct Profile {
     pub devices: u32,
     /// Bytes of memory on each device.
     pub memory: u64,
-    /// DMA_BUF_SUPPORTED, which only the open kernel modules have.
+    /// Value of the device attribute DMA_BUF_SUPPORTED, which is set only with the open kernel
+    /// modules.
     pub dma_buf: bool,
     /// True if `CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` is known, which `cuda.h` has from 12.8
     /// on.
@@ -23,13 +24,13 @@ pub struct Profile {
     pub pcie_mapping: bool,
     /// True if one dma-buf may hold several mappings of a reservation, as in `cuda.h`.
     pub spanning_exports: bool,
-    /// GPU_DIRECT_RDMA_SUPPORTED.
+    /// Value of the device attribute GPU_DIRECT_RDMA_SUPPORTED.
     pub rdma: bool,
-    /// GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED.
+    /// Value of the device attribute GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED.
     pub rdma_with_vmm: bool,
-    /// GPU_DIRECT_RDMA_WRITES_ORDERING.
+    /// Value of the device attribute GPU_DIRECT_RDMA_WRITES_ORDERING.
     pub writes_ordering: c_int,
-    /// GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS.
+    /// Value of the device attribute GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS.
     pub flush_options: c_int,
     /// The highest pointer attribute that the driver knows. It refuses queries for higher ones.
     pub last_pointer_attribute: u32,

@@ -233,7 +233,7 @@ impl State {
         }
     }
 
-    /// Returns the number of files that this driver has open.
+    /// Returns the number of open files that back the driver's memory.
     pub(crate) fn files(&self) -> usize {
         self.pages.files() + self.physical.len()
     }
@@ -335,7 +335,7 @@ impl State {
     }
 
     /// Allocates memory of a device. Decided here: freed addresses are reused at once, so that
-    /// tests meet them again.
+    /// tests see reused addresses.
     pub(crate) fn take_memory(&mut self, len: u64, kind: Kind) -> Result<u64, CuResult> {
         let context = self.current()?;
         let device = self.device_of(context);

@@ -66,7 +66,8 @@ pub(crate) fn known(name: &str) -> Option<&'static str> {
     NAMES.iter().copied().find(|known| *known == name)
 }
 
-/// Writes an answer. A null pointer is INVALID_ARGUMENT, as in most calls.
+/// Writes a result to the caller's pointer. A null pointer fails with INVALID_ARGUMENT, as in most
+/// calls.
 fn put<T>(place: *mut T, value: T) -> Result<(), HsaStatus> {
     if place.is_null() {
         return Err(INVALID_ARGUMENT);

@@ -25,7 +25,7 @@ pub struct Profile {
     pub devices: u32,
     /// Bytes of memory on each device.
     pub memory: usize,
-    /// HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED.
+    /// Value of the system attribute HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED.
     pub dma_buf: bool,
     /// True if the BAR covers all memory. The PCIe mapping is refused otherwise.
     pub large_bar: bool,

@@ -57,7 +57,7 @@ hmem_fake_common::fake_driver! {
 }
 
 impl FakeDriver {
-    /// Returns the number of files that the driver has open behind its memory.
+    /// Returns the number of open files that back the driver's memory.
     #[must_use]
     pub fn files(&self) -> usize {
         self.with(|state| state.files())
