@@ -16,9 +16,9 @@ pub(super) struct Effort {
 }
 
 impl Effort {
-    /// For figures that are written down.
+    /// The effort for published figures.
     pub(super) const FULL: Self = Self { round: Duration::from_millis(5), rounds: 121 };
-    /// To see that it runs.
+    /// The effort for a quick test that the benchmark runs.
     pub(super) const QUICK: Self = Self { round: Duration::from_millis(1), rounds: 3 };
 
     /// Splits the time into shorter rounds, of which an interruption meets few. It is for sides

@@ -40,8 +40,7 @@ const LAYOUTS: [Layout; 5] = [
     layout("1 GiB, not aligned", 1_000, 0x3600_0000_0123, GIB, 2 * GIB),
 ];
 
-/// Returns the bytes of the process's anonymous memory. Code that is paged in meanwhile does not
-/// count.
+/// Returns the bytes of the process's anonymous memory. Pages of code are not counted.
 pub(super) fn resident() -> Result<u64> {
     let path = "/proc/self/smaps_rollup";
     let unreadable = |why: &dyn std::fmt::Display| {

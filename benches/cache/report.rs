@@ -18,7 +18,7 @@ pub(super) struct Row {
     pub(super) threads: usize,
     /// Nanoseconds an operation.
     pub(super) ours_ns: f64,
-    /// The peer: a UCX, the system calls, or our own figure under other circumstances.
+    /// The peer: a UCX version, the system calls, or hmem's own figure under other conditions.
     pub(super) peer: Option<String>,
     /// Nanoseconds per operation of the peer library.
     pub(super) peer_ns: Option<f64>,
@@ -28,10 +28,10 @@ pub(super) struct Row {
     pub(super) target: Option<f64>,
 }
 
-/// Memory of a cached region above the region itself.
+/// Memory that the cache uses for each region, in addition to the region itself.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct MemoryRow {
-    /// Layout of the regions.
+    /// The layout of the regions in the cache.
     pub(super) figure: String,
     /// Number of regions.
     pub(super) regions: u64,
@@ -57,11 +57,11 @@ pub(super) struct Report {
     pub(super) schema: u32,
     /// Names of the UCX releases that were measured.
     pub(super) peers: Vec<String>,
-    /// Times.
+    /// Results of the time measurements.
     pub(super) rows: Vec<Row>,
-    /// Memory.
+    /// Results of the memory measurements.
     pub(super) memory: Vec<MemoryRow>,
-    /// Measurements and peers that are missing.
+    /// Skipped measurements and peer libraries.
     pub(super) skipped: Vec<Skipped>,
 }
 
@@ -73,7 +73,7 @@ impl Default for Report {
 }
 
 impl Report {
-    /// Notes a measurement or peer that is missing, once.
+    /// Records a skipped measurement or peer library, once.
     pub(super) fn skip(&mut self, what: &str, why: impl Display) {
         let skipped = Skipped { what: what.to_owned(), why: why.to_string() };
         if !self.skipped.contains(&skipped) {

@@ -56,7 +56,7 @@ fn raw_pairs(_: u64, count: u64) {
     }
 }
 
-/// Maps, gets once and unmaps each range.
+/// Maps, looks up once and unmaps each range.
 fn cached_pairs(cache: &Cache<Noop>, count: u64) {
     for _ in 0..count {
         let at = map();

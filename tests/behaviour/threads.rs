@@ -37,8 +37,8 @@ over_worlds! {
     registering_prefaults_on_request_and_reports_progress: Plain, needs::SYSTEM;
 }
 
-/// A provider that keeps a handle of every domain it opens, so that a test sees what is left when
-/// all is dropped.
+/// A provider that keeps a handle of every domain that it opens, so that a test can count the
+/// objects left after all drops.
 #[derive(Debug)]
 struct Watched {
     provider: Arc<dyn Provider>,

@@ -14,7 +14,7 @@ pub(crate) struct Counted {
 }
 
 impl Counted {
-    /// Allocates `len` bytes. The counter counts their frees.
+    /// Allocates `len` bytes. The counter is incremented when they are freed.
     pub(crate) fn new(len: usize, ends: &Arc<AtomicUsize>) -> Self {
         Self { bytes: vec![0; len], ends: Arc::clone(ends) }
     }

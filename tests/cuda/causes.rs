@@ -46,7 +46,8 @@ struct Scene {
     imports: Imports,
     facts: Facts,
     memory: Memory,
-    /// Refusal by the driver: function, number of the call, and code.
+    /// Injected refusal of the driver: the function, the number of the call that fails, and the
+    /// error code.
     refusal: Option<(&'static str, u64, CuResult)>,
     /// Number of queries after which the driver no longer knows the memory.
     forgotten_after: Option<u64>,

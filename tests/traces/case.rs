@@ -82,7 +82,7 @@ pub(crate) enum Memory {
     /// CUDA memory that consists of several handles. Each element is true if the handle was created
     /// for RDMA.
     Handles(&'static [bool]),
-    /// A part of 8 pages of the application's host memory.
+    /// A range inside 8 pages of the application's host memory.
     Host { offset: u64, len: u64 },
     /// Two ranges of host memory.
     HostTwice,
@@ -107,9 +107,11 @@ pub(crate) struct Case {
     pub(crate) nics: &'static [&'static str],
     /// The iface that the caller claims.
     pub(crate) claim: Option<IfaceKind>,
-    /// Refusals of the simulated device: call, number of the call, code.
+    /// Injected refusal of the simulated device: the call, the number of the call that fails, and
+    /// the error code.
     pub(crate) device_refuses: Option<(Call, u64, i32)>,
-    /// Refusals of a fake driver, in the same form.
+    /// Injected refusal of a fake driver: the function, the number of the call that fails, and the
+    /// error code.
     pub(crate) driver_refuses: Option<(&'static str, u64, u32)>,
     /// The NIC's answers to its first registrations.
     pub(crate) nic_refuses: Vec<i32>,

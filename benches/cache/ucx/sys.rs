@@ -183,7 +183,7 @@ pub(super) enum Release {
 #[derive(Debug)]
 pub(super) struct Functions {
     pub(super) ucs_status_string: unsafe extern "C" fn(ucs_status_t) -> *const c_char,
-    /// Its first argument is the `ucs_rcache_params_t` of the release.
+    /// `ucs_rcache_create`. The first argument is the `ucs_rcache_params_t` of the loaded release.
     pub(super) ucs_rcache_create: unsafe extern "C" fn(
         *const c_void,
         *const c_char,

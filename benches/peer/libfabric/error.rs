@@ -159,7 +159,7 @@ impl fmt::Display for FabricError {
     }
 }
 
-/// The loader's own words, which `libloading` keeps behind a short form of its own.
+/// Formats the dynamic loader's own message, which `libloading` stores as the error's source.
 struct Loader<'a>(&'a libloading::Error);
 
 impl fmt::Display for Loader<'_> {

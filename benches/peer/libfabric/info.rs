@@ -33,7 +33,7 @@ pub(crate) struct Info {
 }
 
 impl Info {
-    /// Returns the first provider that satisfies `hints`, from `fi_getinfo`.
+    /// Queries `fi_getinfo` for providers that satisfy `hints`.
     ///
     /// # Errors
     ///

@@ -42,10 +42,10 @@ pub(crate) enum ShmWritePath {
     /// `process_vm_writev` for every write, however short. If the kernel refuses that call, the
     /// path is that of [`Self::CommandQueue`].
     CrossMemoryAttach,
-    /// As [`Self::CommandQueue`], but never by `process_vm_readv`: long writes are copied into
-    /// bounce buffers and out again. `shm` gives up the system call when device memory may be
-    /// involved, so `FI_HMEM` is asked for; `FI_SHM_DISABLE_CMA` would do the same, but for every
-    /// endpoint of the process and only if set before libfabric is loaded.
+    /// Like [`Self::CommandQueue`], but without `process_vm_readv`: long writes are copied through
+    /// bounce buffers. `shm` does not use the system call if device memory may be involved, so the
+    /// benchmark requests `FI_HMEM`. `FI_SHM_DISABLE_CMA` has the same effect, but for every
+    /// endpoint of the process and only if it is set before libfabric is loaded.
     Bounce,
 }
 
@@ -214,7 +214,7 @@ impl ShmWritePeer {
     ///
     /// # Errors
     ///
-    /// As [`Self::write`].
+    /// The errors of [`Self::write`].
     #[inline]
     pub(crate) fn write_8_bytes(&mut self) -> Result<(), FabricError> {
         self.write(MARK)

@@ -98,7 +98,7 @@ pub(crate) struct fi_ops {
     pub(crate) control: Option<unsafe extern "C" fn(*mut fid, c_int, *mut c_void) -> c_int>,
 }
 
-/// One way of talking to one provider, as found by `fi_getinfo`.
+/// One set of provider attributes, as `fi_getinfo` returns them.
 #[repr(C)]
 pub(crate) struct fi_info {
     pub(crate) next: *mut fi_info,
@@ -206,7 +206,7 @@ pub(crate) struct fi_fabric_attr {
     pub(crate) api_version: u32,
 }
 
-/// Fabric object.
+/// A fabric object.
 #[repr(C)]
 pub(crate) struct fid_fabric {
     pub(crate) fid: fid,

@@ -13,7 +13,7 @@ use hmem::{
     iface::AllocRequest, system::monitor::ImportMonitor,
 };
 
-/// Bytes of reusable memory: the smallest page.
+/// Size of the memory that is freed and allocated again, in bytes: one smallest page.
 const LEN: u64 = 4096;
 
 /// Memory that the check frees and allocates again to provoke stale cache entries.

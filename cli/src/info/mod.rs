@@ -50,7 +50,7 @@ pub struct Inventory {
 /// One iface.
 #[derive(Debug, Serialize)]
 pub struct IfaceEntry {
-    /// The registered name.
+    /// The name under which the iface is registered.
     pub name: String,
     /// The number of the iface: libfabric's `fi_hmem_iface`, or 256 and above for plug-ins.
     pub kind: u32,

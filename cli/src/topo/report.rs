@@ -82,7 +82,7 @@ pub struct FunctionEntry {
     pub port: &'static str,
     /// The PCI class of the function, as in sysfs.
     pub class: String,
-    /// The numbers of vendor and device.
+    /// The PCI vendor and device ids.
     pub id: String,
     /// The name of the vendor.
     pub vendor: Option<&'static str>,

@@ -104,7 +104,7 @@ impl Default for Profile {
 /// The number of live objects of each kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Live {
-    /// Reference count of the runtime.
+    /// Number of `hsa_init` calls without a matching `hsa_shut_down`.
     pub counts: u32,
     /// Allocations of pools.
     pub allocations: usize,
@@ -232,7 +232,7 @@ impl State {
         address
     }
 
-    /// Returns addresses for reuse.
+    /// Makes a freed address range available for reuse.
     pub(crate) fn leave_addresses(&mut self, address: u64, len: u64) {
         self.pages.clear(address, len);
         self.free.entry(len).or_default().push(address);
