@@ -86,7 +86,7 @@ fn range(at: *mut libc::c_void) -> AddressRange {
     AddressRange::new(Address::of_ptr(at), LEN as u64).expect("a mapping does not wrap")
 }
 
-/// A range is mapped, subscribed, unmapped and forgotten.
+/// Maps a range, subscribes to it, unmaps it and cancels the subscription.
 fn cycle(monitor: &dyn Monitor, invalidator: &Arc<Ignorant>) {
     let at = map();
     let subscription = monitor

@@ -27,7 +27,7 @@ use hmem::{
 };
 
 const LONGEST: usize = 64 << 20;
-/// Bytes per second and latency of the engine.
+/// Bytes per second and latency of the simulated copy engines.
 const ENGINES: [(u64, Duration); 4] = [
     (250_000_000, Duration::from_micros(20)),
     (500_000_000, Duration::from_micros(20)),

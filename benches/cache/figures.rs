@@ -321,12 +321,13 @@ pub(super) fn row(
     }
 }
 
-/// A choice of regions by the number of the operation. Each choice has loops of its own.
+/// A function from the number of an operation to the region that it looks up. Measured loops are
+/// generic over this function.
 trait Draw: Fn(u64) -> u64 + Copy + Sync {}
 
 impl<F: Fn(u64) -> u64 + Copy + Sync> Draw for F {}
 
-/// Chooses the only region.
+/// Always chooses the first region.
 fn first(_number: u64) -> u64 {
     black_box(0)
 }

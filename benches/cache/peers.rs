@@ -29,12 +29,12 @@ const HOOKS: (&str, &str) = ("UCX_MEM_MMAP_HOOK_MODE", "none");
 /// child's report.
 const LOG: (&str, &str) = ("UCX_LOG_FILE", "stderr");
 
-/// A place where UCX may be.
+/// A place to load UCX from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Place {
     /// The library is loaded from the folders that the system's loader searches.
     System,
-    /// A folder.
+    /// The library is loaded from this folder.
     Folder(PathBuf),
 }
 

@@ -37,7 +37,7 @@ pub(super) struct MemoryRow {
     pub(super) regions: u64,
     /// Growth of the resident set, in bytes for each region.
     pub(super) bytes_each: f64,
-    /// Largest growth that meets the goal.
+    /// The largest memory growth that meets the goal.
     pub(super) target: Option<f64>,
 }
 

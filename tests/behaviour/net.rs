@@ -313,7 +313,8 @@ impl Net {
         memory
     }
 
-    /// Registers one range at the target, ready for use.
+    /// Registers one range at the target, and binds and enables the region if the mode requires
+    /// that.
     pub(crate) fn expose(&self, range: AddressRange, access: Access) -> MemoryRegion {
         self.expose_all(&[range], access)
     }
@@ -356,7 +357,7 @@ impl Net {
         self.scratch.get_or_init(|| self.local(SCRATCH as usize, LOCAL))
     }
 
-    /// Posts from the initiator and waits for the completion.
+    /// Posts an operation from the initiator and waits for its completion.
     pub(crate) fn transfer(&self, operation: Operation<'_>, local: &[LocalSegment]) -> Result<u64> {
         self.post(operation, local, 1)?;
         let completion = self.completion();

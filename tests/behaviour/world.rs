@@ -386,8 +386,8 @@ pub(crate) struct Behaviour {
 }
 
 impl Behaviour {
-    /// Runs the behaviour over every world that can show it, and names the worlds where it failed.
-    /// `HMEM_WORLD` selects the worlds with that text in their names.
+    /// Runs the behaviour over every world that supports it, and reports the worlds where it
+    /// failed. `HMEM_WORLD` selects the worlds whose names contain its value.
     pub(crate) fn run(&self) {
         let mut shown = 0;
         let mut failures = Vec::new();

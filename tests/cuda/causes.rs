@@ -255,8 +255,8 @@ fn scenes() -> Vec<(&'static str, Scene)> {
 
 /// DIAG-03
 ///
-/// A NIC that prefers the PCIe mapping, over a driver that has the mapping: a refusal under it has
-/// its own cause, not the absence of the mapping.
+/// The NIC prefers the PCIe mapping, and the driver supports it. If a registration with the mapping
+/// is refused, the reported cause is not a missing mapping.
 #[test]
 fn refusal_under_an_existing_pcie_mapping_has_its_own_cause() {
     if not_over_a_gpu("the driver must have the mapping and refuse") {

@@ -97,7 +97,7 @@ impl Vendor {
     }
 }
 
-/// Faults and counts, for test binaries that inject them.
+/// Fault injection and call counts of the fake drivers.
 #[allow(dead_code, reason = "not every test binary injects faults")]
 impl Vendor {
     /// Returns the functions of the driver's table.

@@ -149,7 +149,7 @@ const _: () = {
     assert!(offset_of!(ucs_memory_info_t, mem_flags) == 24);
 };
 
-/// Functions whose form the releases do not share.
+/// UCX functions that have different signatures in different releases.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Release {
     /// UCX from 1.13 to before 1.22: the alignment of regions is a parameter of the cache.

@@ -32,7 +32,7 @@ impl fmt::Display for FabricErrno {
 pub(crate) enum FabricError {
     /// The dynamic loader did not find or could not load the library.
     LibraryMissing {
-        /// The file name that was asked for.
+        /// The requested file name.
         library: String,
         /// The loader's reason.
         source: libloading::Error,
@@ -83,7 +83,7 @@ pub(crate) enum FabricError {
     },
     /// An operation was accepted and failed later.
     Completion {
-        /// The call that was accepted.
+        /// The name of the call that was accepted.
         operation: &'static str,
         /// The error number in the completion.
         code: FabricErrno,
@@ -94,7 +94,7 @@ pub(crate) enum FabricError {
     },
     /// An operation was accepted and neither completed nor failed.
     Stalled {
-        /// The call that was accepted.
+        /// The name of the call that was accepted.
         operation: &'static str,
         /// How often both sides were asked for progress.
         polls: u64,

@@ -110,7 +110,7 @@ impl Info {
             .ok_or_else(|| nothing_returned(operation))
     }
 
-    /// The entry, for the calls that open something by it. Valid as long as `self`.
+    /// Returns the entry for the calls that open objects. The pointer is valid as long as `self`.
     pub(crate) fn as_ptr(&self) -> *mut sys::fi_info {
         self.head.as_ptr()
     }

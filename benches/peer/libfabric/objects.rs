@@ -113,8 +113,8 @@ pub(crate) struct Object<T: Fid> {
 }
 
 impl<T: Fid> Object<T> {
-    /// Runs `open`, which puts the object's address where it is told and returns zero, or returns
-    /// a negated error number.
+    /// Runs `open`, which stores the object's address through its argument and returns zero, or
+    /// returns a negated error number.
     #[inline]
     pub(crate) fn open(
         libfabric: Libfabric,

@@ -14,7 +14,7 @@ use super::info::{Hints, Info};
 use super::objects::Object;
 use super::{Libfabric, sys};
 
-/// Bytes that a write must at least have: the mark by which its arrival is recognised.
+/// Minimum length of a write: its mark, by which the benchmark recognises its arrival.
 const MARK: usize = size_of::<u64>();
 
 /// Alignment of both buffers, in bytes.
@@ -70,8 +70,8 @@ impl ShmWritePath {
     }
 }
 
-/// Zeroed, page-aligned bytes that libfabric reads or writes behind Rust's back: only ever reached
-/// through the pointer.
+/// Zeroed, page-aligned bytes that libfabric reads and writes. Rust code accesses them only through
+/// the raw pointer.
 #[derive(Debug)]
 struct Buffer {
     bytes: NonNull<u8>,

@@ -106,7 +106,7 @@ impl Default for Profile {
 pub struct Live {
     /// Number of `hsa_init` calls without a matching `hsa_shut_down`.
     pub counts: u32,
-    /// Allocations of pools.
+    /// Allocations from memory pools.
     pub allocations: usize,
     /// Attached memory of other processes.
     pub imported: usize,
@@ -114,7 +114,7 @@ pub struct Live {
     pub locked: usize,
     /// Signals.
     pub signals: usize,
-    /// Reserved address ranges, and handles of memory.
+    /// Number of reserved address ranges plus number of memory handles.
     pub virtual_memory: usize,
 }
 
@@ -133,7 +133,7 @@ pub(crate) struct Allocation {
 #[derive(Debug)]
 pub(crate) struct Reservation {
     pub(crate) len: u64,
-    /// The handle that is mapped at it.
+    /// The memory handle that is mapped into the reservation.
     pub(crate) mapped: Option<u64>,
     pub(crate) accessible: bool,
 }
@@ -276,7 +276,7 @@ impl State {
         base
     }
 
-    /// Returns the address at which the runtime reaches the byte of a device address.
+    /// Returns the address through which the runtime accesses the byte at a device address.
     fn alias(&self, address: u64) -> u64 {
         self.pages.at(address).expose_provenance() as u64
     }
@@ -296,7 +296,7 @@ impl State {
         (address - base < allocation.len.next_multiple_of(page)).then_some((*base, allocation))
     }
 
-    /// Returns the address at which the runtime reaches memory that an agent's device may access.
+    /// Returns the address through which the runtime accesses memory, if the agent may access it.
     pub(crate) fn reach(&self, address: u64, len: usize, agent: Agent) -> Option<u64> {
         let end = address.checked_add(len as u64)?;
         if let Some((base, one)) = self.around(address) {
