@@ -190,7 +190,7 @@ impl Case<'_> {
         }
     }
 
-    /// Returns the monitor's name before it starts. Automatic selection may choose another one.
+    /// Returns the monitor's name, or a placeholder if the name is known only after the start.
     fn monitor(&self) -> &'static str {
         match &self.memory {
             Memory::Host(monitor) => monitor.name(),

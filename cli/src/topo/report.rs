@@ -43,7 +43,7 @@ pub struct KernelEntry {
     pub options: Option<BTreeMap<String, &'static str>>,
     /// Kernel modules that are loaded or built in.
     pub modules: Vec<String>,
-    /// The loaded peer-memory modules, with which NICs register device memory by address.
+    /// The peer-memory modules of the kernel, with which NICs register device memory by address.
     pub peer_memory: Vec<String>,
     /// The NVIDIA driver.
     pub nvidia: Option<NvidiaEntry>,

@@ -200,8 +200,8 @@ impl Pages {
         dma_buf(&parts)
     }
 
-    /// Moves a range into a file of its own. Returns false if a part of the range lies in a larger
-    /// file that is in use.
+    /// Moves a range into a file of its own. Returns false if a file that backs a part of the range
+    /// is in use elsewhere.
     fn own(&mut self, address: u64, len: u64) -> Result<bool> {
         let end = address + len;
         let touched = self.files.range(..end).filter(|(start, (len, _))| *start + len > address);
