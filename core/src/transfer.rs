@@ -342,8 +342,8 @@ pub struct Completion {
     /// The immediate data of the peer's message or write, for receives. May be `None` if the
     /// receive failed.
     pub data: Option<u64>,
-    /// In the completion of a receive: the window key that the peer's message invalidated (send with
-    /// invalidate), as the number that [`RemoteKey::as_u64`] returns for it.
+    /// In the completion of a receive: the window key that the peer's message invalidated (send
+    /// with invalidate), as the number that [`RemoteKey::as_u64`] returns for it.
     pub invalidated: Option<u64>,
 }
 

@@ -58,8 +58,8 @@ impl Gate {
         &self.word
     }
 
-    /// Loads the word. Fast lookups are enabled if and only if it equals `fast_open(number)` for the
-    /// cache's number ([`fast_open`]).
+    /// Loads the word. Fast lookups are enabled if and only if it equals `fast_open(number)` for
+    /// the cache's number ([`fast_open`]).
     #[inline(always)]
     pub(super) fn load(&self) -> u64 {
         self.word().load(Ordering::Acquire)

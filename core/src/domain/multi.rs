@@ -27,8 +27,8 @@ use crate::{
 
 /// Registers one memory range with several NICs, by its raw addresses or its dma-buf.
 ///
-/// Each NIC has a domain of its own. All domains must come from one `Hmem`, because they
-/// share its ifaces and path selector. The memory is exported once, and the NICs register the same dma-buf. A
+/// Each NIC has a domain of its own. All domains must come from one `Hmem`, because they share its
+/// ifaces and path selector. The memory is exported once, and the NICs register the same dma-buf. A
 /// NIC that cannot import it uses its next path under the policy of its domain. A requested key is
 /// requested from every NIC.
 ///

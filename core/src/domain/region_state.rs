@@ -333,8 +333,8 @@ impl RegionInner {
             self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_err();
     }
 
-    /// Returns the signal that the worker raises when this region's registration has ended, or `None`
-    /// for a synchronous registration. A close waits for it.
+    /// Returns the signal that the worker raises when this region's registration has ended, or
+    /// `None` for a synchronous registration. A close waits for it.
     pub(super) fn ended(&self) -> Option<Arc<Ended>> {
         self.rare.as_ref()?.asynchronous.as_ref().map(|(_, ended)| Arc::clone(ended))
     }
