@@ -71,8 +71,9 @@ pub enum Command {
     /// Show the path of each registration, the refused paths, and remedies
     #[command(
         after_help = "Exit status: 0 each pair has a path; 1 a pair has none, nothing could be \
-        explained, or an iface that FI_HMEM names is unavailable; 2 wrong arguments or environment. \
-        With --pointer: 0 each wrong pointer was refused; 1 one was not, or could not be tried."
+        explained, or an iface that FI_HMEM names is unavailable; 2 wrong arguments or \
+        environment. With --pointer: 0 each wrong pointer was refused; 1 one was not, or \
+        could not be tried."
     )]
     Explain(ExplainArgs),
     /// Draw the wiring of devices and NICs: PCIe tree, distances, ACS, IOMMU

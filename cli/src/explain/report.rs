@@ -106,8 +106,8 @@ impl Report {
         Self { pointers: Some(pointers), ..self }
     }
 
-    /// Returns whether there is a pair, each pair has a path, and no iface is missing. For pointers:
-    /// whether each outcome is correct, and none was left out.
+    /// Returns whether there is a pair, each pair has a path, and no iface is missing. Pointers
+    /// pass if each outcome is correct and none was left out.
     #[must_use]
     pub fn passed(&self) -> bool {
         if let Some(pointers) = &self.pointers {
