@@ -177,6 +177,23 @@ impl Registry {
             .iface(claimed)
             .context("range", range);
         if owner.iface == IfaceKind::SYSTEM && known.is_none() {
+            let Some(before) = range.start().0.checked_sub(1) else {
+                return error
+                    .context("why", "the iface does not know the address, which is null")
+                    .remedy("register memory that this process allocated: its allocation failed");
+            };
+            if let Ok(Some(ended)) = self.owner_of(Address(before)).map(|owner| owner.allocation)
+                && ended.iface == claimed
+            {
+                return error
+                    .context("allocation", ended.range)
+                    .context(
+                        "why",
+                        "the iface does not know the address, which is one past the end of an \
+                         allocation: the range is outside, or its memory was freed",
+                    )
+                    .remedy("register a range inside an allocation that has not been freed");
+            }
             return error
                 .context(
                     "why",

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use hmem::p2p::path::Explanation;
 use serde::Serialize;
 
-use super::Names;
+use super::{Names, PointerEntry, pointers};
 use crate::{
     json::{Attempt, SCHEMA, Skipped},
     machine::Machine,
@@ -24,6 +24,9 @@ pub struct Report {
     pub explanations: Vec<Entry>,
     /// The pairs of memory and NIC that could not be explained, with reasons.
     pub skipped: Vec<Skipped>,
+    /// The outcomes of pointers, which replace explanations if the command line asks for them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pointers: Option<Vec<PointerEntry>>,
     /// Set if an iface that `FI_HMEM` names is unavailable.
     #[serde(skip)]
     missing: bool,
@@ -95,12 +98,24 @@ pub struct FindingEntry {
 impl Report {
     pub(super) fn new(explanations: Vec<Entry>, skipped: Vec<Skipped>, missing: bool) -> Self {
         let version = env!("CARGO_PKG_VERSION");
-        Self { schema: SCHEMA, version, explanations, skipped, missing }
+        Self { schema: SCHEMA, version, explanations, skipped, pointers: None, missing }
     }
 
-    /// Returns true if there is at least one pair, each pair has a path, and no iface is missing.
+    /// Adds the outcomes of pointers.
+    pub(super) fn of_pointers(self, pointers: Vec<PointerEntry>) -> Self {
+        Self { pointers: Some(pointers), ..self }
+    }
+
+    /// Returns true if there is a pair, each pair has a path, and no iface is missing. Pointers
+    /// pass if each outcome is correct and none was left out.
     #[must_use]
     pub fn passed(&self) -> bool {
+        if let Some(pointers) = &self.pointers {
+            return !self.missing
+                && self.skipped.is_empty()
+                && !pointers.is_empty()
+                && pointers.iter().all(|pointer| pointer.correct);
+        }
         !self.missing
             && !self.explanations.is_empty()
             && self.explanations.iter().all(|entry| entry.path.is_some())
@@ -187,6 +202,8 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
     for entry in &report.explanations {
         one(out, entry, style)?;
     }
+    let pointers = report.pointers.as_deref().unwrap_or_default();
+    pointers::text(out, pointers, style)?;
     if !report.skipped.is_empty() {
         style.heading(out, "Not explained")?;
         for skipped in &report.skipped {
@@ -194,7 +211,7 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
         }
         writeln!(out)?;
     }
-    if report.explanations.is_empty() {
+    if report.explanations.is_empty() && pointers.is_empty() {
         writeln!(out, "nothing was explained")?;
     }
     Ok(())
