@@ -140,7 +140,7 @@ impl CacheBackend for Watched {
     }
 }
 
-/// A cache of this many ranges of a page each.
+/// Returns a cache that holds [`CACHED`] ranges of one page each.
 fn cached(hooks: &Arc<MemHooks>) -> Cache<Watched> {
     let limits = Limits { max_count: 2 * CACHED, ..Limits::default() };
     let cache = Cache::new(Watched(Arc::clone(hooks)), limits).expect("a cache starts");

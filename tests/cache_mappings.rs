@@ -14,8 +14,8 @@ use hmem::{
 const PAGE: usize = 4096;
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
-/// Pages of each run. Without a budget they would be cut into more mappings than a process may
-/// have.
+/// Number of pages that each test registers. Without a limit on the monitor's mappings the kernel
+/// would split them into more mappings than a process may have.
 const PAGES: usize = 40_000;
 
 /// Pages that lie in one mapping before it is cut.

@@ -88,7 +88,7 @@ fn every_figure(document: &Value) {
     assert_eq!(list(document, "memory").len(), if hooks { 6 } else { 5 });
 }
 
-/// Ignored where no UCX is found.
+/// Checks the figures of each UCX that is installed. Ignored if none is found.
 fn each_ucx(document: &Value) -> Result<Completion, Failed> {
     let peers: BTreeSet<_> = list(document, "peers").iter().map(|peer| peer.as_str()).collect();
     let rows = list(document, "rows");

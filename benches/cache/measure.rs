@@ -18,7 +18,7 @@ pub(super) struct Effort {
 impl Effort {
     /// The effort for published figures.
     pub(super) const FULL: Self = Self { round: Duration::from_millis(5), rounds: 121 };
-    /// The effort for a quick test that the benchmark runs.
+    /// The effort for a test that only checks that the benchmark works.
     pub(super) const QUICK: Self = Self { round: Duration::from_millis(1), rounds: 3 };
 
     /// Splits the time into shorter rounds, of which an interruption meets few. It is for sides

@@ -48,7 +48,7 @@ impl DeviceEntry {
     }
 }
 
-/// The opened driver: functions, devices and contexts of this iface.
+/// The opened loader with all of its drivers: functions, devices and contexts of this iface.
 #[derive(Debug)]
 pub(crate) struct Driver {
     pub(crate) functions: Functions,

@@ -57,8 +57,8 @@ pub(crate) struct FoundAllocation<'a> {
     pub(crate) driver: usize,
     /// Page size of the memory in bytes.
     pub(crate) page_size: u64,
-    /// True if the driver took the memory from a pool. All
-    /// allocations of a pool share one number.
+    /// True if the driver took the memory from a pool. The driver gives all allocations of a pool
+    /// the same `id`.
     pub(crate) pooled: bool,
     /// True if this iface allocated or opened the memory.
     pub(crate) owned: bool,

@@ -13,7 +13,7 @@ use hmem_iface_ze::{LevelZero, sys::Functions};
 
 const RELEASE: &str = "HMEM_ZE_RELEASE";
 
-/// Runs the named test once for each release, in a new process.
+/// Runs `show` for each downloaded release of the loader, each in a new process of the named test.
 fn each(name: &str, show: impl Fn(&str)) {
     if let Ok(release) = std::env::var(RELEASE) {
         return show(&release);

@@ -140,7 +140,7 @@ impl RequestTable {
         self.messages > 0
     }
 
-    /// Returns the number of generations that the table has used.
+    /// Returns how many generations the slots of the table have had together.
     pub(super) fn generations_used(&self) -> u32 {
         self.generations.end.wrapping_sub(self.generations.start)
     }

@@ -152,7 +152,7 @@ fn received(net: &Net) -> Completion {
     net.target.wait(&[&net.initiator])
 }
 
-/// The widest immediate data of the NIC.
+/// Returns the largest value of immediate data that the NIC carries.
 fn widest(net: &Net) -> u64 {
     let bytes = net.initiator.domain.provider_attr().cq_data_size;
     assert!((1..=8).contains(&bytes), "{bytes} bytes of immediate data");

@@ -257,7 +257,7 @@ pub(crate) const VERBS_NEEDS: [Need; 2] = [
     ),
 ];
 
-/// Worlds of the present device; none if `HMEM_VERBS_DEVICE` names no device.
+/// Worlds of the RDMA device that `HMEM_VERBS_DEVICE` names; none if it names none.
 fn verbs_worlds_here() -> Vec<World> {
     if !set("HMEM_VERBS_DEVICE") {
         return Vec::new();

@@ -201,9 +201,9 @@ impl Link {
         !there && not_over_a_gpu(&format!("the device has no {} memory", kind.name()))
     }
 
-    /// Returns true if a GPU's driver reports that NICs can access memory that was not created for
-    /// RDMA. The reason is printed as by [`not_over_a_gpu`]. `cuda.h`: gpuDirectRDMACapable is a
-    /// hint.
+    /// Returns true if a GPU's driver reports memory that was not created for RDMA as accessible to
+    /// NICs. (gpuDirectRDMACapable is a hint, `cuda.h` says.) In this case prints why the test is
+    /// not run over the GPU.
     pub(crate) fn reaches_anything(&self, address: u64) -> bool {
         let (mut attribute, mut capable) =
             (sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE, 0u64);

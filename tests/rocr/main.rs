@@ -277,7 +277,7 @@ mod cases {
         let host = vec![0u8; 4096];
         let foreign = AddressRange::new(Address::of_ptr(host.as_ptr()), 4096).expect("a range");
         for (range, kind, words) in [
-            (gone, ErrorKind::InvalidArgument, "it was freed"),
+            (gone, ErrorKind::InvalidArgument, "was freed"),
             (foreign, ErrorKind::InvalidArgument, "is host memory"),
             (past, ErrorKind::OutOfBounds, "the range must lie in one allocation"),
         ] {

@@ -2,7 +2,7 @@
 
 use hmem::{AddressRange, Result, system::monitor::ImportCallbacks};
 
-/// Accepts every range, and reports a change only when a test does.
+/// A monitor that accepts every range. It reports a change only if the test does so itself.
 #[derive(Debug)]
 pub(crate) struct Silent;
 

@@ -28,8 +28,9 @@ pub(super) struct Ucx {
 struct Calls {
     registrations: AtomicU64,
     deregistrations: AtomicU64,
-    /// First and last address of the region registered last.
+    /// First address of the region that was registered most recently.
     start: AtomicU64,
+    /// Last address of that region.
     end: AtomicU64,
 }
 

@@ -217,7 +217,7 @@ impl RegistrationPeer {
     ///
     /// # Errors
     ///
-    /// The first refusal; what comes after it is still closed.
+    /// The first error. The remaining objects are closed all the same.
     pub(crate) fn close(self) -> Result<(), FabricError> {
         let mut result = Ok(());
         for region in self.populated {

@@ -297,7 +297,7 @@ impl ShmWritePeer {
     ///
     /// # Errors
     ///
-    /// The first refusal; what comes after it is still closed.
+    /// The first error. The remaining objects are closed all the same.
     pub(crate) fn close(self) -> Result<(), FabricError> {
         self.region
             .close()

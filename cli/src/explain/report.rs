@@ -80,7 +80,7 @@ pub struct Wiring {
     pub iommu: Option<&'static str>,
     /// The size of the device's largest BAR, in bytes.
     pub largest_bar: Option<u64>,
-    /// The obstacles to direct access in the wiring.
+    /// The properties of the PCI topology that hinder direct access, such as ACS.
     pub findings: Vec<FindingEntry>,
 }
 

@@ -19,7 +19,7 @@ pub(super) struct LeasedEntry<'c, S: CacheBackend> {
 /// The result of a fast lookup.
 pub(super) enum FastLookup<'c, S: CacheBackend> {
     Hit(LeasedEntry<'c, S>),
-    /// The table has no entry for the key. The slot is free.
+    /// The table has no entry for the key. The lease slot is free again.
     Miss,
     /// A fast lookup cannot decide. `found` is the result of the table's search, or `None` if the
     /// table was not searched.

@@ -56,7 +56,7 @@ fn every_device_registers_and_releases_a_page() {
     }
 }
 
-/// Failures that the tier must detect. `tests/vm/check` runs them by name.
+/// Tests that fail on purpose. `tests/vm/check` runs each by name and expects a reported failure.
 mod misbehaviour {
     use std::{fs, io::Write, process, thread, time::Duration};
 

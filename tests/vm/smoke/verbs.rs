@@ -129,7 +129,7 @@ impl Domain<'_> {
         self.verbs.release("ibv_dealloc_pd", self.domain)
     }
 
-    /// Forgets a domain that [`Domain::try_close`] has released.
+    /// Closes the device, after [`Domain::try_close`] has closed the domain.
     pub(crate) fn close_device(self) {
         assert_eq!(self.verbs.release("ibv_close_device", self.context), 0, "ibv_close_device");
     }
