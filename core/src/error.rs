@@ -258,9 +258,9 @@ const SHARED_STEPS: [&str; 3] = ["regattr", "owner of range", "cached registrati
 /// provider that refused, its own error code, context values, a remedy, a source, and a trace of
 /// the paths that were tried.
 ///
-/// `Display` writes one readable line. `Debug` writes the reason first, then each attempt, cause and
-/// the remedy on a line of its own, which is how `main` prints an error that it returns. The
-/// alternate form `{:#?}` has all fields.
+/// `Display` writes one readable line. `Debug` writes the reason first, then each attempt, each
+/// cause and the remedy on a line of its own. `main` prints an error that it returns in this form.
+/// The alternate form `{:#?}` has all fields.
 ///
 /// ```
 /// use hmem_core::{Error, ErrorKind};

@@ -40,8 +40,8 @@ pub struct Decision {
     /// The iface of the memory.
     #[serde(serialize_with = "display")]
     pub iface: IfaceKind,
-    /// The registered name of the iface, if it has the memory of a device. Texts have it in place of
-    /// a plug-in's number.
+    /// The registered name of the iface, if it is known. Texts have it in place of a plug-in's
+    /// number.
     #[serde(skip)]
     pub iface_name: Option<Arc<str>>,
     /// The device, if the memory belongs to one.

@@ -527,10 +527,11 @@ impl Domain {
     /// ([`CompletionQueue::channel`]). The queue does not keep the domain open. Once the domain is
     /// closed, waiting for the empty queue fails with [`ErrorKind::BadState`].
     ///
-    /// The queue needs room for the completions that were not read yet, or it loses completions and
-    /// then fails with [`ErrorKind::OutOfResources`]. Let `depth` be at least the sum of
-    /// [`EndpointAttr::depth`] over its endpoints, counted twice for an endpoint that uses the queue
-    /// for transmits and for receives.
+    /// The queue needs room for the completions that were not read yet. A queue that is full loses
+    /// completions, and then fails with [`ErrorKind::OutOfResources`]. Let `depth` be at least the
+    /// sum of [`EndpointAttr::depth`] over its endpoints. An endpoint that uses the queue for
+    /// transmits and for receives counts twice. A provider may accept more requests once some have
+    /// ended, although their completions are unread: post no more than the queue has room for.
     ///
     /// The queue also flushes devices into whose memory the NIC may write. It does so before it
     /// returns the completion of a receive, a read or an atomic. Device work that starts afterwards

@@ -373,7 +373,7 @@ impl RegionInner {
                 .context("range", self.range)
                 .context("dependents", dependents)
                 .remedy(
-                    "revoke its grants, close its sub-regions, and free or unbind its windows first",
+                    "revoke its grants, close its sub-regions and free or unbind its windows first",
                 ));
         }
         let open_counters = self.bindings.get().map_or(0, |bindings| {

@@ -318,8 +318,8 @@ pub struct EndpointAttr {
     pub tx_counter: Option<Arc<Counter>>,
     /// A counter of completed receives, if given.
     pub rx_counter: Option<Arc<Counter>>,
-    /// The number of requests that may be outstanding in each direction. A post beyond it fails with
-    /// Again. The completion queues need room for all of them ([`Domain::open_cq`]).
+    /// The number of requests that may be outstanding in each direction. A post beyond it fails
+    /// with Again. The completion queues need room for all of them ([`Domain::open_cq`]).
     ///
     /// [`Domain::open_cq`]: crate::Domain::open_cq
     pub depth: usize,
