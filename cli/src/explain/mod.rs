@@ -20,11 +20,11 @@ use crate::{
     problem::{Problem, unknown},
 };
 
-/// A pair of memory and NIC.
+/// A pair of memory and NIC to explain.
 struct Pair<'a> {
     iface: &'a Arc<dyn Iface>,
     device: Option<DeviceId>,
-    /// The memory of the device, in bytes.
+    /// The size of the device's memory, in bytes.
     memory: Option<u64>,
     nic: &'a Fabric,
 }
@@ -132,7 +132,7 @@ fn pairs<'a>(
     Ok(pairs)
 }
 
-/// The names of a pair, and the memory of the device in bytes.
+/// The names in a pair of memory and NIC, and the size of the device's memory in bytes.
 pub(crate) struct Names {
     iface: String,
     provider: String,
