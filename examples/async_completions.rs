@@ -57,7 +57,7 @@ async fn run() -> Result<u64, Failure> {
     let hmem = Hmem::builder().provider(nic).build()?;
     let open = || -> hmem::Result<(Domain, Arc<dyn CompletionQueue>)> {
         let domain = hmem.domain("loopback", DomainAttr::default())?;
-        let queue = domain.open_cq(64)?;
+        let queue = domain.open_cq(256)?;
         Ok((domain, queue))
     };
     let ((sender, sent), (receiver, received)) = (open()?, open()?);

@@ -29,7 +29,7 @@ fn content(part: u64) -> Vec<u8> {
 /// Writes parts of the buffer into a second buffer of this thread, and checks the bytes that
 /// arrive.
 fn transfer(domain: &Domain, buffer: &CachedBuffer<Vec<u8>>, thread: u64) -> Result<()> {
-    let queue = domain.open_cq(16)?;
+    let queue = domain.open_cq(256)?;
     let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue))?;
     let peer = endpoint.resolve(&endpoint.name())?;
     let target = domain.register(vec![0; PART as usize], Access::REMOTE_WRITE)?;

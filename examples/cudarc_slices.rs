@@ -34,7 +34,7 @@ pub(crate) fn run() -> Result<Vec<f32>, Failure> {
     let values: Vec<u8> = (0..LEN).flat_map(|at| (at as f32).to_le_bytes()).collect();
     let len = values.len() as u64;
     let source = domain.register(values, Access::WRITE)?;
-    let queue = domain.open_cq(16)?;
+    let queue = domain.open_cq(256)?;
     let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue))?;
     let (peer, key) = (endpoint.resolve(&endpoint.name())?, target.key()?);
     endpoint.write(&[source.slice(0, len)?], &[key.slice(0, len)?], peer, 1)?;

@@ -52,7 +52,7 @@ fn refused_transfer() -> Result<()> {
     let hmem =
         Hmem::builder().without_vendor_ifaces().provider(Loopback::builder().build()?).build()?;
     let domain = hmem.domain("loopback", DomainAttr::default())?;
-    let queue = domain.open_cq(16)?;
+    let queue = domain.open_cq(256)?;
     let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue))?;
     let peer = endpoint.resolve(&endpoint.name())?;
     let source = domain.register(vec![1; 64], Access::WRITE)?;

@@ -50,7 +50,7 @@ impl Connection {
     fn open(domain: &Domain, exchange: impl FnOnce(EndpointName) -> EndpointName) -> Result<Self> {
         let buffer = || domain.register(vec![0; MESSAGE as usize], BUFFER).map_err(Error::from);
         let (outbox, inbox) = (buffer()?, buffer()?);
-        let (sent, received) = (domain.open_cq(64)?, domain.open_cq(64)?);
+        let (sent, received) = (domain.open_cq(128)?, domain.open_cq(128)?);
         let queues = EndpointAttr { rx_cq: Arc::clone(&received), ..EndpointAttr::new(&sent) };
         let endpoint = domain.open_endpoint(&queues)?;
         endpoint.receive(&[inbox.slice(0, MESSAGE)?], None, 0)?;

@@ -50,8 +50,11 @@ struct Link {
 impl Link {
     fn open(hmem: &Hmem, mut control: TcpStream) -> Result<Self, Failure> {
         let domain = hmem.domain("loopback", DomainAttr::default())?;
-        let queue = domain.open_cq(IN_FLIGHT as usize)?;
-        let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue))?;
+        // The queue has room for the requests of both directions.
+        let depth = IN_FLIGHT as usize;
+        let queue = domain.open_cq(2 * depth)?;
+        let endpoint =
+            domain.open_endpoint(&EndpointAttr { depth, ..EndpointAttr::new(&queue) })?;
         send(&mut control, &endpoint.name().0)?;
         let peer = endpoint.resolve(&EndpointName(receive(&mut control)?))?;
         Ok(Self { control, domain, queue, endpoint, peer })

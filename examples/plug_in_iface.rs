@@ -245,7 +245,7 @@ pub(crate) fn run() -> Result<()> {
     let source = domain.register(b"by way of a plug-in".to_vec(), Access::WRITE)?;
     println!("registered: {}", target.decision()?);
 
-    let cq = domain.open_cq(16)?;
+    let cq = domain.open_cq(32)?;
     let endpoint = domain.open_endpoint(&EndpointAttr {
         tx_cq: Arc::clone(&cq),
         rx_cq: Arc::clone(&cq),

@@ -493,7 +493,7 @@ pub(crate) fn run() -> Result<()> {
     let target = domain.register(vec![0; 19], Access::REMOTE_WRITE)?;
     println!("registered: {}", target.decision()?);
 
-    let queue = domain.open_cq(16)?;
+    let queue = domain.open_cq(256)?;
     let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue))?;
     let peer = endpoint.resolve(&endpoint.name())?;
     let key = target.key()?;

@@ -207,7 +207,7 @@ impl Hmem {
             {
                 let error = Error::new(why.kind(), "provider")
                     .provider(name.to_owned())
-                    .context("why", why);
+                    .context("why", why.reason());
                 return match why.remedy_text() {
                     Some(remedy) => error.remedy(remedy.to_owned()),
                     None => error,
@@ -449,12 +449,13 @@ impl Builder {
         registry.add(Arc::<System>::clone(&system))?;
         for (kind, start) in VENDORS {
             if self.skip_vendors {
-                registry.add_absent(kind, left_out(kind, "the builder starts no vendor ifaces"));
-            } else if filter.as_ref().is_some_and(|filter| !filter.admits(&kind.to_string())) {
                 registry.add_absent(
                     kind,
-                    left_out(kind, "FI_HMEM or Builder::ifaces names only other ifaces"),
+                    left_out(kind, "the builder starts no vendor ifaces")
+                        .remedy("leave Builder::without_vendor_ifaces out"),
                 );
+            } else if filter.as_ref().is_some_and(|filter| !filter.admits(&kind.to_string())) {
+                registry.add_absent(kind, filtered_out(kind, &kind.to_string(), by_builder));
             } else {
                 match start() {
                     Ok(iface) => registry.add(iface)?,
@@ -476,9 +477,8 @@ impl Builder {
         }
         for iface in self.plug_ins {
             if filter.as_ref().is_some_and(|filter| !filter.admits(iface.name())) {
-                let why =
-                    left_out(iface.kind(), "FI_HMEM or Builder::ifaces names only other ifaces");
-                registry.add_absent(iface.kind(), why.context("name", iface.name()));
+                let why = filtered_out(iface.kind(), iface.name(), by_builder);
+                registry.add_absent(iface.kind(), why);
             } else {
                 registry.add(iface)?;
             }
@@ -582,6 +582,15 @@ impl Filter {
 
 fn left_out(kind: IfaceKind, why: &'static str) -> Error {
     Error::new(ErrorKind::Unavailable, "start iface").iface(kind).context("why", why)
+}
+
+/// Returns the error of an iface that the filter does not name.
+fn filtered_out(kind: IfaceKind, name: &str, by_builder: bool) -> Error {
+    let (why, setting) = match by_builder {
+        true => ("Builder::ifaces names only other ifaces", "Builder::ifaces"),
+        false => ("FI_HMEM names only other ifaces", env::HMEM),
+    };
+    left_out(kind, why).iface_name(name).remedy(format!("add {name} to {setting}"))
 }
 
 fn tracing_absent(kind: IfaceKind, why: &Error) {

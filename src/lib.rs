@@ -18,7 +18,7 @@
 //! let target = domain.register(vec![0; 5], Access::REMOTE_WRITE)?;
 //! println!("{}", target.decision()?);
 //!
-//! let queue = domain.open_cq(16)?;
+//! let queue = domain.open_cq(256)?;
 //! let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue))?;
 //! let (peer, key) = (endpoint.resolve(&endpoint.name())?, target.key()?);
 //! endpoint.write(&[source.slice(0, 5)?], &[key.slice(0, 5)?], peer, 1)?;
@@ -52,9 +52,9 @@
 //!
 //! # Features
 //!
-//! `cuda`, `rocr`, `ze`, `neuron`, `synapseai` and `verbs` are on by default and need nothing
-//! installed. `cudarc` registers slices of that crate. `recordings` reads and writes recorded
-//! topologies.
+//! `cuda`, `rocr`, `ze`, `neuron`, `synapseai`, `verbs` and `recordings` are on by default and need
+//! nothing installed. `recordings` reads and writes recorded topologies. `cudarc`, which is off by
+//! default, registers slices of that crate.
 //!
 //! # Things this library does not do
 //!

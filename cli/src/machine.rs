@@ -259,7 +259,7 @@ impl Machine {
         let absent = || registry.absent().find(|(absent, _)| *absent == kind);
         let software = || self.software.iter().find(|(software, _)| *software == kind);
         (started.map(|iface| iface.name()))
-            .or_else(|| absent()?.1.context_value("name"))
+            .or_else(|| absent()?.1.iface_name_text())
             .or_else(|| software().map(|(_, name)| name.as_str()))
             .map_or_else(|| kind.to_string(), str::to_owned)
     }

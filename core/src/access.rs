@@ -49,6 +49,10 @@ use std::fmt;
 bitflags::bitflags! {
     /// Operations that the local endpoint and its peers may perform on a region (`fi_mr(3)`,
     /// "access").
+    ///
+    /// [`Access::empty`] is allowed. It registers memory whose keys grant nothing: peers can
+    /// neither read nor write it, and local transfers are refused. The region can still be the
+    /// base of sub-regions and windows that grant reads.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
     pub struct Access: u64 {
         /// The region may take part in collective operations. `MrMode::COLLECTIVE` requires this

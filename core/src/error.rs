@@ -257,7 +257,21 @@ const SHARED_STEPS: [&str; 3] = ["regattr", "owner of range", "cached registrati
 ///
 /// An error has a kind and the name of the operation. It may also have the iface, device or
 /// provider that refused, its own error code, context values, a remedy, a source, and a trace of
-/// the paths that were tried. `Display` writes one readable line, `Debug` the whole record.
+/// the paths that were tried.
+///
+/// `Display` writes one readable line. `Debug` writes the reason first, then each attempt, each
+/// cause and the remedy on a line of its own. `main` prints an error that it returns in this form.
+/// The alternate form `{:#?}` has all fields.
+///
+/// ```
+/// use hmem_core::{Error, ErrorKind};
+///
+/// let error = Error::new(ErrorKind::ZeroLength, "regattr").remedy("register at least one byte");
+/// assert_eq!(
+///     format!("{error:?}"),
+///     "regattr: the range is empty\n  remedy: register at least one byte"
+/// );
+/// ```
 #[derive(Clone)]
 pub struct Error(Box<Record>);
 
@@ -266,6 +280,8 @@ struct Record {
     kind: ErrorKind,
     operation: &'static str,
     iface: Option<IfaceKind>,
+    /// The registered name of a plug-in, if the caller knew it.
+    iface_name: Option<Box<str>>,
     device: Option<DeviceId>,
     provider: Option<Cow<'static, str>>,
     errno: Option<Errno>,
@@ -285,6 +301,7 @@ impl Error {
             kind,
             operation,
             iface: None,
+            iface_name: None,
             device: None,
             provider: None,
             errno: None,
@@ -335,6 +352,14 @@ impl Error {
     #[must_use]
     pub fn iface(mut self, iface: IfaceKind) -> Self {
         self.0.iface = Some(iface);
+        self
+    }
+
+    /// Sets the registered name of the iface that refused. Texts have it in place of a plug-in's
+    /// number.
+    #[must_use]
+    pub fn iface_name(mut self, name: impl Into<Box<str>>) -> Self {
+        self.0.iface_name = Some(name.into());
         self
     }
 
@@ -411,6 +436,12 @@ impl Error {
         self.0.iface
     }
 
+    /// Returns the registered name of the iface that refused, if it was set.
+    #[must_use]
+    pub fn iface_name_text(&self) -> Option<&str> {
+        self.0.iface_name.as_deref()
+    }
+
     /// Returns the provider that refused, if known.
     #[must_use]
     pub fn provider_name(&self) -> Option<&str> {
@@ -466,11 +497,10 @@ impl Error {
     }
 }
 
-struct Reason<'a>(&'a Error);
-
-impl fmt::Display for Reason<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let record = &*self.0.0;
+impl Record {
+    /// Writes the operation, the kind and the values, without the attempts and the source.
+    fn write_head(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let record = self;
         write!(f, "{}: {}", record.operation, record.kind)?;
         let mut separator = " (";
         let mut pair = |f: &mut fmt::Formatter<'_>, name: &str, value: &dyn fmt::Display| {
@@ -484,8 +514,10 @@ impl fmt::Display for Reason<'_> {
         if let Some(code) = &record.driver {
             pair(f, "driver", code)?;
         }
-        if let Some(iface) = &record.iface {
-            pair(f, "iface", iface)?;
+        match (&record.iface_name, &record.iface) {
+            (Some(name), _) => pair(f, "iface", name)?,
+            (None, Some(iface)) => pair(f, "iface", iface)?,
+            (None, None) => {}
         }
         if let Some(device) = &record.device {
             pair(f, "device", device)?;
@@ -499,6 +531,16 @@ impl fmt::Display for Reason<'_> {
         if separator == ", " {
             f.write_str(")")?;
         }
+        Ok(())
+    }
+}
+
+struct Reason<'a>(&'a Error);
+
+impl fmt::Display for Reason<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let record = &*self.0.0;
+        record.write_head(f)?;
         if !record.trace.is_empty() {
             write!(f, ": {}", record.trace)?;
         }
@@ -522,9 +564,26 @@ impl fmt::Display for Error {
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let record = &*self.0;
+        if !f.alternate() {
+            record.write_head(f)?;
+            for (at, attempt) in record.trace.iter().enumerate() {
+                write!(f, "\n  ({}) {attempt}", at + 1)?;
+            }
+            let mut cause = record.source.as_deref().map(|source| source as &dyn StdError);
+            while let Some(source) = cause {
+                write!(f, "\n  caused by: {source}")?;
+                // The text of this library's errors contains their own sources.
+                cause = source.source().filter(|_| !source.is::<Self>());
+            }
+            return match &record.remedy {
+                Some(remedy) => write!(f, "\n  remedy: {remedy}"),
+                None => Ok(()),
+            };
+        }
         let mut s = f.debug_struct("Error");
         s.field("kind", &record.kind).field("operation", &record.operation);
-        s.field("iface", &record.iface).field("device", &record.device);
+        s.field("iface", &record.iface).field("iface_name", &record.iface_name);
+        s.field("device", &record.device);
         s.field("provider", &record.provider).field("errno", &record.errno);
         s.field("driver", &record.driver).field("context", &record.context);
         s.field("remedy", &record.remedy).field("trace", &record.trace);
@@ -564,7 +623,7 @@ impl<T> Rejected<T> {
 
 impl<T> fmt::Debug for Rejected<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Rejected").field("error", &self.error).finish_non_exhaustive()
+        fmt::Debug::fmt(&self.error, f)
     }
 }
 
@@ -576,7 +635,7 @@ impl<T> fmt::Display for Rejected<T> {
 
 impl<T> StdError for Rejected<T> {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        Some(&self.error)
+        self.error.source()
     }
 }
 

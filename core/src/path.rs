@@ -40,6 +40,10 @@ pub struct Decision {
     /// The iface of the memory.
     #[serde(serialize_with = "display")]
     pub iface: IfaceKind,
+    /// The registered name of the iface, if it is known. Texts have it in place of a plug-in's
+    /// number.
+    #[serde(skip)]
+    pub iface_name: Option<Arc<str>>,
     /// The device, if the memory belongs to one.
     #[serde(serialize_with = "display_option")]
     pub device: Option<DeviceId>,
@@ -59,7 +63,11 @@ pub struct Decision {
 
 impl fmt::Display for Decision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({}) for {}", self.path, self.reason, self.iface)?;
+        write!(f, "{} ({}) for ", self.path, self.reason)?;
+        match &self.iface_name {
+            Some(name) => f.write_str(name)?,
+            None => self.iface.fmt(f)?,
+        }
         if let Some(device) = self.device {
             write!(f, " device {device}")?;
         }

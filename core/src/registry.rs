@@ -121,7 +121,12 @@ impl Registry {
         self.iter().find(|iface| iface.kind() == kind).ok_or_else(|| {
             match self.absent.iter().find(|(absent, _)| *absent == kind) {
                 Some((_, why)) => {
-                    let mut error = Error::new(why.kind(), "iface").iface(kind).context("why", why);
+                    // The remedy stands once, at the end.
+                    let mut error =
+                        Error::new(why.kind(), "iface").iface(kind).context("why", why.reason());
+                    if let Some(name) = why.iface_name_text() {
+                        error = error.iface_name(name);
+                    }
                     if let Some(remedy) = why.remedy_text() {
                         error = error.remedy(remedy.to_owned());
                     }

@@ -259,7 +259,7 @@ impl WindowRule {
             Self::AccessNeedsBinding => (
                 "access-needs-binding",
                 Kind::InvalidKey,
-                "ask the peer for the key of a window that is bound",
+                "ask the peer for a new key: the grant was revoked, or the window is not bound",
             ),
             Self::Type2AHoldsQueuePair => (
                 "type-2a-holds-queue-pair",
@@ -294,16 +294,16 @@ impl WindowRule {
             Self::WritesNeedLocalWrite => (
                 "writes-need-local-write",
                 Kind::AccessDenied,
-                "register the region with a right by which the NIC writes: the window has a right \
-                 to write (C10-74, InfiniBand 10.6.7.2.2)",
+                "register the region with a right by which the NIC writes, such as RECV: the grant \
+                 or window lets peers write (C10-74, InfiniBand 10.6.7.2.2)",
             ),
             Self::InsideRegion => {
-                ("inside-region", Kind::OutOfBounds, "bind bytes inside the region (C10-75)")
+                ("inside-region", Kind::OutOfBounds, "grant or bind bytes in the region (C10-75)")
             }
             Self::RemoteRightsOnly => (
                 "remote-rights-only",
                 Kind::BadAccess,
-                "pass remote rights only: REMOTE_READ, REMOTE_WRITE, REMOTE_RMA_WRITE and \
+                "grant or bind remote rights only: REMOTE_READ, REMOTE_WRITE, REMOTE_RMA_WRITE and \
                  REMOTE_ATOMIC",
             ),
             Self::RegionIsVirtual => {

@@ -13,7 +13,7 @@ use super::{
     endpoint::{EndpointState, canceled_request},
     keys::{KnownGeneration, Token},
     memory::{self, DeviceMemory, Span},
-    region::{AccessStart, Refusal, Region, denied},
+    region::{AccessStart, LOCAL_SIDE, Refusal, Region, denied},
     regions::RegionGuard,
     request::{KeyUse, LocalPart, Origin, RemotePart},
     window::BindingGuard,
@@ -181,7 +181,7 @@ fn hold_local(endpoint: &EndpointState, token: Token, right: Access) -> Result<R
         .hold(domain.id, token.index, known, false)
         .map_err(Refusal::of_descriptor)?;
     if !region.attr.access.contains(right) {
-        return Err(denied("local side", right));
+        return Err(denied(LOCAL_SIDE, right));
     }
     check_endpoint(&region, endpoint)?;
     Ok(region)

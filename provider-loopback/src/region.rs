@@ -307,9 +307,11 @@ impl Refusal {
     /// Returns the error for a peer's key that cannot be used.
     pub(super) fn of_key(self) -> Error {
         match self {
-            Self::Dead => Error::new(ErrorKind::InvalidKey, "transfer")
-                .provider("loopback")
-                .remedy("ask the peer for the key of a region that is open"),
+            Self::Dead => {
+                Error::new(ErrorKind::InvalidKey, "transfer").provider("loopback").remedy(
+                    "ask the peer for a new key: its region was closed, or its grant was revoked",
+                )
+            }
             _ => self.unusable("the peer's region"),
         }
     }
@@ -337,13 +339,22 @@ impl Refusal {
     }
 }
 
+/// The side of an access that a local descriptor does not permit.
+pub(super) const LOCAL_SIDE: &str = "local side";
+
 /// Returns the error for a region or window without any right in `any_of`.
 pub(super) fn denied(side: &'static str, any_of: Access) -> Error {
+    let rights: Vec<_> = any_of.iter_names().map(|(name, _)| name).collect();
+    let rights = rights.join(" or ");
+    let remedy = match side {
+        LOCAL_SIDE => format!("register the local memory with the right {rights}"),
+        _ => format!("ask the peer for a {side} that grants {rights}"),
+    };
     Error::new(ErrorKind::AccessDenied, "transfer")
         .provider("loopback")
         .context("side", side)
         .context("needs", any_of)
-        .remedy("register the region with this right, or with one of these rights")
+        .remedy(remedy)
 }
 
 fn outside(start: AccessStart, len: u64, region: u64) -> Error {

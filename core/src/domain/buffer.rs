@@ -211,6 +211,12 @@ impl DeviceBuffer {
         &self.allocation
     }
 
+    /// Returns the range of the memory. Its length may exceed the length of the request.
+    #[must_use]
+    pub fn range(&self) -> AddressRange {
+        self.allocation.range
+    }
+
     /// Returns the iface that allocated the memory.
     #[must_use]
     pub fn iface(&self) -> &Arc<dyn Iface> {

@@ -38,7 +38,7 @@ use crate::{
 ///     peer: &EndpointName,
 ///     key: &RemoteKey,
 /// ) -> Result<()> {
-///     let queue = domain.open_cq(64)?;
+///     let queue = domain.open_cq(256)?;
 ///     let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue))?;
 ///     let peer = endpoint.resolve(peer)?;
 ///     endpoint.write(&[block.slice(0, 64)?], &[key.slice(0, 64)?], peer, 1)?;

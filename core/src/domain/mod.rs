@@ -527,6 +527,12 @@ impl Domain {
     /// ([`CompletionQueue::channel`]). The queue does not keep the domain open. Once the domain is
     /// closed, waiting for the empty queue fails with [`ErrorKind::BadState`].
     ///
+    /// The queue needs room for the completions that were not read yet. A queue that is full loses
+    /// completions, and then fails with [`ErrorKind::OutOfResources`]. Let `depth` be at least the
+    /// sum of [`EndpointAttr::depth`] over its endpoints. An endpoint that uses the queue for
+    /// transmits and for receives counts twice. A provider may accept more requests once some have
+    /// ended, although their completions are unread: post no more than the queue has room for.
+    ///
     /// The queue also flushes devices into whose memory the NIC may write. It does so before it
     /// returns the completion of a receive, a read or an atomic. Device work that starts afterwards
     /// sees the bytes, including those that the sender of a received message wrote before the
@@ -538,7 +544,7 @@ impl Domain {
     /// use hmem_core::{Domain, Endpoint, Result, provider::EndpointAttr};
     ///
     /// fn open(domain: &Domain) -> Result<Endpoint> {
-    ///     let queue = domain.open_cq(64)?;
+    ///     let queue = domain.open_cq(256)?;
     ///     let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue))?;
     ///     let mut done = Vec::new();
     ///     let count = queue.wait(&mut done, 16, Duration::from_millis(1))?;

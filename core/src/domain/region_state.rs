@@ -376,7 +376,9 @@ impl RegionInner {
             return Err(Error::new(ErrorKind::Busy, "close region")
                 .context("range", self.range)
                 .context("dependents", dependents)
-                .remedy("close its sub-regions and free or unbind its windows first"));
+                .remedy(
+                    "revoke its grants, close its sub-regions and free or unbind its windows first",
+                ));
         }
         let open_counters = self.bindings.get().map_or(0, |bindings| {
             bindings.counters.lock().iter().filter(|counter| !counter.is_closed()).count()

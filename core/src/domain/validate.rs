@@ -113,10 +113,12 @@ fn check_ranges(ranges: &[AddressRange], provider: &ProviderAttr) -> Result<u64>
             .remedy("pass between 1 and mr_iov_limit ranges"));
     }
     let mut total = 0u64;
-    for range in ranges {
+    for (index, range) in ranges.iter().enumerate() {
         if range.is_empty() {
+            // Without the address: an empty `Vec` has none.
             return Err(Error::new(ErrorKind::ZeroLength, "regattr")
-                .context("range", range)
+                .context("index", index)
+                .context("length", 0)
                 .remedy("register at least one byte"));
         }
         total = total.saturating_add(range.len());

@@ -319,13 +319,17 @@ pub struct EndpointAttr {
     pub tx_counter: Option<Arc<Counter>>,
     /// A counter of completed receives, if given.
     pub rx_counter: Option<Arc<Counter>>,
-    /// The number of requests that may be outstanding in each direction.
+    /// The number of requests that may be outstanding in each direction. A post beyond it fails
+    /// with Again. The completion queues need room for all of them ([`Domain::open_cq`]).
+    ///
+    /// [`Domain::open_cq`]: crate::Domain::open_cq
     pub depth: usize,
 }
 
 impl EndpointAttr {
     /// Creates a request with `cq` for both directions, a depth of 128, and defaults for everything
-    /// else.
+    /// else. So `cq` needs a depth of 256 or more. For a smaller queue set a smaller
+    /// [`depth`](Self::depth).
     #[must_use]
     pub fn new(cq: &Arc<dyn CompletionQueue>) -> Self {
         Self {
@@ -354,7 +358,7 @@ pub trait CompletionQueue: Any + fmt::Debug + Send + Sync {
     fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize>;
 
     /// Reads completions like [`read`](Self::read), and waits up to `timeout` for the first one.
-    /// Returns 0 after the timeout, or at once if `max` is 0.
+    /// Returns 0 after the timeout, or at once if `max` is 0. A timeout cancels no request.
     ///
     /// A timeout of zero does not wait. [`Duration::MAX`] waits forever. Several threads may wait
     /// for one queue. Each completion goes to one of them, and a thread sleeps only while the queue

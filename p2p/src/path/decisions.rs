@@ -137,6 +137,7 @@ mod tests {
             path: hmem_core::Path::Staged,
             reason: reason.to_owned(),
             iface: IfaceKind::CUDA,
+            iface_name: None,
             device: None,
             nic: String::new(),
             policy: P2pPolicy::Enabled,

@@ -465,6 +465,7 @@ unsafe impl PathSelector for DefaultPathSelector {
             path: Path::PlainHost,
             reason: "host memory needs no export".into(),
             iface: IfaceKind::SYSTEM,
+            iface_name: None,
             device: None,
             nic: nic.to_string(),
             policy: P2pPolicy::Enabled,

@@ -387,6 +387,7 @@ impl<'a> PathSearch<'a> {
             path: variant.path(),
             reason: reason.into(),
             iface: self.owner.iface,
+            iface_name: self.iface.map(|iface| Arc::from(iface.name())),
             device: self.owner.device,
             nic: self.nic().to_string(),
             policy: self.policy,
@@ -402,6 +403,7 @@ impl<'a> PathSearch<'a> {
     /// refusal, and all attempts.
     pub(super) fn exhausted(self, (why, remedy): (&'static str, &'static str)) -> Error {
         let nic = self.nic().to_string();
+        let name = self.iface.map(|iface| iface.name());
         let trace = Trace::from(self.attempts);
         let kind = trace.refusal().map_or(ErrorKind::Unsupported, Error::kind);
         let error = Error::new(kind, "path")
@@ -412,6 +414,10 @@ impl<'a> PathSearch<'a> {
             .context("why", why)
             .remedy(remedy)
             .with_trace(trace);
+        let error = match name {
+            Some(name) => error.iface_name(name),
+            None => error,
+        };
         match self.owner.device {
             Some(device) => error.device(device),
             None => error,

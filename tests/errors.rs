@@ -1,0 +1,123 @@
+//! Texts of errors, as an application prints them.
+
+use std::{error::Error as _, io};
+
+use hmem::{
+    Access, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Error, ErrorKind, Hmem,
+    iface::AllocRequest,
+    loopback::Loopback,
+    path::P2pPolicy,
+    provider::EndpointAttr,
+    system::{P2pMatrix, SIMULATED, Simulated},
+};
+
+fn hmem(simulated: Simulated) -> Hmem {
+    let loopback = Loopback::builder().build().expect("a software NIC");
+    let builder = Hmem::builder().without_vendor_ifaces().iface(simulated).provider(loopback);
+    builder.build().expect("started")
+}
+
+fn domain(hmem: &Hmem, p2p: P2pPolicy) -> Domain {
+    hmem.domain("loopback", DomainAttr { p2p, ..DomainAttr::default() }).expect("a domain")
+}
+
+fn device_buffer(hmem: &Hmem) -> DeviceBuffer {
+    let request = AllocRequest { len: 4096, device: DeviceId(0), kind: AllocationKind::Device };
+    DeviceBuffer::allocate(hmem.iface(SIMULATED).expect("added"), &request).expect("memory")
+}
+
+#[test]
+fn debug_has_one_line_for_each_attempt_cause_and_remedy() {
+    let blocked = P2pMatrix::all_reachable().block(DeviceId(0), "loop0");
+    let hmem = hmem(Simulated::builder().p2p(blocked).build().expect("a device"));
+    let rejected = domain(&hmem, P2pPolicy::Required)
+        .register(device_buffer(&hmem), Access::REMOTE_READ)
+        .expect_err("the direct path is blocked");
+    let error = &rejected.error;
+    let text = format!("{error:?}");
+    let lines: Vec<_> = text.lines().collect();
+    assert!(lines[0].starts_with("path: ") && lines[0].ends_with(')'), "{text}");
+    assert!(lines[0].contains("iface=simulated"), "{text}");
+    for (at, attempt) in error.trace().iter().enumerate() {
+        assert_eq!(lines[at + 1], format!("  ({}) {attempt}", at + 1));
+    }
+    let remedy = format!("  remedy: {}", error.remedy_text().expect("a remedy"));
+    assert_eq!(lines[error.trace().len() + 1..], [remedy]);
+    assert_eq!(format!("{rejected:?}"), text, "main prints the error of a `?`");
+    assert!(format!("{error:#?}").contains("operation: \"path\""));
+}
+
+#[test]
+fn debug_prints_each_cause_once() {
+    let loader = io::Error::other("no such file");
+    let load = Error::new(ErrorKind::Unavailable, "load library").caused_by(loader);
+    let error = Error::new(ErrorKind::Unavailable, "start iface").caused_by(load);
+    assert_eq!(
+        format!("{error:?}"),
+        "start iface: unavailable\n  caused by: load library: unavailable: no such file"
+    );
+    let rejected = hmem::Rejected::new((), error.clone());
+    let source = rejected.source().expect("a cause").to_string();
+    assert_eq!(source, error.source().expect("a cause").to_string());
+}
+
+#[test]
+fn plug_in_is_called_by_its_registered_name() {
+    let simulated = || Simulated::builder().build().expect("a device");
+    let started = hmem(simulated());
+    let region = domain(&started, P2pPolicy::Enabled)
+        .register(device_buffer(&started), Access::REMOTE_READ)
+        .expect("registered");
+    let decision = region.decision().expect("registered").to_string();
+    assert!(decision.contains("for simulated device 0 on loopback/loop0"), "{decision}");
+
+    let filtered = Hmem::builder().ifaces("system").iface(simulated()).build().expect("started");
+    let error = filtered.iface(SIMULATED).expect_err("the filter leaves it out").to_string();
+    let remedy = "add simulated to Builder::ifaces";
+    assert!(error.contains("iface=simulated") && !error.contains("0x100"), "{error}");
+    assert!(error.ends_with(remedy) && error.matches(remedy).count() == 1, "{error}");
+}
+
+#[test]
+fn missing_right_is_named_with_the_side_that_lacks_it() {
+    let hmem = hmem(Simulated::builder().build().expect("a device"));
+    let domain = domain(&hmem, P2pPolicy::Enabled);
+    let queue = domain.open_cq(256).expect("a queue");
+    let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue)).expect("an endpoint");
+    let peer = endpoint.resolve(&endpoint.name()).expect("itself");
+    let source = domain.register(vec![1; 8], Access::WRITE).expect("registered");
+    let target = domain.register(vec![0; 8], Access::REMOTE_READ).expect("registered");
+    let key = target.key().expect("a key");
+    let (from, to) = (source.slice(0, 8).expect("inside"), key.slice(0, 8).expect("inside"));
+    endpoint.write(&[from], &[to], peer, 1).expect("posted");
+    let mut done = Vec::new();
+    queue.wait(&mut done, 1, std::time::Duration::MAX).expect("a completion");
+    let error = done.remove(0).result.expect_err("the key grants reads only").to_string();
+    let remedy = "ask the peer for a key that grants REMOTE_WRITE or REMOTE_RMA_WRITE";
+    assert!(error.ends_with(remedy), "{error}");
+}
+
+#[test]
+fn region_with_a_grant_asks_to_revoke_it() {
+    let hmem = hmem(Simulated::builder().build().expect("a device"));
+    let domain = domain(&hmem, P2pPolicy::Enabled);
+    let queue = domain.open_cq(256).expect("a queue");
+    let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue)).expect("an endpoint");
+    let region =
+        domain.register(vec![0; 4096], Access::RECV | Access::MW_BIND).expect("registered");
+    let outside = region.grant(&endpoint, 4000..5000, Access::REMOTE_READ).expect_err("outside");
+    assert!(outside.to_string().ends_with("grant or bind bytes in the region (C10-75)"));
+    let grant = region.grant(&endpoint, 0..64, Access::REMOTE_READ).expect("granted");
+    let refused = region.close().expect_err("a grant lives");
+    assert!(refused.error.to_string().contains("revoke its grants"), "{refused}");
+    grant.revoke().expect("revoked");
+    assert_eq!(refused.value.close().expect("closed").len(), 4096);
+}
+
+#[test]
+fn empty_vector_is_refused_without_an_address() {
+    let hmem = hmem(Simulated::builder().build().expect("a device"));
+    let refused = domain(&hmem, P2pPolicy::Enabled).register(Vec::new(), Access::WRITE);
+    let error = refused.expect_err("no bytes").error.to_string();
+    assert!(error.contains("length=0") && !error.contains("0x1"), "{error}");
+}
