@@ -246,6 +246,32 @@ fn info_says_that_the_file_in_a_library_variable_cannot_be_loaded() {
     }
 }
 
+/// HM-04
+#[test]
+fn library_without_the_functions_of_the_driver_is_named_with_the_missing_symbol() {
+    for (iface, name, variable, symbol) in [
+        ("cuda", "CUDA driver", "HMEM_CUDA_LIBRARY", "cuInit"),
+        ("rocr", "HSA runtime", "HMEM_ROCR_LIBRARY", "hsa_init"),
+        ("ze", "Level Zero loader", "HMEM_ZE_LIBRARY", "zeInit"),
+    ] {
+        for command in ["info", "explain", "perf"] {
+            let arguments: &[&str] = match command {
+                "info" => &["info"],
+                "explain" => &["explain", "--iface", iface],
+                _ => &["perf", "--loopback", "--iface", iface],
+            };
+            let output = run(arguments, &[(variable, "libc.so.6"), ("COLUMNS", "140")]);
+            let printed = [text(&output.stdout), text(&output.stderr)].concat();
+            let printed = printed.split_whitespace().collect::<Vec<_>>().join(" ");
+            let said = format!(
+                "the file libc.so.6 in {variable} is not a usable {name}: it has no {symbol}"
+            );
+            assert!(printed.contains(&said), "{said} is not in: {printed}");
+            assert!(printed.contains(&format!("remedy: correct {variable}")), "{printed}");
+        }
+    }
+}
+
 /// HM-12, DIAG-02
 #[test]
 fn check_fails_if_an_iface_named_by_the_filter_is_unavailable() {
