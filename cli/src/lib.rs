@@ -14,7 +14,7 @@
 //!
 //! - `args`
 //! - `table`
-//! - `problem`
+//! - `help`, `problem`
 //! - `json`
 //! - `machine`, `progress`
 //! - `check`, `probe`, `topo`
@@ -25,6 +25,7 @@
 pub mod args;
 pub mod check;
 pub mod explain;
+pub mod help;
 pub mod info;
 pub mod json;
 pub mod machine;
@@ -243,6 +244,6 @@ fn man(args: &ManArgs, out: &mut dyn Write) -> Result<Outcome, Failure> {
             }
         },
     };
-    clap_mangen::Man::new(page).render(out)?;
+    help::man(page, out)?;
     Ok(Outcome::Passed)
 }

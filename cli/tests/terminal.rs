@@ -363,17 +363,53 @@ fn completion_scripts_cover_every_shell() {
 }
 
 #[test]
+fn help_fits_terminals_of_60_and_40_columns() {
+    for width in [60, 40] {
+        let environment = [("COLUMNS", width.to_string())];
+        let environment = environment.each_ref().map(|(name, value)| (*name, value.as_str()));
+        for command in ["", "info", "check", "explain", "topo", "perf", "completions", "man"] {
+            let arguments: &[&str] =
+                if command.is_empty() { &["--help"] } else { &[command, "-h"] };
+            let output = run(arguments, &environment);
+            let printed = text(&output.stdout);
+            for line in printed.lines() {
+                assert!(line.chars().count() <= width, "{command}: wider than {width}: {line}");
+            }
+            let status = !["completions", "man"].contains(&command);
+            assert!(!status || printed.contains("Exit status:\n  0  "), "{printed}");
+        }
+        // A description stands beneath its variable and is indented further.
+        let help = run(&["--help"], &environment);
+        let expected = "\n  FI_MR_CACHE_MAX_COUNT\n      number: entries of a";
+        assert!(text(&help.stdout).contains(expected), "{}", text(&help.stdout));
+    }
+    let wide = run(&["--help"], &[("COLUMNS", "100")]);
+    let expected = "\n  NO_COLOR                          no colours, unless --color";
+    assert!(text(&wide.stdout).contains(expected), "{}", text(&wide.stdout));
+}
+
+#[test]
 fn man_pages_describe_exit_statuses_and_variables() {
     let output = run(&["man"], &[]);
     assert_eq!(output.status.code(), Some(0));
-    for words in [".TH hmem 1", "Exit status", "FI_HMEM_DISABLE_P2P", "HMEM_CUDA_LIBRARY"] {
+    let version = format!("\"hmem {}\"", env!("CARGO_PKG_VERSION"));
+    for words in [
+        ".TH hmem 1",
+        &version,
+        "\n.SH ENVIRONMENT\n",
+        "\n.SH \"EXIT STATUS\"\n",
+        "\n.TP\n\\fBFI_HMEM_DISABLE_P2P\\fR\nboolean: ",
+        "HMEM_CUDA_LIBRARY",
+    ] {
         assert!(text(&output.stdout).contains(words), "{words} is missing");
     }
+    assert!(!text(&output.stdout).contains("EXTRA"));
     for command in ["info", "check", "explain", "topo", "perf"] {
         let page = run(&["man", command], &[]);
         let page = text(&page.stdout);
         assert!(page.contains(&format!(".TH hmem-{command} 1")), "{page}");
-        assert!(page.contains("Exit status"), "{command}");
+        assert!(page.contains(&version), "{page}");
+        assert!(page.contains("\n.SH \"EXIT STATUS\"\n.TP\n\\fB0\\fR\n"), "{page}");
     }
     let help = run(&["--help"], &[]);
     assert!(text(&help.stdout).contains("Exit status"));

@@ -244,7 +244,8 @@ fn one(out: &mut dyn Write, entry: &Entry, style: Style) -> io::Result<()> {
     wiring(out, &entry.wiring, style)?;
     // With a path, the advice of each refused path stands beside its attempt.
     let beside = |remedy: &&String| {
-        entry.path.is_some() && entry.trace.iter().any(|tried| tried.remedy.as_ref() == Some(remedy))
+        entry.path.is_some()
+            && entry.trace.iter().any(|tried| tried.remedy.as_ref() == Some(remedy))
     };
     for remedy in entry.remedies.iter().filter(|remedy| !beside(remedy)) {
         style.item(out, "remedy:", remedy)?;
