@@ -123,6 +123,24 @@ fn table_shows_operation_path_and_figures() {
 }
 
 #[test]
+fn table_names_the_unit_of_latencies_above_their_columns() {
+    let output = perf(&["--loopback", "--size", "64", "--iterations", "10"]);
+    let lines: Vec<_> = text(&output.stdout).lines().collect();
+    let header = lines.iter().position(|line| line.contains("GiB/s Transfers/s")).expect("a table");
+    let latency = lines[header - 1].find("latency in us").expect("a unit");
+    let columns = lines[header].find("min").zip(lines[header].find("max"));
+    let (min, max) = columns.expect("the columns of latencies");
+    assert!(min - 3 <= latency && latency < max, "{}", text(&output.stdout));
+}
+
+#[test]
+fn failed_first_measurement_prints_the_error_without_a_table() {
+    let memory = ["--iface", "simulated", "--nic", "loopback/peer-memory"];
+    let output = perf(&[&["--loopback", "--op", "atomic"], &memory[..]].concat());
+    refused(&output, 1, &["atomic: not supported"]);
+}
+
+#[test]
 fn wrong_arguments_are_refused_on_one_line() {
     for (arguments, words) in [
         (&[][..], &["HOST"][..]),

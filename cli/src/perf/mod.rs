@@ -129,6 +129,8 @@ struct LiveReport<'a> {
     progress: Progress,
     measurements: usize,
     started: usize,
+    /// The heading, until the first row is printed: a measurement that fails before prints none.
+    heading: Option<(Report, Option<u32>)>,
     /// The error of the output, which ended the measurement.
     unprintable: Option<io::Error>,
 }
@@ -136,7 +138,8 @@ struct LiveReport<'a> {
 impl<'a> LiveReport<'a> {
     fn new(json: bool, measurements: usize, style: Style, out: &'a mut dyn Write) -> Self {
         let progress = Progress::at_once();
-        Self { json, style, out, progress, measurements, started: 0, unprintable: None }
+        let (started, heading, unprintable) = (0, None, None);
+        Self { json, style, out, progress, measurements, started, heading, unprintable }
     }
 
     /// Shows an event.
@@ -151,10 +154,18 @@ impl<'a> LiveReport<'a> {
             }
             _ if self.json => return Ok(()),
             Event::Connected { report, depth } => {
-                let report = report.clone().renamed(|text| machine.named(text));
-                self.progress.suspend(|| report::heading(out, &report, depth, style))
+                self.heading = Some((report.clone().renamed(|text| machine.named(text)), depth));
+                return Ok(());
             }
-            Event::Row(row) => self.progress.suspend(|| report::row(out, row, style)),
+            Event::Row(row) => {
+                let heading = self.heading.take();
+                self.progress.suspend(|| {
+                    if let Some((report, depth)) = heading {
+                        report::heading(out, &report, depth, style)?;
+                    }
+                    report::row(out, row, style)
+                })
+            }
         };
         printed.and_then(|()| self.out.flush()).map_err(|error| {
             let ended = Error::os(Errno::of(&error), "print");
