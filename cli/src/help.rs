@@ -118,7 +118,7 @@ const SECTIONS: [(&str, &[Section]); 8] = [
             ),
             Section::exit_status(&[
                 ("0", "measured and verified"),
-                ("1", "a measurement failed"),
+                ("1", "a measurement failed, or the NIC is unavailable"),
                 WRONG,
             ]),
         ],

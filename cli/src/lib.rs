@@ -62,7 +62,7 @@ pub enum Outcome {
 pub enum Failure {
     /// A wrong argument or environment variable: exit status 2.
     Usage(Box<Problem>),
-    /// A measurement that failed, on this side or the other: exit status 1.
+    /// A measurement that failed, on this side or the other, or that has no NIC: exit status 1.
     Measurement(Box<Problem>),
     /// A topology that could not be read, drawn or recorded: exit status 1.
     Topology(Box<Problem>),
