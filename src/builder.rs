@@ -442,6 +442,11 @@ impl Builder {
             None => env::boolean(env::DISABLE_P2P)?.unwrap_or(false),
         };
         let cache = env::cache(&self.cache)?;
+        let not_named = if by_builder {
+            "Builder::ifaces names only other ifaces"
+        } else {
+            "FI_HMEM names only other ifaces"
+        };
         let mut registry = Registry::new();
         let system = Arc::new(system(self.cache_monitor)?);
         registry.add(Arc::<System>::clone(&system))?;
@@ -449,10 +454,7 @@ impl Builder {
             if self.skip_vendors {
                 registry.add_absent(kind, left_out(kind, "the builder starts no vendor ifaces"));
             } else if filter.as_ref().is_some_and(|filter| !filter.admits(&kind.to_string())) {
-                registry.add_absent(
-                    kind,
-                    left_out(kind, "FI_HMEM or Builder::ifaces names only other ifaces"),
-                );
+                registry.add_absent(kind, left_out(kind, not_named));
             } else {
                 match start() {
                     Ok(iface) => registry.add(iface)?,
@@ -474,8 +476,7 @@ impl Builder {
         }
         for iface in self.plug_ins {
             if filter.as_ref().is_some_and(|filter| !filter.admits(iface.name())) {
-                let why =
-                    left_out(iface.kind(), "FI_HMEM or Builder::ifaces names only other ifaces");
+                let why = left_out(iface.kind(), not_named);
                 registry.add_absent(iface.kind(), why.context("name", iface.name()));
             } else {
                 registry.add(iface)?;
@@ -559,13 +560,14 @@ impl Filter {
             let plugged_in = plug_ins.iter().any(|iface| iface.name().eq_ignore_ascii_case(&name));
             if !plugged_in {
                 name.parse::<IfaceKind>().map_err(|_| {
+                    let vendors = VENDORS.map(|(kind, _)| kind.to_string());
+                    let added = plug_ins.iter().map(|iface| iface.name().to_owned());
+                    let accepted: Vec<_> =
+                        ["system".to_owned()].into_iter().chain(vendors).chain(added).collect();
                     Error::new(ErrorKind::InvalidArgument, "iface filter")
                         .context("name", &name)
                         .context("filter", names)
-                        .remedy(
-                            "use system, cuda, rocr, ze, neuron, synapseai or the name of an added \
-                             iface",
-                        )
+                        .remedy(format!("{name} is no iface: use {}", accepted.join(", ")))
                 })?;
             }
             admitted.insert(name);

@@ -227,6 +227,20 @@ fn invalid_value_of_any_variable_exits_with_status_2() {
     }
 }
 
+/// HM-12
+#[test]
+fn unknown_iface_of_the_filter_is_named_with_the_accepted_names() {
+    for filter in ["bogus", "system;bogus", "SYSTEM, Bogus"] {
+        let output = run(&["info"], &[("FI_HMEM", filter)]);
+        let accepted = "use system, cuda, rocr, ze, neuron, synapseai, simulated";
+        refused(&output, 2, &["in FI_HMEM; bogus is no iface: ", accepted]);
+    }
+    let output = run(&["info"], &[("FI_HMEM", "system")]);
+    let printed = text(&output.stdout);
+    assert!(printed.contains("FI_HMEM names only other ifaces"), "{printed}");
+    assert!(!printed.contains("Builder::ifaces"), "{printed}");
+}
+
 /// HM-04
 #[test]
 fn info_says_that_the_file_in_a_library_variable_cannot_be_loaded() {
