@@ -2,7 +2,7 @@
 
 use std::{net::IpAddr, path::PathBuf, time::Duration};
 
-use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum, error::ErrorKind};
 use clap_complete::Shell;
 use hmem::{Path, path::P2pPolicy};
 use serde::{Deserialize, Serialize};
@@ -98,7 +98,7 @@ pub struct CheckArgs {
     pub iface: Option<String>,
 
     /// Only this provider (loopback) or NIC (loopback/pinned)
-    #[arg(long, value_name = "NAME", visible_alias = "nic")]
+    #[arg(long = "nic", value_name = "NAME", visible_alias = "provider")]
     pub provider: Option<String>,
 
     /// Only this path from memory to NIC: plain-host, dma-buf, peer-memory or staged
@@ -357,13 +357,29 @@ fn bytes(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Returns an error of clap on one line, with the accepted values and without the usage.
+/// Returns an error of clap on one line, with the accepted values and without the usage. A tip
+/// follows on a line of its own.
 #[must_use]
 pub fn one_line(error: &clap::Error) -> String {
     let text = error.to_string();
     let complaint = text.split("\n\nUsage:").next().unwrap_or(&text);
     let complaint = complaint.split("\n\nFor more information").next().unwrap_or(complaint);
-    complaint.split_whitespace().collect::<Vec<_>>().join(" ")
+    let mut text = String::new();
+    for part in complaint.split("\n\n") {
+        let part = part.split_whitespace().collect::<Vec<_>>().join(" ");
+        // A tip stands on a line of its own.
+        let before = match part.starts_with("tip: ") {
+            _ if text.is_empty() => "",
+            true => "\n  ",
+            false => " ",
+        };
+        text.extend([before, &part]);
+    }
+    if error.kind() == ErrorKind::MissingRequiredArgument && text.ends_with("<SHELL>") {
+        let shells: Vec<_> = Shell::value_variants().iter().map(Shell::to_string).collect();
+        text.push_str(&format!("; use {}", shells.join(", ")));
+    }
+    text
 }
 
 #[cfg(test)]

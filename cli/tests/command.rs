@@ -673,7 +673,7 @@ fn wrong_arguments_and_variables_exit_with_status_2() {
     refused(&hmem(&["check", "--iface", "nonsense"], &[]), &["--iface", "nonsense", "simulated"]);
     refused(
         &hmem(&["check", "--provider", "nonsense"], &[]),
-        &["--provider", "nonsense", "loopback/hardware"],
+        &["--nic takes", "nonsense", "loopback/hardware"],
     );
     refused(&hmem(&["check", "--path", "nonsense"], &[]), &["--path", "nonsense", "staged"]);
     refused(&hmem(&["check", "--bytes", "0"], &[]), &["--bytes", "at least one byte"]);

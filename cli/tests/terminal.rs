@@ -376,6 +376,25 @@ fn remedies_name_a_variable_or_command_before_a_rust_method() {
 }
 
 #[test]
+fn errors_of_arguments_list_shells_and_have_tips_on_their_own_line() {
+    for (arguments, error) in [
+        (
+            &["chek"][..],
+            "error: unrecognized subcommand 'chek'\n  tip: a similar subcommand exists: 'check'\n",
+        ),
+        (
+            &["completions"],
+            "error: the following required arguments were not provided: <SHELL>; use bash, elvish, \
+             fish, powershell, zsh\n",
+        ),
+    ] {
+        let output = run(arguments, &[]);
+        assert_eq!(output.status.code(), Some(2));
+        assert_eq!(text(&output.stderr), error);
+    }
+}
+
+#[test]
 fn completion_scripts_cover_every_shell() {
     for shell in ["bash", "elvish", "fish", "powershell", "zsh"] {
         let output = run(&["completions", shell], &[]);

@@ -97,7 +97,7 @@ impl Selection {
         }
         let providers = machine.provider_names();
         if let Some(name) = args.provider.as_ref().filter(|name| !providers.contains(name)) {
-            return Err(unknown_nic(name, "--provider", &providers).into());
+            return Err(unknown_nic(name, "--nic", &providers).into());
         }
         let mut selection = Self {
             iface: args.iface.clone(),
