@@ -9,6 +9,14 @@ use std::{
     time::Duration,
 };
 
+use clap::Parser;
+use hmem_cli::{
+    Failure,
+    args::Cli,
+    machine::{Absent, Machine},
+    run_on,
+    table::Style,
+};
 use hmem_process::{Server, document_of, is_as_documented, one_line, perf, refused, text};
 use serde_json::{Value, json};
 
@@ -164,6 +172,29 @@ fn wrong_arguments_are_refused_on_one_line() {
         (&["--server", "--port", "99999"], &["99999"]),
     ] {
         refused(&perf(arguments), 2, words);
+    }
+}
+
+/// An unavailable NIC is missing hardware: exit status 1. An unknown one is a wrong argument.
+#[test]
+fn perf_without_a_nic_is_a_failure_and_no_wrong_argument() {
+    let hmem = hmem::Hmem::builder().without_vendor_ifaces().build().expect("host memory");
+    let mut machine = Machine::new(hmem);
+    let why = "the library libibverbs.so.1 cannot be loaded".into();
+    machine.absent.push(Absent { sort: "provider", name: "verbs".into(), why });
+    for (arguments, missing) in [
+        (&["localhost"][..], true),
+        (&["--server"], true),
+        (&["--loopback"], true),
+        (&["--server", "--nic", "verbs"], true),
+        (&["--server", "--nic", "nonsense"], false),
+    ] {
+        let words = [&["hmem", "perf"], arguments].concat();
+        let cli = Cli::try_parse_from(words).expect("a valid command line");
+        let ended = run_on(&machine, &cli.command, Style::plain(), &mut Vec::new());
+        let failure = ended.expect_err("no NIC");
+        assert_eq!(matches!(failure, Failure::Measurement(_)), missing, "{failure:?}");
+        assert_eq!(matches!(failure, Failure::Usage(_)), !missing, "{failure:?}");
     }
 }
 

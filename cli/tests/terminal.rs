@@ -345,23 +345,6 @@ fn nested_errors_are_printed_once_with_their_causes_beneath() {
     assert_eq!(error.matches("cannot open shared object").count(), 1, "{error}");
 }
 
-/// Without hardware, as on machines without `/dev/infiniband`.
-#[test]
-fn perf_without_a_nic_exits_with_status_1() {
-    let info = run(&["info", "--json"], &[]);
-    let info: Value = serde_json::from_slice(&info.stdout).expect("JSON");
-    let nics = info["providers"].as_array().expect("NICs");
-    if nics.iter().any(|nic| nic["software"] == false) {
-        // This machine has a NIC. A provider without one is missing hardware all the same.
-        return;
-    }
-    for arguments in [&["perf", "localhost"][..], &["perf", "--server"]] {
-        let output = run(arguments, &[]);
-        refused(&output, 1, &["this machine has no RDMA NIC", "hmem perf --loopback"]);
-    }
-    refused(&run(&["perf", "--server", "--nic", "verbs"], &[]), 1, &["verbs is unavailable"]);
-}
-
 #[test]
 fn remedies_name_a_variable_or_command_before_a_rust_method() {
     let output = run(&["info"], &[("COLUMNS", "140")]);

@@ -277,8 +277,8 @@ fn stale(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()> {
         ]);
     }
     style.print(out, &table)?;
-    let counts = "no stale transfer, and at least one reused address and one cache hit; fewer of \
-                  these than rounds are normal";
+    let counts = "no stale transfer, a reused address and a cache hit; fewer hits or reuses than \
+                  rounds are normal";
     style.item(out, "verified:", counts)?;
     if let Some(setting) = report.uncached_by {
         let text =
