@@ -32,7 +32,7 @@ const UNMAPS: usize = 40_000;
 const CACHED: usize = 100_000;
 const PAGE: usize = 4096;
 
-/// Knows nothing of any range: what a cache is to memory that it has not cached.
+/// A subscriber without ranges, like a cache that has not cached the changed memory.
 #[derive(Debug, Default)]
 struct Ignorant(AtomicU64);
 
@@ -86,7 +86,7 @@ fn range(at: *mut libc::c_void) -> AddressRange {
     AddressRange::new(Address::of_ptr(at), LEN as u64).expect("a mapping does not wrap")
 }
 
-/// A range is mapped, subscribed, unmapped and forgotten.
+/// Maps a range, subscribes to it, unmaps it and cancels the subscription.
 fn cycle(monitor: &dyn Monitor, invalidator: &Arc<Ignorant>) {
     let at = map();
     let subscription = monitor
@@ -96,7 +96,7 @@ fn cycle(monitor: &dyn Monitor, invalidator: &Arc<Ignorant>) {
     monitor.unsubscribe(subscription);
 }
 
-/// A range is subscribed and forgotten, again and again.
+/// Subscribes to a range and cancels the subscription.
 fn renewal(monitor: &dyn Monitor, invalidator: &Arc<Ignorant>, at: *mut libc::c_void) {
     let subscription = monitor
         .subscribe(range(at), Arc::<Ignorant>::clone(invalidator))
@@ -104,7 +104,7 @@ fn renewal(monitor: &dyn Monitor, invalidator: &Arc<Ignorant>, at: *mut libc::c_
     monitor.unsubscribe(subscription);
 }
 
-/// Registers nothing, and has every range watched.
+/// A cache back end that registers nothing, with a monitor that watches every range.
 struct Watched(Arc<MemHooks>);
 
 impl CacheBackend for Watched {

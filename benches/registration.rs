@@ -93,7 +93,7 @@ impl Picks {
     }
 }
 
-/// Measures one row; `populate` has put as many regions in place on the peer's side.
+/// Measures one row. Before that, `populate` registers as many regions on the peer library's side.
 fn row(
     what: &'static str,
     target: Target,

@@ -27,7 +27,7 @@ use hmem::{
 };
 
 const LONGEST: usize = 64 << 20;
-/// Bytes per second and latency of the engine.
+/// Bytes per second and latency of the simulated copy engines.
 const ENGINES: [(u64, Duration); 4] = [
     (250_000_000, Duration::from_micros(20)),
     (500_000_000, Duration::from_micros(20)),
@@ -50,7 +50,7 @@ struct Net {
     device: Arc<Simulated>,
     /// A device with an unlimited engine, and memory of it.
     unlimited: (Arc<Simulated>, DeviceBuffer),
-    /// Host side of manual copies.
+    /// The host buffer of copies that the benchmark makes itself.
     buffer: Vec<u8>,
 }
 

@@ -32,7 +32,7 @@ struct Shape {
 
 /// A model's tensors: 51 GB.
 const MODEL: Shape = Shape { views: 1_265, bytes: 51_000_000_000, allocations: 16 };
-/// Blocks of 200 KB.
+/// Views of 200 KB each.
 const BLOCKS: Shape = Shape { views: 10_000, bytes: 10_000 * 200_000, allocations: 4 };
 
 struct Memory {

@@ -1,7 +1,8 @@
-//! Host memory that eight threads transfer through the registration cache.
+//! Eight threads transfer parts of one buffer through the registration cache.
 //!
-//! The cache owns one buffer. Each thread asks it for a region of the part that it sends next. The
-//! first request for a part registers it; later ones find it without a lock.
+//! The cache keeps one buffer alive. Before each transfer a thread gets a region of the part to
+//! send. The first request for a part registers the part. Later requests find the region without a
+//! lock.
 //!
 //! ```text
 //! cargo run --example cached_transfers
@@ -15,17 +16,18 @@ use hmem::{
 };
 
 const THREADS: u64 = 8;
-/// Parts of the buffer.
+/// The number of parts of the buffer.
 const PARTS: u64 = 16;
 const PART: u64 = 64 << 10;
-/// Transfers of each thread.
+/// The number of transfers by each thread.
 const ROUNDS: u64 = 100;
 
 fn content(part: u64) -> Vec<u8> {
     vec![part as u8 + 1; PART as usize]
 }
 
-/// Writes parts of the buffer into memory of its own, and checks what arrives.
+/// Writes parts of the buffer into a second buffer of this thread, and checks the bytes that
+/// arrive.
 fn transfer(domain: &Domain, buffer: &CachedBuffer<Vec<u8>>, thread: u64) -> Result<()> {
     let queue = domain.open_cq(16)?;
     let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue))?;
@@ -72,7 +74,7 @@ pub(crate) fn run() -> Result<CacheStatistics> {
         statistics.hits,
         statistics.misses
     );
-    // The buffer comes back once no region of it is registered.
+    // `close` returns the buffer once no region of the buffer is registered.
     let bytes = buffer.close().map_err(Error::from)?;
     assert_eq!(bytes.len() as u64, PARTS * PART);
     Ok(statistics)

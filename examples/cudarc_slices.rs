@@ -42,7 +42,7 @@ pub(crate) fn run() -> Result<Vec<f32>, Failure> {
     queue.wait(&mut done, 1, Duration::MAX)?;
     println!("written: {} bytes", done.remove(0).result?);
 
-    // The slice comes back, and its stream sees what the NIC wrote.
+    // `close` returns the slice, and work on the slice's stream sees the bytes that the NIC wrote.
     let slice = Arc::new(target.close()?.into_slice());
     let mut values = vec![0.0; LEN];
     stream.memcpy_dtoh(&*slice, &mut values)?;

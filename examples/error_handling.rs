@@ -1,4 +1,4 @@
-//! Errors: their kinds, the value that comes back with them, and the reasons behind a path.
+//! Errors: their kinds, the values that they return to the caller, and the reasons for a path.
 //!
 //! ```text
 //! cargo run --example error_handling
@@ -16,7 +16,7 @@ use hmem::{
     system::{P2pMatrix, Simulated},
 };
 
-/// Registers a buffer. If the NIC is out of resources, frees some and tries once more.
+/// Registers a buffer. If the NIC is out of resources, frees some resources and retries once.
 ///
 /// The error of a registration has the buffer in it, so that nothing is copied or lost.
 fn register_with_retry(
@@ -35,7 +35,7 @@ fn register_with_retry(
     }
 }
 
-/// A NIC whose next registration fails as it does when the locked-memory limit is reached.
+/// Shows a retry: the first registration fails as if the locked-memory limit were reached.
 fn retry() -> Result<()> {
     let faults = Faults::new();
     let nic = Loopback::builder().faults(&faults).build()?;
@@ -47,7 +47,7 @@ fn retry() -> Result<()> {
     Ok(())
 }
 
-/// A transfer that the target refuses: `write` succeeds, and its completion has the error.
+/// Shows a transfer that the target refuses: `write` succeeds, and the completion has the error.
 fn refused_transfer() -> Result<()> {
     let hmem =
         Hmem::builder().without_vendor_ifaces().provider(Loopback::builder().build()?).build()?;
@@ -67,7 +67,7 @@ fn refused_transfer() -> Result<()> {
     Ok(())
 }
 
-/// A device that the NIC does not reach directly: what was tried, why it failed, what to do.
+/// Shows a device that the NIC cannot reach directly: the attempts, their errors and the remedies.
 fn refused_path() -> Result<()> {
     let matrix = P2pMatrix::default().block(DeviceId(0), "loop0");
     let device: Arc<dyn Iface> = Arc::new(Simulated::builder().p2p(matrix).build()?);
@@ -89,7 +89,7 @@ fn refused_path() -> Result<()> {
         println!("  {attempt}");
     }
 
-    // `Required` makes it an error, with the same attempts in it.
+    // The policy `Required` makes the registration fail, with the same attempts in the error.
     let attr = DomainAttr { p2p: P2pPolicy::Required, ..DomainAttr::default() };
     let strict = hmem.domain("loopback", attr)?;
     let buffer = region.close().map_err(Error::from)?;

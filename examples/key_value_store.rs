@@ -5,7 +5,8 @@
 //! moves the bytes without the server. Then it sends a message that invalidates the key.
 //! `docs/memory-windows.md` explains the memory windows behind the grants.
 //!
-//! Two clients run at once. At the end the second tries a key of the first, and is refused.
+//! Two clients run at once. At the end the second client tries a revoked key of the first, and is
+//! refused.
 //!
 //! ```text
 //! cargo run --example key_value_store            # over the software NIC
@@ -29,7 +30,8 @@ use hmem::{
 const SLOT: u64 = 4096;
 const SLOTS: u64 = 64;
 const MESSAGE: u64 = 256;
-/// The rights of the store's memory. None is a peer's: clients get theirs by grants.
+/// The rights of the store's memory. No right lets peers access the memory: clients get rights by
+/// grants.
 const STORE: Access = Access::RECV.union(Access::MW_BIND);
 const BUFFER: Access = Access::SEND.union(Access::RECV).union(Access::READ).union(Access::WRITE);
 
@@ -92,7 +94,7 @@ struct Store {
 }
 
 impl Store {
-    /// Returns the grant that a request asks for.
+    /// Grants the access that a request asks for.
     ///
     /// `r` and a name is a request to read a value. `w`, a length and a name is a request to write
     /// one.
@@ -195,7 +197,7 @@ impl Client {
         Ok(value)
     }
 
-    /// Reads the bytes behind a key.
+    /// Reads the bytes that a key gives access to.
     fn read(&self, key: &RemoteKey) -> Result<u64> {
         let len = key.first_len();
         let remote = [RemoteSegment { address: key.base(), len, key }];
@@ -215,7 +217,7 @@ pub(crate) struct Served {
 
 /// Connects a server and a client. Returns the server's end first.
 ///
-/// Both ends need the name of the other. Here the names travel through channels.
+/// Each endpoint needs the name of the other. Here the names are sent through channels.
 fn connect(server: &Domain, client: &Domain) -> Result<(Connection, Connection)> {
     let ((to_server, at_server), (to_client, at_client)) = (mpsc::channel(), mpsc::channel());
     thread::scope(|scope| {
@@ -233,7 +235,7 @@ fn connect(server: &Domain, client: &Domain) -> Result<(Connection, Connection)>
     })
 }
 
-/// Writes and reads values. Returns a key that the server has revoked since.
+/// Writes and reads values. Returns a key that was used, and that the server has revoked by now.
 fn use_store(client: &Client, who: &str) -> Result<RemoteKey> {
     let (one, two) = (format!("{who}/one"), format!("{who}/two"));
     let mut keys = Vec::new();
@@ -248,7 +250,8 @@ fn use_store(client: &Client, who: &str) -> Result<RemoteKey> {
         assert_eq!(value, expected);
     }
     client.connection.send(b"bye", None)?;
-    // The server has revoked it: it revokes a grant before it answers the next request.
+    // The server has revoked this key, because it revokes a grant before it answers the next
+    // request.
     Ok(keys.remove(0))
 }
 

@@ -29,13 +29,13 @@ use hmem::{
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// Bytes of one block: 16 tokens of one layer, say.
+/// The length of a block in bytes, for example 16 tokens of one layer.
 const BLOCK: u64 = 16 << 10;
-/// Blocks of the prefill node's cache.
+/// The number of blocks in the prefill node's cache.
 const BLOCKS: u64 = 256;
-/// Blocks that the decode node reads.
+/// The number of blocks that the decode node reads.
 const WANTED: u64 = 100;
-/// Reads in flight at once.
+/// The number of reads in flight at once.
 const IN_FLIGHT: u64 = 16;
 
 /// Connection of a node to its peer: TCP for control, an endpoint for the blocks.
@@ -58,7 +58,7 @@ impl Link {
     }
 }
 
-/// Sends bytes with their length in front.
+/// Sends the length of some bytes, and then the bytes.
 fn send(control: &mut TcpStream, bytes: &[u8]) -> Result<(), Failure> {
     control.write_all(&u32::try_from(bytes.len())?.to_le_bytes())?;
     Ok(control.write_all(bytes)?)
@@ -82,7 +82,7 @@ fn allocate(hmem: &Hmem, device: u32, blocks: u64) -> Result<DeviceBuffer, Error
     DeviceBuffer::allocate(hmem.iface(SIMULATED)?, &request)
 }
 
-/// Returns the content of a block. Each block has its own.
+/// Returns the bytes of a block, which differ from those of every other block.
 fn content(block: u64) -> Vec<u8> {
     (0..BLOCK)
         .map(|at| (at.wrapping_mul(31) ^ (block.wrapping_mul(0x9E37) + (at >> 8))) as u8)
@@ -102,7 +102,7 @@ fn prefill(hmem: &Hmem, control: TcpStream) -> Result<(), Failure> {
 
     let done = receive(&mut link.control)?;
     println!("prefill: the peer says {:?}", String::from_utf8_lossy(&done));
-    // Once `close` returns, the key is dead and the memory can be used again.
+    // Once `close` returns, the key is invalid and the memory can be used again.
     cache.close().map_err(Error::from)?;
     Ok(())
 }
@@ -143,7 +143,7 @@ fn decode(hmem: &Hmem, control: TcpStream) -> Result<u64, Failure> {
     Ok(WANTED)
 }
 
-/// Returns block numbers in a random order, each as often as chance has it.
+/// Returns random block numbers, with repetitions.
 fn random_blocks() -> impl Iterator<Item = u64> {
     let mut state = 0x2545_F491_4F6C_DD1D_u64;
     std::iter::repeat_with(move || {

@@ -8,8 +8,8 @@
 //! cargo run --example own_protection_domain
 //! ```
 //!
-//! It needs an RDMA device. Without one it says so and fails. A virtual device will do: `sudo rdma
-//! link add rxe0 type rxe netdev eth0`.
+//! The example needs an RDMA device, and fails with a message if there is none. A virtual device is
+//! enough: `sudo rdma link add rxe0 type rxe netdev eth0`.
 
 use std::ffi::c_void;
 

@@ -1,5 +1,5 @@
-//! An iface from outside the workspace: memory in an anonymous file that the CPU reaches by system
-//! calls only.
+//! An iface from outside the workspace. Its memory is in anonymous files, which the CPU can access
+//! only by system calls.
 //!
 //! It is the skeleton that `docs/adding-an-iface.md` starts from, and passes the conformance suite.
 //! A real plug-in calls its vendor's library in the same places. It needs only the public traits.
@@ -45,8 +45,8 @@ struct Blocks {
     next_id: u64,
 }
 
-/// Memory in anonymous files. Its addresses are reserved by mappings without access, so that no
-/// other memory gets them and the CPU cannot use them.
+/// An iface with memory in anonymous files. Mappings without access rights reserve the addresses of
+/// the memory. So no other memory gets these addresses, and the CPU cannot use them.
 #[derive(Debug, Default)]
 pub(crate) struct FileMemory {
     blocks: Mutex<Blocks>,

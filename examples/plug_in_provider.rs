@@ -95,7 +95,7 @@ impl Fabric {
 #[derive(Debug, Default)]
 struct State {
     last_id: u64,
-    /// By key. A key is never given to a second region.
+    /// The regions by key. A key is never used for a second region.
     regions: BTreeMap<u64, Region>,
     endpoints: BTreeMap<u64, EndpointState>,
 }
@@ -123,7 +123,7 @@ impl State {
         self.last_id
     }
 
-    /// Returns the memory of local segments, whose regions must have the right `access`.
+    /// Returns the ranges of local segments. Their regions must have the right `access`.
     fn local(
         &self,
         domain: u64,
@@ -141,7 +141,7 @@ impl State {
         segments.iter().map(range).collect()
     }
 
-    /// Returns the memory that remote segments name at a peer.
+    /// Returns the ranges of a peer's memory that remote segments name.
     fn remote(
         &self,
         endpoint: &CopyEndpoint,
@@ -178,7 +178,7 @@ impl State {
         }
         let (domain, queue) = (endpoint.domain, endpoint.rx_cq.clone());
         for (message, (context, segments)) in matched {
-            // The region may be closed since the receive was posted.
+            // The region may have been closed since the receive was posted.
             let buffer = self.local(domain, &segments, Access::RECV);
             let result = buffer.and_then(|buffer| {
                 if len(&buffer) < message.len() as u64 {
@@ -191,7 +191,7 @@ impl State {
     }
 }
 
-/// Returns the range of a part of a region, after the checks that hardware does.
+/// Returns the range of a part of a region. Checks the bounds and the right, as hardware does.
 fn part(region: &Region, start: Address, len: u64, access: Access) -> Result<AddressRange> {
     let range = AddressRange::checked(start, len).filter(|&range| {
         region.range.contains_range(range) || (len == 0 && region.range.contains(start))
@@ -205,7 +205,7 @@ fn part(region: &Region, start: Address, len: u64, access: Access) -> Result<Add
     }
 }
 
-/// Domain of the NIC.
+/// A domain of the NIC.
 #[derive(Debug)]
 struct CopyDomain {
     id: u64,
@@ -292,7 +292,7 @@ unsafe impl ProviderDomain for CopyDomain {
     }
 }
 
-/// Completion queue. A clone is the same queue.
+/// A completion queue. Clones share the queue.
 #[derive(Clone, Debug, Default)]
 struct CopyQueue(Arc<Mutex<VecDeque<Completion>>>);
 
@@ -324,7 +324,7 @@ impl CompletionQueue for CopyQueue {
     }
 }
 
-/// Endpoint of a domain.
+/// An endpoint of a domain.
 #[derive(Debug)]
 struct CopyEndpoint {
     id: u64,
@@ -337,8 +337,8 @@ struct CopyEndpoint {
 }
 
 impl CopyEndpoint {
-    /// Executes a request that names local memory, and queues its completion. Errors of the local
-    /// side refuse the request; errors of the target fail its completion.
+    /// Executes a request with local memory, and queues its completion. After an error of the local
+    /// side the call fails. An error of the target is reported by the completion.
     fn execute(
         &self,
         state: &mut State,
@@ -473,8 +473,8 @@ fn scatter(ranges: &[AddressRange], bytes: &[u8]) -> Result<u64> {
     Ok(bytes.len() as u64)
 }
 
-/// Returns a range as the kernel wants it. The kernel finds pages that are gone, so that such a
-/// transfer fails instead of the process.
+/// Returns a range in the form of the kernel's copy calls. The kernel detects unmapped pages, so
+/// the transfer fails and the process does not crash.
 fn iov(range: AddressRange) -> libc::iovec {
     libc::iovec { iov_base: range.start().0 as *mut _, iov_len: range.len() as usize }
 }

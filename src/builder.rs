@@ -24,7 +24,7 @@ use hmem_p2p::{
 
 use crate::env;
 
-/// The entry point: ifaces, providers and the path decision of an application.
+/// The entry point: ifaces, providers and path selector of an application.
 ///
 /// Build one for a process, and share it by reference or in an `Arc`.
 ///
@@ -93,7 +93,7 @@ enum CacheMonitor {
     Imported(Arc<dyn Monitor>),
 }
 
-/// The name of the setting that disabled caching, if the builder did.
+/// The result of [`Hmem::cache_off_by`] if a setting of the builder disables the cache.
 const BUILDER_CACHE: &str = "Builder::cache";
 
 impl Hmem {
@@ -103,7 +103,7 @@ impl Hmem {
         Builder::default()
     }
 
-    /// Returns the ifaces, with those that did not start.
+    /// Returns the ifaces that started, and the reasons why others did not start.
     #[must_use]
     pub fn registry(&self) -> &Arc<Registry> {
         &self.registry
@@ -118,7 +118,7 @@ impl Hmem {
         self.registry.absent().filter(move |(kind, _)| named(kind))
     }
 
-    /// Returns the iface of a kind.
+    /// Returns the iface of this kind.
     ///
     /// # Errors
     /// - [`ErrorKind::Unavailable`], with the library and the reason, if the iface did not start.
@@ -160,8 +160,9 @@ impl Hmem {
         }
     }
 
-    /// Returns the setting that disabled caching by default (`FI_MR_CACHE_MAX_COUNT=0`, say, or
-    /// `Builder::cache`), or `None` if caching is on.
+    /// Returns the setting that disables the registration cache of domains without settings of
+    /// their own: `FI_MR_CACHE_MAX_COUNT`, `FI_MR_CACHE_MAX_SIZE` or `Builder::cache`. Returns
+    /// `None` if the cache is enabled.
     #[must_use]
     pub fn cache_off_by(&self) -> Option<&'static str> {
         let (limits, builder) = (self.cache_limits(), &self.cache_of_builder);
@@ -173,9 +174,9 @@ impl Hmem {
         off.map(|(_, by_builder, variable)| if by_builder { BUILDER_CACHE } else { variable })
     }
 
-    /// Returns the setting that disabled the monitor of an iface by default, so that its memory is
-    /// registered uncached: an environment variable or `Builder::cache`. Returns `None` if the
-    /// monitor is used.
+    /// Returns the setting that disables the monitor of an iface: an environment variable, or
+    /// `Builder::cache`. Without the monitor, the iface's memory is registered uncached. Returns
+    /// `None` if the monitor is enabled.
     #[must_use]
     pub fn cache_monitor_left_out_by(&self, iface: IfaceKind) -> Option<&'static str> {
         if !self.cache.without_monitors.as_ref().is_some_and(|without| without.contains(&iface)) {
@@ -194,7 +195,7 @@ impl Hmem {
         &self.providers
     }
 
-    /// Returns the provider of a name.
+    /// Returns the provider with this name.
     ///
     /// # Errors
     /// - [`ErrorKind::Unavailable`] or [`ErrorKind::Unsupported`], with the reason, if the provider
@@ -220,8 +221,8 @@ impl Hmem {
         })
     }
 
-    /// Returns the requested providers that did not start, each with the reason. Also returns the
-    /// NICs of other providers that cannot be opened, as `verbs/mlx5_0`.
+    /// Returns the requested providers that did not start, each with the reason. Also returns each
+    /// NIC that cannot be opened although its provider started, by a name such as `verbs/mlx5_0`.
     pub fn absent_providers(&self) -> impl Iterator<Item = (&str, &Error)> {
         self.absent_providers.iter().map(|(name, why)| (name.as_str(), why))
     }
@@ -238,7 +239,8 @@ impl Hmem {
     ///
     /// # Errors
     /// - The errors of [`Domain::open`] and [`Hmem::provider`].
-    /// - [`ErrorKind::BadState`] in a forked child, which builds an `Hmem` of its own.
+    /// - [`ErrorKind::BadState`] in a forked child of the process that built this `Hmem`. The child
+    ///   must build its own.
     pub fn domain(&self, provider: &str, attr: DomainAttr) -> Result<Domain> {
         self.domain_on(&**self.provider(provider)?, attr)
     }
@@ -248,7 +250,8 @@ impl Hmem {
     ///
     /// # Errors
     /// - The errors of [`Domain::open`].
-    /// - [`ErrorKind::BadState`] in a forked child, which builds an `Hmem` of its own.
+    /// - [`ErrorKind::BadState`] in a forked child of the process that built this `Hmem`. The child
+    ///   must build its own.
     pub fn domain_on(&self, provider: &dyn Provider, mut attr: DomainAttr) -> Result<Domain> {
         self.process.check("open domain")?;
         attr.cache = attr.cache.map(|cache| filled_in(cache, &self.cache));
@@ -272,7 +275,7 @@ impl Hmem {
         }
     }
 
-    /// Returns the path selector of the domains, which caches decisions and can forget them.
+    /// Returns the path selector of the domains. It caches decisions, and can clear them.
     #[must_use]
     pub fn paths(&self) -> &DefaultPathSelector {
         &self.paths
@@ -290,7 +293,8 @@ impl Hmem {
         self.explain_on(&**self.provider(provider)?, request)
     }
 
-    /// Like [`Hmem::explain`], for a provider that was not added, as in [`Hmem::domain_on`].
+    /// Returns an explanation like [`Hmem::explain`], for a provider that was not added to the
+    /// builder.
     ///
     /// # Errors
     /// The errors of [`DefaultPathSelector::explain`].
@@ -311,21 +315,21 @@ impl Builder {
         self
     }
 
-    /// Adds an iface of which the caller keeps a handle.
+    /// Adds an iface that the caller shares and can go on using.
     #[must_use]
     pub fn shared_iface(mut self, iface: Arc<dyn Iface>) -> Self {
         self.plug_ins.push(iface);
         self
     }
 
-    /// Adds a provider. No provider is a default, the software NIC included.
+    /// Adds a provider. No provider is added by default, not even the software NIC.
     #[must_use]
     pub fn provider(mut self, provider: impl Provider + 'static) -> Self {
         self.providers.push(Arc::new(provider));
         self
     }
 
-    /// Adds a provider of which the caller keeps a handle.
+    /// Adds a provider that the caller shares and can go on using.
     #[must_use]
     pub fn shared_provider(mut self, provider: Arc<dyn Provider>) -> Self {
         self.providers.push(provider);
@@ -383,7 +387,7 @@ impl Builder {
         self
     }
 
-    /// Sets a monitor of the application for host memory, such as
+    /// Sets a monitor that the application supplies for host memory, such as
     /// [`ImportMonitor`](hmem_iface_system::monitor::ImportMonitor).
     #[must_use]
     pub fn imported_cache_monitor(mut self, monitor: Arc<dyn Monitor>) -> Self {
@@ -391,8 +395,8 @@ impl Builder {
         self
     }
 
-    /// Sets the topology from which the nearest NICs are chosen, such as a recording. The default
-    /// is that of this machine, read when it is first needed.
+    /// Sets the topology by which the nearest NICs are chosen, for example a recorded one. The
+    /// default is that of this machine, read when it is first needed.
     #[must_use]
     pub fn topology(mut self, topology: Topology) -> Self {
         self.topology = Some(topology);
@@ -406,17 +410,15 @@ impl Builder {
         self
     }
 
-    /// Starts the ifaces.
+    /// Starts the ifaces and the providers, and returns the [`Hmem`].
     ///
-    /// An iface that cannot start does not keep the others from starting: [`Registry::absent`] has
-    /// the reason.
+    /// If an iface cannot start, the others start anyway, and [`Registry::absent`] has the reason.
     ///
     /// # Errors
-    /// - [`ErrorKind::InvalidArgument`] for an unknown name in the filter, a malformed environment
-    ///   variable that the builder does not override, or a kind or provider name that was added
-    ///   twice.
-    /// - [`ErrorKind::Unsupported`] for an iface that the filter names and that was not compiled
-    ///   in.
+    /// - [`ErrorKind::InvalidArgument`] for an unknown name in [`Builder::ifaces`] or `FI_HMEM`, a
+    ///   malformed environment variable that the builder does not override, or an iface kind or
+    ///   provider name that was added twice.
+    /// - [`ErrorKind::Unsupported`] for an iface that is named there and was not compiled in.
     /// - The error of a cache monitor that was requested by name and does not work here.
     pub fn build(self) -> Result<Hmem> {
         let process = ProcessMark::current()?;
@@ -459,7 +461,7 @@ impl Builder {
                 match start() {
                     Ok(iface) => registry.add(iface)?,
                     Err(error) if env::is_bad_value(&error) => return Err(error),
-                    // Requested by name, and not compiled in.
+                    // The iface was requested by name, and is not compiled in.
                     Err(why) if filter.is_some() && why.context_value("feature").is_some() => {
                         return Err(if by_builder {
                             why
@@ -548,7 +550,7 @@ fn system(requested: Option<CacheMonitor>) -> Result<System> {
     Ok(System::new().with_monitor(monitor))
 }
 
-/// Names of ifaces to start.
+/// The names of the ifaces to start.
 #[derive(Debug)]
 struct Filter(BTreeSet<String>);
 
@@ -656,7 +658,7 @@ fn open_synapseai() -> Result<hmem_iface_synapseai::SynapseAi> {
     opened.map_err(|error| env::of_library(SynapseAi::LIBRARY_VARIABLE, error))
 }
 
-/// A provider, and its NICs that cannot be opened.
+/// A provider, and the names of its NICs that cannot be opened, each with the error.
 type Started = (Arc<dyn Provider>, Vec<(String, Error)>);
 
 #[cfg(feature = "verbs")]
@@ -668,7 +670,7 @@ fn start_verbs() -> Result<Started> {
         builder = builder.pcie_mapping_first(first);
     }
     let verbs = builder.build()?;
-    // A library without devices is no provider to open domains on.
+    // A library without devices does not count as a provider.
     verbs.nics()?;
     let left_out =
         verbs.left_out()?.into_iter().map(|(device, why)| (format!("verbs/{device}"), why));

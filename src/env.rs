@@ -5,27 +5,27 @@ use std::env::VarError;
 
 use hmem_core::{CacheAttr, Error, ErrorKind, IfaceKind, Result};
 
-/// Ifaces to start: names separated by `;` or `,`.
+/// The variable with the names of the ifaces to start, separated by `;` or `,`.
 pub(crate) const HMEM: &str = "FI_HMEM";
-/// Forbids direct access of NICs to device memory.
+/// The variable that disables direct access of NICs to device memory.
 pub(crate) const DISABLE_P2P: &str = "FI_HMEM_DISABLE_P2P";
-/// The monitor of cached host memory.
+/// The variable with the name of the monitor for cached host memory.
 pub(crate) const CACHE_MONITOR: &str = "FI_MR_CACHE_MONITOR";
 
-/// Largest number of bytes in a registration cache.
+/// The variable that limits the number of bytes of a registration cache.
 pub(crate) const CACHE_MAX_SIZE: &str = "FI_MR_CACHE_MAX_SIZE";
-/// Largest number of entries in a registration cache.
+/// The variable that limits the number of entries of a registration cache.
 pub(crate) const CACHE_MAX_COUNT: &str = "FI_MR_CACHE_MAX_COUNT";
-/// Lets a registration cache merge regions that overlap or touch.
+/// The variable that makes registration caches merge regions that overlap or touch.
 pub(crate) const CACHE_MERGE: &str = "FI_MR_CACHE_MERGE_REGIONS";
-/// Lets a registration cache use the monitor of an iface.
+/// Variables that enable the cache monitor of one iface each, with the kind of the iface.
 pub(crate) const CACHE_MONITORS: [(&str, IfaceKind); 3] = [
     ("FI_MR_CUDA_CACHE_MONITOR_ENABLED", IfaceKind::CUDA),
     ("FI_MR_ROCR_CACHE_MONITOR_ENABLED", IfaceKind::ROCR),
     ("FI_MR_ZE_CACHE_MONITOR_ENABLED", IfaceKind::ZE),
 ];
 
-/// The operation of errors about a variable's value.
+/// Operation name in errors about the value of a variable.
 const OPERATION: &str = "environment";
 
 /// Returns the cache settings of the builder, completed by those of the environment.
@@ -70,7 +70,8 @@ fn number(name: &'static str) -> Result<Option<u64>> {
     text.parse().map(Some).map_err(|_| bad_value(name, text).remedy(accepted))
 }
 
-/// An error about the value of a variable. The caller adds the accepted values as the remedy.
+/// Returns the error for a wrong value of a variable. The caller adds the accepted values as the
+/// remedy.
 pub(crate) fn bad_value(name: &'static str, value: impl std::fmt::Display) -> Error {
     Error::new(ErrorKind::InvalidArgument, OPERATION)
         .context("variable", name)
@@ -82,8 +83,8 @@ pub(crate) fn is_bad_value(error: &Error) -> bool {
     error.operation() == OPERATION && error.kind() == ErrorKind::InvalidArgument
 }
 
-/// Returns the error of a library that the variable `name` selects, with the variable named. Leaves
-/// other errors as they are.
+/// Adds the variable `name` to an error about the library that the variable selects. Returns other
+/// errors unchanged.
 pub(crate) fn of_library(name: &'static str, error: Error) -> Error {
     let selected = std::env::var_os(name).filter(|path| !path.is_empty());
     let Some(path) = selected.map(|path| path.to_string_lossy().into_owned()) else { return error };
@@ -113,7 +114,7 @@ pub(crate) fn boolean(name: &'static str) -> Result<Option<bool>> {
     parse_boolean(name, &text).map(Some)
 }
 
-/// Parses a variable by the type's own names.
+/// Parses the value of a variable with the type's `FromStr`.
 pub(crate) fn named<T: std::str::FromStr<Err = Error>>(name: &'static str) -> Result<Option<T>> {
     let Some(text) = text(name)? else { return Ok(None) };
     text.parse().map(Some).map_err(|error: Error| {

@@ -12,12 +12,11 @@ use crate::builder::Hmem;
 const OPERATION: &str = "nearest NICs";
 
 impl Hmem {
-    /// Chooses the `count` NICs of open domains that are nearest to memory, by the machine's
-    /// [topology](Hmem::topology). [`Topology::choose_nics`] defines the order, also of NICs that
-    /// are equally near.
+    /// Chooses the `count` NICs that are nearest to memory, from the NICs of `domains`.
+    /// [`Topology::choose_nics`] defines the order, also of NICs that are equally near.
     ///
-    /// The distance of device memory is that of its device. The distance of memory that the CPU
-    /// reaches is that of the NUMA node that holds most of its pages ([`numa_node`]).
+    /// For device memory, the distance is from the device to the NIC. For memory that the CPU can
+    /// access, it is from the NUMA node that holds most of the pages ([`numa_node`]).
     ///
     /// # Errors
     /// - The errors of [`Topology::choose_nics`] and [`Hmem::topology`].
@@ -39,12 +38,11 @@ impl Hmem {
     /// Registers a buffer with the `count` NICs of `domains` that are nearest to it, by
     /// [`register_on`]. Also returns the choice, with the distance of each NIC.
     ///
-    /// For memory by raw addresses, pass the domains that [`Hmem::nearest_nics`] picks to
-    /// [`regattr_on`](hmem_core::regattr_on).
+    /// To register raw addresses instead, choose the domains with [`Hmem::nearest_nics`] and pass
+    /// them to [`regattr_on`](hmem_core::regattr_on).
     ///
     /// # Errors
-    /// The errors of [`Hmem::nearest_nics`] and [`register_on`]. The buffer comes back in the value
-    /// of the error.
+    /// The errors of [`Hmem::nearest_nics`] and [`register_on`]. The error returns the buffer.
     ///
     /// # Examples
     ///
@@ -110,10 +108,11 @@ impl Hmem {
     }
 }
 
-/// Returns the NUMA node of memory that the CPU reaches.
+/// Returns the NUMA node of memory that the CPU can access.
 fn host_locality(topology: &Topology, memory: AddressRange) -> Result<Locality> {
     match topology.numa() {
-        // With one node at most there is no need for a call that a container may forbid.
+        // With at most one node the query is not needed. A container may forbid the query's system
+        // call.
         [] => Ok(Locality::Node(0)),
         [one] => Ok(Locality::Node(one.id)),
         _ => numa_node(memory).map(Locality::Node),

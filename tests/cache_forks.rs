@@ -87,7 +87,7 @@ impl Net {
 struct Child(libc::pid_t);
 
 impl Child {
-    /// Forks; the child runs the closure and leaves without running what belongs to the parent.
+    /// Forks. The child runs the closure and exits without running destructors of the parent.
     fn fork(body: impl FnOnce() -> u8) -> Self {
         // SAFETY: the child runs the closure and leaves by `_exit`.
         let pid = unsafe { libc::fork() };
@@ -241,7 +241,7 @@ impl Drop for Ends<'_> {
     }
 }
 
-/// With and without a progress thread, which the child does not have.
+/// Covers domains with and without a progress thread. A forked child has no progress thread.
 #[test]
 fn progress_in_a_forked_child_is_refused() {
     for progress in [Progress::ByHand, Progress::Thread] {

@@ -306,7 +306,8 @@ impl Net {
     }
 }
 
-/// Counts the rounds in which the NIC moved a number of an earlier round, and the invalidations.
+/// Returns the number of rounds in which the NIC moved bytes of an earlier round, and the number of
+/// invalidations.
 fn stale(
     nic: &Nic,
     monitor: &Arc<dyn Monitor>,

@@ -151,7 +151,8 @@ fn a_buffer_of_an_iface_that_the_domain_does_not_have_is_refused() {
     }
 }
 
-/// Panics at the event of a registration, which follows after the NIC has the memory.
+/// A subscriber that panics at the event of a registration, which is emitted after the NIC
+/// registered the memory.
 struct PanicsAtRegistered;
 
 impl Subscriber for PanicsAtRegistered {
@@ -198,7 +199,7 @@ fn memory_is_not_freed_if_registration_panics_after_the_nic_has_it() {
     assert_eq!(ends.load(Ordering::SeqCst), 0, "it is freed under the NIC");
 }
 
-/// Panics instead of finding a path.
+/// A path selector that panics.
 #[derive(Debug)]
 struct Panics(DefaultPathSelector);
 
@@ -213,7 +214,7 @@ unsafe impl PathSelector for Panics {
     }
 }
 
-/// Registers, and then fails or panics.
+/// A NIC that registers memory, and then fails or panics.
 #[derive(Debug)]
 struct EndsBadly {
     selector: DefaultPathSelector,

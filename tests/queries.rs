@@ -111,7 +111,7 @@ impl Subscriber for Listening {
     fn exit(&self, _: &span::Id) {}
 }
 
-/// Public function that starts the registration.
+/// The public function that registers the memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Door {
     Regattr,
@@ -294,7 +294,7 @@ const TABLE: [(Door, Memory, u64); 27] = [
 
 /// HM-01
 ///
-/// A first registration and one with a remembered path query alike.
+/// The first registration and a registration with a remembered path make the same queries.
 #[test]
 fn each_iface_is_queried_as_often_as_the_table_says() {
     let world = World::new();

@@ -76,7 +76,7 @@ impl Machine {
         named.unwrap_or_else(|| panic!("no domain of {nic}"))
     }
 
-    /// Writes bytes by the key of one rail, from another NIC of the fabric.
+    /// Writes bytes with the remote key of one rail, from another NIC of the fabric.
     fn push(&self, nic: &str, key: &RemoteKey, bytes: &[u8]) {
         let near = open_domain(&self.hmem, PEER);
         let far = self.domain(nic);
@@ -138,7 +138,7 @@ fn a_buffer_is_registered_with_the_nics_nearest_to_its_device() {
 
 /// P2P-05
 ///
-/// Memory by raw addresses takes the domains of a choice to `regattr_on`.
+/// Memory given by raw addresses is registered with `regattr_on` in the chosen domains.
 #[test]
 fn a_choice_serves_memory_by_raw_addresses_too() {
     let machine = Machine::new("hgx-h100");

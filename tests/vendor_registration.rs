@@ -229,7 +229,8 @@ fn managed_memory_is_host_memory_or_refused() {
 
 /// HM-09
 ///
-/// The NIC prefers the PCIe mapping, which only ROCr has: the trace names it there and nowhere else.
+/// The NIC prefers the PCIe mapping, which only ROCr has: the trace names it there and nowhere
+/// else.
 #[test]
 fn pcie_mapping_is_tried_where_the_driver_has_it() {
     for kind in VENDORS {

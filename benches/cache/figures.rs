@@ -72,10 +72,11 @@ impl Bench {
         self.memory_types()
     }
 
-    /// Measures the figures whose peer is our own cache or the system, and those without a peer.
+    /// Measures the figures that are compared with hmem's own cache or the system calls, and those
+    /// without a comparison.
     ///
     /// # Errors
-    /// OutOfResources without memory or threads; Unavailable where the kernel hides the memory in
+    /// OutOfResources if memory or threads are short; Unavailable if the kernel hides the memory in
     /// use.
     pub(super) fn of_our_own(&mut self) -> Result<()> {
         self.two_threads()?;
@@ -111,7 +112,7 @@ impl Bench {
         self.hits_beside_ucx(DIFFERENT, 1_000, 2, at_random(1_000), None)
     }
 
-    /// Measures hits. UCX's cache has no limit, ours has one that it does not reach.
+    /// Measures hits. UCX's cache has no limit, and hmem's cache does not reach its limit.
     fn hits_beside_ucx(
         &mut self,
         figure: &str,
@@ -162,7 +163,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Measures gets of regions that were evicted since their last get.
+    /// Measures lookups of regions that were evicted since their last lookup.
     fn misses(&mut self) -> Result<()> {
         for regions in [1, 1_000, MOST] {
             let cache = self.ground.cache(regions, 0)?;
@@ -320,17 +321,18 @@ pub(super) fn row(
     }
 }
 
-/// A choice of regions by the number of the operation. Each choice has loops of its own.
+/// A function from the number of an operation to the region that it looks up. Measured loops are
+/// generic over this function.
 trait Draw: Fn(u64) -> u64 + Copy + Sync {}
 
 impl<F: Fn(u64) -> u64 + Copy + Sync> Draw for F {}
 
-/// Chooses the only region.
+/// Always chooses the first region.
 fn first(_number: u64) -> u64 {
     black_box(0)
 }
 
-/// Chooses any of `regions`.
+/// Returns a generator that draws a random index below `regions`.
 fn at_random(regions: u64) -> impl Draw {
     move |number| place(number, regions)
 }
@@ -350,7 +352,7 @@ fn their_hits(ground: &Ground, cache: &UcxCache, draw: impl Draw) -> impl Fn(u64
     }
 }
 
-/// Checks that every measured get was a hit.
+/// Asserts that every measured lookup was a hit.
 fn assert_hits(cache: &Cache<Noop>, regions: u64) {
     let statistics = cache.statistics();
     assert_eq!((statistics.registrations, statistics.misses), (regions, regions), "{statistics:?}");

@@ -9,16 +9,16 @@ use std::{
 /// Length and number of rounds.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Effort {
-    /// Time of one side in one round.
+    /// Duration of one side's part of a round.
     pub(super) round: Duration,
     /// Number of rounds.
     pub(super) rounds: usize,
 }
 
 impl Effort {
-    /// For figures that are written down.
+    /// The effort for published figures.
     pub(super) const FULL: Self = Self { round: Duration::from_millis(5), rounds: 121 };
-    /// To see that it runs.
+    /// The effort for a quick test that the benchmark runs.
     pub(super) const QUICK: Self = Self { round: Duration::from_millis(1), rounds: 3 };
 
     /// Splits the time into shorter rounds, of which an interruption meets few. It is for sides
@@ -53,7 +53,7 @@ pub(super) fn in_turns(effort: Effort, sides: &[Side<'_>]) -> Vec<f64> {
     seen.into_iter().map(median).collect()
 }
 
-/// Finds out how many operations fill a round.
+/// Returns the number of operations that fill the duration of a round.
 fn calibrate(effort: Effort, side: Side<'_>, next: &mut u64) -> u64 {
     let mut count = 64;
     loop {

@@ -40,8 +40,7 @@ const LAYOUTS: [Layout; 5] = [
     layout("1 GiB, not aligned", 1_000, 0x3600_0000_0123, GIB, 2 * GIB),
 ];
 
-/// Returns the bytes of the process's anonymous memory. Code that is paged in meanwhile does not
-/// count.
+/// Returns the bytes of the process's anonymous memory. Pages of code are not counted.
 pub(super) fn resident() -> Result<u64> {
     let path = "/proc/self/smaps_rollup";
     let unreadable = |why: &dyn std::fmt::Display| {
@@ -56,8 +55,8 @@ pub(super) fn resident() -> Result<u64> {
         .ok_or_else(|| unreadable(&"it has no line `Anonymous: N kB`"))
 }
 
-/// Fills a cache for each layout, and measures how the process grows. All caches are kept until the
-/// end, so that none reuses another's memory.
+/// Fills a cache for each layout, and measures the growth of the process. All caches stay open
+/// until the end, so that no cache reuses memory of another.
 pub(super) fn of_layouts() -> Result<Vec<MemoryRow>> {
     let mut kept = Vec::new();
     LAYOUTS

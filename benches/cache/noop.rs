@@ -18,7 +18,7 @@ use hmem::{
 
 /// Bytes of each region.
 pub(super) const LEN: u64 = 4096;
-/// Time of the slow registration.
+/// Duration of the registration that is slow on purpose.
 pub(super) const SLOW: Duration = Duration::from_secs(1);
 
 /// Memory of the regions, one after the other. It is mapped, and nobody touches it.
@@ -65,10 +65,10 @@ impl Ground {
         self.key(self.regions)
     }
 
-    /// Creates a cache for `max_count` regions that holds the first `filled`.
+    /// Creates a cache for `max_count` regions and fills it with the first `filled` regions.
     ///
     /// # Errors
-    /// As [`Cache::new`].
+    /// The errors of [`Cache::new`].
     pub(super) fn cache(&self, max_count: u64, filled: u64) -> Result<Cache<Noop>> {
         let monitor =
             self.monitor.as_ref().ok().map(|monitor| Arc::clone(monitor) as Arc<dyn Monitor>);
@@ -78,7 +78,7 @@ impl Ground {
     /// Like [`Ground::cache`], with another monitor.
     ///
     /// # Errors
-    /// As [`Cache::new`].
+    /// The errors of [`Cache::new`].
     pub(super) fn cache_watched_by(
         &self,
         monitor: Option<Arc<dyn Monitor>>,

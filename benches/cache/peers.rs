@@ -29,12 +29,12 @@ const HOOKS: (&str, &str) = ("UCX_MEM_MMAP_HOOK_MODE", "none");
 /// child's report.
 const LOG: (&str, &str) = ("UCX_LOG_FILE", "stderr");
 
-/// A place where UCX may be.
+/// A place to load UCX from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Place {
-    /// The folders that the system's loader searches.
+    /// The library is loaded from the folders that the system's loader searches.
     System,
-    /// A folder.
+    /// The library is loaded from this folder.
     Folder(PathBuf),
 }
 
@@ -64,10 +64,10 @@ fn of_python() -> std::result::Result<PathBuf, String> {
     }
 }
 
-/// Measures beside the UCX of one place, which this process loads.
+/// Loads UCX from one place and measures hmem and UCX in this process.
 ///
 /// # Errors
-/// As [`Bench::beside_ucx`].
+/// The errors of [`Bench::beside_ucx`].
 pub(super) fn beside(place: &Place, effort: Effort) -> Result<Report> {
     let folder = match place {
         Place::System => None,
@@ -88,7 +88,7 @@ pub(super) fn beside(place: &Place, effort: Effort) -> Result<Report> {
 }
 
 impl Place {
-    /// Reads the place behind [`ARGUMENT`].
+    /// Parses the place of the UCX libraries from the value of [`ARGUMENT`].
     pub(super) fn parse(text: &str) -> Self {
         if text == SYSTEM { Self::System } else { Self::Folder(text.into()) }
     }

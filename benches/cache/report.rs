@@ -18,30 +18,30 @@ pub(super) struct Row {
     pub(super) threads: usize,
     /// Nanoseconds an operation.
     pub(super) ours_ns: f64,
-    /// The peer: a UCX, the system calls, or our own figure under other circumstances.
+    /// The peer: a UCX version, the system calls, or hmem's own figure under other conditions.
     pub(super) peer: Option<String>,
-    /// Nanoseconds an operation of the peer.
+    /// Nanoseconds per operation of the peer library.
     pub(super) peer_ns: Option<f64>,
-    /// Our time divided by the peer's.
+    /// hmem's time divided by the peer library's time.
     pub(super) ratio: Option<f64>,
     /// Largest ratio that meets the goal.
     pub(super) target: Option<f64>,
 }
 
-/// Memory of a cached region above the region itself.
+/// Memory that the cache uses for each region, in addition to the region itself.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct MemoryRow {
-    /// Layout of the regions.
+    /// The layout of the regions in the cache.
     pub(super) figure: String,
     /// Number of regions.
     pub(super) regions: u64,
     /// Growth of the resident set, in bytes for each region.
     pub(super) bytes_each: f64,
-    /// Largest growth that meets the goal.
+    /// The largest memory growth that meets the goal.
     pub(super) target: Option<f64>,
 }
 
-/// A measurement or peer that is missing.
+/// A measurement or peer library that was skipped, with the reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Skipped {
     /// Its name.
@@ -53,15 +53,15 @@ pub(super) struct Skipped {
 /// The document.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Report {
-    /// [`SCHEMA`].
+    /// The schema version of the report: [`SCHEMA`].
     pub(super) schema: u32,
     /// Names of the UCX releases that were measured.
     pub(super) peers: Vec<String>,
-    /// Times.
+    /// Results of the time measurements.
     pub(super) rows: Vec<Row>,
-    /// Memory.
+    /// Results of the memory measurements.
     pub(super) memory: Vec<MemoryRow>,
-    /// Measurements and peers that are missing.
+    /// Skipped measurements and peer libraries.
     pub(super) skipped: Vec<Skipped>,
 }
 
@@ -73,7 +73,7 @@ impl Default for Report {
 }
 
 impl Report {
-    /// Notes a measurement or peer that is missing, once.
+    /// Records a skipped measurement or peer library, once.
     pub(super) fn skip(&mut self, what: &str, why: impl Display) {
         let skipped = Skipped { what: what.to_owned(), why: why.to_string() };
         if !self.skipped.contains(&skipped) {

@@ -44,7 +44,7 @@ fn pairs(_: u64, count: u64) {
     (0..count).for_each(|_| unmap(map()));
 }
 
-/// Maps and unmaps by the system calls themselves.
+/// Maps and unmaps pages with raw system calls, without the C library.
 fn raw_pairs(_: u64, count: u64) {
     for _ in 0..count {
         // SAFETY: a new mapping at an address of the kernel's choice, which nobody uses and which
@@ -56,7 +56,7 @@ fn raw_pairs(_: u64, count: u64) {
     }
 }
 
-/// Maps, gets once and unmaps each range.
+/// Maps, looks up once and unmaps each range.
 fn cached_pairs(cache: &Cache<Noop>, count: u64) {
     for _ in 0..count {
         let at = map();
@@ -113,7 +113,7 @@ impl Bench {
         assert!(statistics.registrations > 0 && statistics.entries <= 1, "{statistics:?}");
     }
 
-    /// Measures the memory that unmaps of uncached ranges leave behind.
+    /// Measures the growth of the process's memory after unmaps of uncached ranges.
     fn growth(&mut self) -> Result<()> {
         pairs(0, UNMAPS);
         let before = resident()?;

@@ -6,14 +6,13 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-/// One line of the report: a figure of ours, what it is held against, and the ratio that it should
-/// not exceed.
+/// One line of the report: a figure of hmem, the figure to compare it with, and the goal.
 pub(crate) struct Row {
     /// The measured quantity.
     pub(crate) what: &'static str,
     /// Criterion's id of our figure, `group/function`.
     pub(crate) ours: &'static str,
-    /// Criterion's id of the peer or limit.
+    /// Criterion's id of the figure to compare with.
     pub(crate) other: &'static str,
     /// Goal for the ratio.
     pub(crate) target: Target,
@@ -21,11 +20,11 @@ pub(crate) struct Row {
 
 /// A goal.
 pub(crate) enum Target {
-    /// Of ours / other.
+    /// Upper limit of hmem's figure divided by the other figure.
     Ratio(f64),
-    /// Of ours, in nanoseconds.
+    /// Upper limit of hmem's figure, in nanoseconds.
     Nanoseconds(f64),
-    /// None: printed for orientation.
+    /// No limit: the figure is printed for orientation.
     Orientation,
 }
 
@@ -52,7 +51,7 @@ fn median(root: &Path, id: &str) -> Option<f64> {
     estimates["median"]["point_estimate"].as_f64()
 }
 
-/// Prints the ratios of medians. A side that was not measured in this run is said to be missing.
+/// Prints the ratios of medians. Figures that this run did not measure are reported as missing.
 pub(crate) fn print(rows: &[Row]) {
     let root = target_dir();
     println!(
@@ -83,8 +82,7 @@ pub(crate) fn print(rows: &[Row]) {
     }
 }
 
-/// Forgets earlier runs, so that a figure that this run does not measure cannot stand in the
-/// report.
+/// Deletes the results of earlier runs, so that the report contains only figures of this run.
 pub(crate) fn forget(group: &str) {
     let folder = target_dir().join(group);
     if folder.exists()

@@ -16,7 +16,7 @@ use std::{
 
 const ROUNDS: usize = 5;
 const DEPTH: u32 = 64;
-/// The share of the figure of perftest that `hmem perf` should reach.
+/// The required bandwidth of `hmem perf` as a fraction of the bandwidth of `ib_write_bw`.
 const GOAL: f64 = 0.95;
 
 fn program(variable: &str, otherwise: &str) -> Command {
@@ -32,7 +32,7 @@ fn output_of(child: Child, what: &str) -> String {
     text(&output.stdout)
 }
 
-/// Returns the GiB/s of `hmem perf`.
+/// Runs `hmem perf` and returns its bandwidth in GiB/s.
 fn hmem(device: &str, size: u64, transfers: u64) -> f64 {
     let perf = |arguments: &[&str]| {
         let mut command = program("HMEM_PROGRAM", env!("CARGO_BIN_EXE_hmem"));
@@ -55,7 +55,7 @@ fn hmem(device: &str, size: u64, transfers: u64) -> f64 {
     document["results"][0]["bandwidth"]["gib_per_s"].as_f64().expect("a number")
 }
 
-/// Returns the GiB/s of `ib_write_bw`, the average of its transfers.
+/// Runs `ib_write_bw` and returns its average bandwidth in GiB/s.
 fn perftest(device: &str, size: u64, transfers: u64, port: u16) -> f64 {
     let (size, transfers, depth, port) =
         (size.to_string(), transfers.to_string(), DEPTH.to_string(), port.to_string());

@@ -141,6 +141,52 @@ pub struct ExplainArgs {
     /// Policy of direct access: enabled, preferred, required or disabled
     #[arg(long, value_name = "NAME", value_parser = policy, default_value = "enabled")]
     pub policy: P2pPolicy,
+
+    /// Register pointers of these sorts instead, each of which except interior must be refused:
+    /// interior, past-end, freed, foreign (memory of another iface), null, or all
+    #[arg(long, value_name = "SORT", value_enum, value_delimiter = ',')]
+    #[arg(hide_possible_values = true)]
+    pub pointer: Vec<PointerSort>,
+}
+
+/// A sort of pointer that `hmem explain` registers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum PointerSort {
+    /// The middle of an allocation, up to its end.
+    Interior,
+    /// The first address after an allocation.
+    PastEnd,
+    /// An allocation that was freed.
+    Freed,
+    /// An allocation of another iface.
+    Foreign,
+    /// The address 0.
+    Null,
+    /// All sorts.
+    All,
+}
+
+impl PointerSort {
+    /// Each sort, in the order of the output.
+    const EACH: [Self; 5] = [Self::Interior, Self::PastEnd, Self::Freed, Self::Foreign, Self::Null];
+
+    /// Returns each selected sort once.
+    pub(crate) fn selected(given: &[Self]) -> impl Iterator<Item = Self> {
+        let is_given = |sort: &Self| given.contains(sort) || given.contains(&Self::All);
+        Self::EACH.into_iter().filter(is_given)
+    }
+
+    /// Returns the name on the command line.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Interior => "interior",
+            Self::PastEnd => "past-end",
+            Self::Freed => "freed",
+            Self::Foreign => "foreign",
+            Self::Null => "null",
+            Self::All => "all",
+        }
+    }
 }
 
 /// Arguments of `hmem topo`.

@@ -91,15 +91,20 @@ const SECTIONS: [(&str, &[Section]); 8] = [
     ),
     (
         "explain",
-        &[Section::exit_status(&[
-            ("0", "each pair has a path"),
-            (
-                "1",
-                "a pair has none, nothing could be explained, or an iface that FI_HMEM names is \
-                 unavailable",
-            ),
-            WRONG,
-        ])],
+        &[Section {
+            title: "Exit status",
+            text: "With --pointer: 0 if each wrong pointer was refused, 1 if one was not or could \
+                   not be tried.",
+            terms: &[
+                ("0", "each pair has a path"),
+                (
+                    "1",
+                    "a pair has none, nothing could be explained, or an iface that FI_HMEM names is \
+                     unavailable",
+                ),
+                WRONG,
+            ],
+        }],
     ),
     (
         "topo",

@@ -14,13 +14,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::problem::Problem;
 
-/// The schema number of the documents.
+/// The schema version of all JSON documents.
 pub const SCHEMA: u32 = 2;
 
 /// One path that was tried.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Attempt {
-    /// The path.
+    /// The path that was tried.
     pub path: Cow<'static, str>,
     /// The call that succeeded or was refused.
     pub call: String,
@@ -49,7 +49,7 @@ impl From<&path::Attempt> for Attempt {
 }
 
 impl Attempt {
-    /// Returns the attempt of a registration that was refused as a whole.
+    /// Returns the attempt for a registration that failed before any path was tried.
     #[must_use]
     pub fn refused(path: Path, error: &Error) -> Self {
         Self {
@@ -78,7 +78,7 @@ impl Attempt {
         self
     }
 
-    /// Replaces names in all texts.
+    /// Applies `rename` to every text.
     #[must_use]
     pub fn renamed(self, rename: impl Fn(String) -> String) -> Self {
         Self {
@@ -107,27 +107,27 @@ pub fn open_advice<'a>(remedy: &'a str, chosen: Option<&str>) -> &'a str {
     }
 }
 
-/// Something unavailable or not checked, with the reason.
+/// An entry for an unavailable or unchecked device, NIC or combination, with the reason.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Skipped {
-    /// The subject.
+    /// The name of the unavailable or unchecked item.
     pub what: String,
     /// The reason, on one line.
     pub why: String,
-    /// The reason for text output.
+    /// The reason in the form for text output; not part of the JSON.
     #[serde(skip)]
     pub problem: Box<Problem>,
 }
 
 impl Skipped {
-    /// Returns a subject with its reason.
+    /// Returns the entry for an item with the reason why it was skipped.
     #[must_use]
     pub fn new(what: impl Into<String>, why: impl Into<Problem>) -> Self {
         let problem = why.into();
         Self { what: what.into(), why: problem.to_string(), problem: Box::new(problem) }
     }
 
-    /// Replaces names in all texts.
+    /// Applies `rename` to every text.
     #[must_use]
     pub fn renamed(self, rename: impl Fn(String) -> String) -> Self {
         let problem = self.problem.renamed(&rename);
@@ -135,10 +135,10 @@ impl Skipped {
     }
 }
 
-/// Writes a document and a line feed.
+/// Writes a document as JSON, followed by a line feed.
 ///
 /// # Errors
-/// The error of the writer.
+/// Errors of `out`.
 pub fn write(out: &mut dyn Write, document: &impl Serialize) -> io::Result<()> {
     serde_json::to_writer_pretty(&mut *out, document)?;
     writeln!(out)

@@ -71,7 +71,7 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// Returns the failure in the words of the command.
+    /// Returns the failure as a problem to print.
     #[must_use]
     pub fn problem(&self) -> Problem {
         match self {
@@ -92,7 +92,7 @@ impl Failure {
         Self::Topology(Box::new(error.into()))
     }
 
-    /// Names plug-ins by their registered names.
+    /// Replaces the numbers of plug-ins by their registered names.
     fn named_on(self, machine: &Machine) -> Self {
         let named = |problem: Box<Problem>| Box::new(problem.renamed(|text| machine.named(text)));
         match self {
@@ -149,7 +149,7 @@ pub fn run(cli: &Cli, out: &mut dyn Write) -> Result<Outcome, Failure> {
 /// Runs a command on a machine that the caller constructed.
 ///
 /// # Errors
-/// As [`run`].
+/// The errors of [`run`].
 pub fn run_on(
     machine: &Machine,
     command: &Command,

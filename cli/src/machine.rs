@@ -35,15 +35,15 @@ const PINNED: &str = "pinned";
 pub struct Machine {
     /// The ifaces and the path selector.
     pub hmem: Hmem,
-    /// The NICs.
+    /// The NICs that a command works with.
     pub nics: Vec<Fabric>,
     /// Unavailable providers and NICs.
     pub absent: Vec<Absent>,
-    /// The kinds of ifaces that are software, with their names.
+    /// The kinds and names of simulated ifaces.
     pub software: Vec<(IfaceKind, String)>,
-    /// The wiring, if it can be read.
+    /// The PCIe topology, if it can be read.
     pub topology: Option<Topology>,
-    /// Resources that a check must not leak, besides those of the process.
+    /// Counters of resources that a check must not leak, in addition to the fds of the process.
     pub watches: Vec<Watch>,
 }
 
@@ -59,14 +59,14 @@ pub struct Fabric {
     pub note: &'static str,
 }
 
-/// Something unavailable.
+/// An unavailable iface, provider, NIC or topology, with the reason.
 #[derive(Debug)]
 pub struct Absent {
-    /// The sort: `iface`, `provider`, `NIC` or `topology`.
+    /// The sort of the item: `iface`, `provider`, `NIC` or `topology`.
     pub sort: &'static str,
     /// The name, as on the command line.
     pub name: String,
-    /// The reason.
+    /// The reason why it is unavailable.
     pub why: Problem,
 }
 
@@ -76,11 +76,11 @@ impl From<&Absent> for Skipped {
     }
 }
 
-/// A count of resources that a check must not leak.
+/// A counter of resources that a check must not leak.
 pub struct Watch {
-    /// The resource.
+    /// The name of the counted resource.
     pub what: &'static str,
-    /// Returns the present count.
+    /// Returns the current count.
     pub count: Box<dyn Fn() -> u64>,
 }
 
@@ -104,7 +104,8 @@ impl Machine {
         }
     }
 
-    /// Returns this machine, with two simulated devices and four loopback NICs.
+    /// Returns the ifaces and NICs of this machine, plus two simulated devices and four loopback
+    /// NICs.
     ///
     /// # Errors
     /// An invalid value in the environment, such as `FI_HMEM=nonsense`. An unavailable iface or
@@ -174,7 +175,7 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Adds the NICs of available providers, and the reasons for the unavailable ones.
+    /// Adds the NICs of available providers, and the reasons why other providers are unavailable.
     fn find_hardware(&mut self) {
         let absent = |machine: &Self, name: &str, why: &hmem::Error| Absent {
             sort: if name.contains('/') { "NIC" } else { "provider" },
@@ -195,7 +196,7 @@ impl Machine {
     /// Adds the NICs of a provider.
     ///
     /// # Errors
-    /// As [`Provider::nics`].
+    /// The errors of [`Provider::nics`].
     pub fn add(
         &mut self,
         provider: Arc<dyn Provider>,
@@ -208,8 +209,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Removes the last NIC if no domain opens on it. A listed NIC may lack a feature of the
-    /// kernel, such as io_uring.
+    /// Removes the last NIC if no domain can be opened on it. The kernel may lack a feature that
+    /// the NIC needs, such as io_uring.
     fn drop_last_nic_if_unavailable(&mut self) -> Result<()> {
         let Some(nic) = self.nics.last() else { return Ok(()) };
         match self.open(nic, P2pPolicy::Enabled) {
@@ -225,7 +226,7 @@ impl Machine {
     /// Opens a domain on a NIC.
     ///
     /// # Errors
-    /// As [`Domain::open`].
+    /// The errors of [`Domain::open`].
     pub fn open(&self, nic: &Fabric, p2p: P2pPolicy) -> Result<Domain> {
         nic.open(&self.hmem, p2p)
     }
@@ -250,7 +251,7 @@ impl Machine {
         }
     }
 
-    /// Returns the registered name of an iface, unavailable ones included.
+    /// Returns the registered name of an available or unavailable iface.
     #[must_use]
     pub fn iface_name(&self, kind: IfaceKind) -> String {
         let registry = self.hmem.registry();
@@ -295,13 +296,13 @@ impl Machine {
         }
     }
 
-    /// Returns whether an iface is software.
+    /// Returns whether an iface simulates its devices.
     #[must_use]
     pub fn is_software(&self, kind: IfaceKind) -> bool {
         self.software.iter().any(|(software, _)| *software == kind)
     }
 
-    /// Returns whether an iface has this name, unavailable ones included.
+    /// Returns whether an available or unavailable iface has this name.
     #[must_use]
     pub fn knows_iface(&self, name: &str) -> bool {
         let registry = self.hmem.registry();
@@ -310,7 +311,7 @@ impl Machine {
             || self.software.iter().any(|(_, software)| software == name)
     }
 
-    /// Returns the names of providers and NICs, unavailable ones included.
+    /// Returns the names of all providers and NICs, including those that are unavailable.
     #[must_use]
     pub fn provider_names(&self) -> Vec<String> {
         let here = self
@@ -324,7 +325,7 @@ impl Machine {
         names
     }
 
-    /// Returns the names of ifaces, unavailable ones included.
+    /// Returns the names of all ifaces, including those that are unavailable.
     #[must_use]
     pub fn iface_names(&self) -> Vec<String> {
         let registry = self.hmem.registry();
@@ -339,15 +340,15 @@ impl Fabric {
     /// Opens a domain on the NIC.
     ///
     /// # Errors
-    /// As [`Domain::open`].
+    /// The errors of [`Domain::open`].
     pub fn open(&self, hmem: &Hmem, p2p: P2pPolicy) -> Result<Domain> {
         self.open_with(hmem, p2p, None)
     }
 
-    /// Opens a domain on the NIC, with these settings of its registration cache.
+    /// Opens a domain on the NIC, with these settings for its registration cache.
     ///
     /// # Errors
-    /// As [`Domain::open`].
+    /// The errors of [`Domain::open`].
     pub fn open_with(
         &self,
         hmem: &Hmem,
@@ -364,21 +365,22 @@ impl Fabric {
         hmem.domain_on(&*self.provider, attr)
     }
 
-    /// Returns the path of a registration with the NIC.
+    /// Returns the path that a registration with the NIC takes, with the reasons.
     ///
     /// # Errors
-    /// As [`Hmem::explain_on`].
+    /// The errors of [`Hmem::explain_on`].
     pub fn explain(&self, hmem: &Hmem, request: &ExplainRequest) -> Result<Explanation> {
         hmem.explain_on(&*self.provider, request)
     }
 
-    /// Returns whether this is the software NIC that keeps pages from registration on.
+    /// Returns whether this is the loopback NIC that keeps the pages that were mapped at
+    /// registration.
     #[must_use]
     pub fn keeps_pages(&self) -> bool {
         self.software && self.attr.nic.name == PINNED
     }
 
-    /// Returns whether `name` is that of the provider, or of provider and NIC (`verbs/mlx5_0`).
+    /// Returns whether `name` is the provider's name or the provider's and NIC's (`verbs/mlx5_0`).
     #[must_use]
     pub fn answers_to(&self, name: &str) -> bool {
         self.attr.nic.provider == name || self.attr.nic.to_string() == name
@@ -404,7 +406,7 @@ fn watch_simulated(simulated: &Arc<Simulated>) -> [Watch; 2] {
     ]
 }
 
-/// Returns the innermost error: that of the last refused path, for a path decision.
+/// Returns the innermost error. For a path decision it is the error of the last refused path.
 #[must_use]
 pub fn root(error: &Error) -> &Error {
     let mut root = error;

@@ -12,10 +12,10 @@ use crate::machine::{Fabric, Machine};
 /// Bytes of a page, on every machine that the library supports.
 const PAGE: u64 = 4096;
 
-/// Returns the decision for a page of host memory.
+/// Registers a page of host memory and returns the path decision.
 ///
 /// # Errors
-/// The refusal of the NIC.
+/// The error of the NIC if the registration fails.
 pub(crate) fn host(machine: &Machine, nic: &Fabric) -> Result<Arc<Decision>> {
     let domain = machine.open(nic, P2pPolicy::Enabled)?;
     let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
@@ -30,10 +30,10 @@ pub(crate) fn host(machine: &Machine, nic: &Fabric) -> Result<Arc<Decision>> {
     Ok(decision)
 }
 
-/// Returns the decision for a page of device memory.
+/// Registers a page of device memory and returns the path decision.
 ///
 /// # Errors
-/// The refusal of the iface to allocate, or of the NIC to register.
+/// The error of the iface if the allocation fails, or of the NIC if the registration fails.
 pub(crate) fn device(
     machine: &Machine,
     nic: &Fabric,

@@ -10,7 +10,7 @@ use hmem::{Error, ErrorKind, IfaceKind, p2p::path::ProbableCause};
 
 use crate::table::Style;
 
-/// An error for people: one headline, each cause once, and a remedy.
+/// An error in the form for text output: a headline, the causes without repetition, and a remedy.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Problem {
     /// The failure, without causes and remedy.
@@ -19,9 +19,9 @@ pub struct Problem {
     pub causes: Vec<String>,
     /// The step that solves the problem.
     pub remedy: Option<String>,
-    /// A name that problems of one cause share.
+    /// A name that is equal for problems with the same cause.
     pub group: String,
-    /// The whole error on one line, as JSON has it.
+    /// The whole error on one line, as in the JSON output.
     line: String,
 }
 
@@ -43,7 +43,8 @@ impl Problem {
         self
     }
 
-    /// Adds another problem as the cause. Its remedy applies if this problem has none.
+    /// Adds another problem as the cause. If this problem has no remedy, the cause's remedy is
+    /// used.
     #[must_use]
     pub fn caused_by(mut self, cause: Self) -> Self {
         self.line = format!("{}: {}", self.line, cause.line);
@@ -53,7 +54,7 @@ impl Problem {
         self
     }
 
-    /// Adds the probable cause. Its remedy replaces that of the error.
+    /// Adds the probable cause. The cause's remedy replaces the remedy of the error.
     #[must_use]
     pub fn explained(self, cause: &ProbableCause) -> Self {
         let line = format!("{}; probable cause: {}", self.reason(), cause.cause);
@@ -62,10 +63,10 @@ impl Problem {
         Self { line, causes, remedy: None, ..self }.remedy(cause.remedy)
     }
 
-    /// Prints the problem: on one line, or if it has causes, with these beneath the headline.
+    /// Prints the problem. Causes are printed on lines of their own beneath the headline.
     ///
     /// # Errors
-    /// The error of the writer.
+    /// Errors of `out`.
     pub fn print(&self, out: &mut dyn Write) -> io::Result<()> {
         if self.causes.is_empty() {
             let remedy = self.remedy.iter().map(|remedy| format!("; {remedy}"));
@@ -84,7 +85,7 @@ impl Problem {
     /// Prints the problem as an item of a list, with causes and remedy beneath.
     ///
     /// # Errors
-    /// The error of the writer.
+    /// Errors of `out`.
     pub fn item(&self, out: &mut dyn Write, head: &str, style: Style) -> io::Result<()> {
         style.item(out, head, &self.headline)?;
         self.details(out, style)
@@ -93,7 +94,7 @@ impl Problem {
     /// Prints causes and remedy beneath an item.
     ///
     /// # Errors
-    /// The error of the writer.
+    /// Errors of `out`.
     pub fn details(&self, out: &mut dyn Write, style: Style) -> io::Result<()> {
         for (depth, cause) in self.causes.iter().enumerate() {
             let indent = "  ".repeat(depth.min(3) + 2);
@@ -113,7 +114,7 @@ impl Problem {
         remedy.and_then(|line| line.strip_suffix("; ")).unwrap_or(&self.line).to_owned()
     }
 
-    /// Replaces names in all texts.
+    /// Applies `rename` to every text of the problem.
     #[must_use]
     pub fn renamed(self, rename: impl Fn(String) -> String) -> Self {
         Self {
@@ -182,7 +183,7 @@ impl From<&Error> for Problem {
     }
 }
 
-/// Returns the headline of an error in an operator's words, where the command has some.
+/// Returns the headline of an error, in plain words if the command has them for this error.
 fn headline(error: &Error) -> String {
     let value = |name| error.context_value(name);
     match (value("variable"), value("value"), value("library")) {
@@ -221,7 +222,7 @@ fn product(error: &Error) -> &'static str {
     }
 }
 
-/// Returns what an error says itself, without trace, source and remedy.
+/// Returns the error's own message, without trace, source and remedy.
 fn own(error: &Error) -> String {
     let mut text = error.reason().to_string();
     let source = error.source().map(|source| format!(": {source}"));
@@ -235,7 +236,7 @@ fn own(error: &Error) -> String {
     text
 }
 
-/// Returns the name that errors of one cause share.
+/// Returns a name that is equal for errors with the same cause.
 fn group(error: &Error) -> String {
     let known = error.trace().iter().rev().find_map(|attempt| attempt.cause.clone());
     if let Some(cause) = known {
@@ -248,7 +249,7 @@ fn group(error: &Error) -> String {
     }
 }
 
-/// Returns the name that a wrong name most resembles, or `None` if none is similar.
+/// Returns the known name that is most similar to `name`, or `None` if none is similar.
 #[must_use]
 pub fn nearest<'a>(name: &str, known: &'a [String]) -> Option<&'a String> {
     let name = name.to_lowercase();
@@ -257,7 +258,7 @@ pub fn nearest<'a>(name: &str, known: &'a [String]) -> Option<&'a String> {
     (distance(&nearest) <= 1 + name.chars().count() / 4).then_some(nearest)
 }
 
-/// Returns the problem of a name that this machine does not know.
+/// Returns the problem to report for a name that this machine does not know.
 #[must_use]
 pub fn unknown(sort: &str, name: &str, option: &str, known: &[String]) -> Problem {
     let headline = format!("no {sort} named {name}");
@@ -289,7 +290,8 @@ mod tests {
         Problem::from(&error).print(&mut out).unwrap();
         assert_eq!(
             String::from_utf8(out).unwrap(),
-            "error: provider: unavailable\n  cause: load library: unavailable (library=libx.so)\n    \
+            "error: provider: unavailable\n  \
+             cause: load library: unavailable (library=libx.so)\n    \
              cause: no such file\n  remedy: install\n"
         );
         assert_eq!(Problem::from(&error).to_string(), error.to_string());

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// The time after which work gets a bar.
+/// The duration of work after which a progress bar appears.
 const LONG: Duration = Duration::from_millis(500);
 
 /// A progress bar.
@@ -15,7 +15,7 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// Returns a bar that appears if the work takes longer than a moment.
+    /// Returns a bar that appears only if the work takes longer than [`LONG`].
     pub(crate) fn for_long_work() -> Self {
         Self::after(LONG)
     }

@@ -6,15 +6,15 @@ use rustix::termios::tcgetwinsize;
 
 use crate::args::Color;
 
-/// Columns of output that does not go to a terminal.
+/// Width of output that does not go to a terminal, in columns.
 const WIDTH: usize = 108;
 /// The narrowest and the widest output, in columns.
 const LIMITS: (usize, usize) = (20, 140);
-/// Columns between two columns of a table, and in a narrow terminal.
+/// Spaces between two columns of a table: in a wide terminal, and in a narrow one.
 const GAPS: [usize; 2] = [2, 1];
 /// The most fields of a list that are printed on lines of their own.
 const FEW_FIELDS: usize = 4;
-/// Joins a number and its unit while lines are wrapped.
+/// The no-break space that joins a number and its unit while lines are wrapped.
 const NO_BREAK: char = '\u{a0}';
 /// Units that stay on the line of their number.
 const UNITS: [&str; 17] = [
@@ -44,7 +44,7 @@ pub enum Tone {
     Good,
     /// Neutral text.
     Plain,
-    /// Something unavailable, refused or less important.
+    /// An unavailable, refused or less important item.
     Dim,
     /// A failure.
     Bad,
@@ -109,7 +109,7 @@ impl Style {
     /// Prints a heading, wrapped.
     ///
     /// # Errors
-    /// The error of the writer.
+    /// Errors of `out`.
     pub fn heading(self, out: &mut dyn Write, text: &str) -> io::Result<()> {
         wrap(text, self.width).iter().try_for_each(|line| writeln!(out, "{}", self.bold(line)))
     }
@@ -132,7 +132,7 @@ impl Style {
     /// Prints a line that is indented by two columns. Lines that follow are indented by four.
     ///
     /// # Errors
-    /// The error of the writer.
+    /// Errors of `out`.
     pub fn item(self, out: &mut dyn Write, head: &str, text: &str) -> io::Result<()> {
         self.indented(out, ["  ", "    "], &format!("{head} {text}"))
     }
@@ -140,7 +140,7 @@ impl Style {
     /// Prints a line beneath an item, which explains it.
     ///
     /// # Errors
-    /// The error of the writer.
+    /// Errors of `out`.
     pub fn detail(self, out: &mut dyn Write, head: &str, text: &str) -> io::Result<()> {
         self.indented(out, ["    ", "      "], &format!("{head} {text}"))
     }
@@ -148,7 +148,7 @@ impl Style {
     /// Prints a wrapped text: the first line after `indents[0]`, the others after `indents[1]`.
     ///
     /// # Errors
-    /// The error of the writer.
+    /// Errors of `out`.
     pub fn indented(self, out: &mut dyn Write, indents: [&str; 2], text: &str) -> io::Result<()> {
         let used = indents.map(length).into_iter().max().unwrap_or_default();
         for (at, line) in wrap(text, self.width.saturating_sub(used)).iter().enumerate() {
@@ -160,7 +160,7 @@ impl Style {
     /// Prints a table, or its rows as lists if the columns do not fit. An empty line follows.
     ///
     /// # Errors
-    /// The error of the writer.
+    /// Errors of `out`.
     pub fn print(self, out: &mut dyn Write, table: &Table) -> io::Result<()> {
         match table.widths(self.width) {
             Some((widths, gap)) => table.print(out, &widths, gap, self)?,
@@ -170,7 +170,7 @@ impl Style {
     }
 }
 
-/// Returns the width of the output by `COLUMNS` or the terminal of stdout, within the limits.
+/// Returns the output's width from `COLUMNS` or the terminal of stdout, within the limits.
 #[must_use]
 pub fn columns() -> Option<usize> {
     let variable = || std::env::var("COLUMNS").ok()?.trim().parse().ok();
@@ -239,7 +239,7 @@ impl Table {
     /// follows.
     ///
     /// # Errors
-    /// The error of the writer.
+    /// Errors of `out`.
     pub fn print_columns(&self, out: &mut dyn Write, style: Style) -> io::Result<()> {
         if self.widths(style.width).is_some() {
             return style.print(out, self);
@@ -365,7 +365,7 @@ impl Table {
     }
 }
 
-/// Returns the columns that a text takes on a terminal. Escape sequences take none.
+/// Returns the width of a text on a terminal, in columns. Escape sequences have no width.
 fn length(text: &str) -> usize {
     let mut escape = false;
     let visible = text.chars().filter(|c| {
@@ -448,7 +448,7 @@ fn pieces(word: &str, width: usize) -> Vec<&str> {
     word.split_inclusive(['/', ',', '=', ':', NO_BREAK]).collect()
 }
 
-/// Returns a byte count for people: exact below 10 KiB, else with at most one decimal.
+/// Formats a byte count for text output: exact below 10 KiB, else with at most one decimal.
 #[must_use]
 pub fn bytes(count: u64) -> String {
     if count == u64::MAX {
@@ -465,7 +465,7 @@ pub fn bytes(count: u64) -> String {
     format!("{} {unit}", text.strip_suffix(".0").unwrap_or(&text))
 }
 
-/// Returns the first three names and the number of the others.
+/// Joins the first three names, followed by the number of the remaining names.
 #[must_use]
 pub fn some(names: &[String]) -> String {
     const FEW: usize = 3;

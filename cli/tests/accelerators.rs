@@ -5,11 +5,11 @@ use std::{
     process::{Command, Output},
 };
 
-/// The variables that name the libraries.
+/// The environment variables that name the vendor libraries.
 const LIBRARIES: [&str; 3] =
     ["HMEM_NEURON_LIBRARY", "HMEM_SYNAPSEAI_LIBRARY", "HMEM_HLTHUNK_LIBRARY"];
 
-/// The variables that start the runtimes.
+/// The environment variables that make `hmem` start the vendor runtimes.
 const START: [(&str, &str); 2] =
     [("HMEM_NEURON_START_RUNTIME", "1"), ("HMEM_SYNAPSEAI_START_RUNTIME", "1")];
 

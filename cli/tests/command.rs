@@ -91,12 +91,12 @@ fn list<'a>(document: &'a Value, name: &str) -> &'a Vec<Value> {
     document[name].as_array().unwrap_or_else(|| panic!("{name} is no array: {document}"))
 }
 
-/// Asserts the exit status.
+/// Asserts that the command ended with this exit status.
 fn ended(output: &Output, code: i32) {
     assert_eq!(output.status.code(), Some(code), "{}\n{}", stdout(output), stderr(output));
 }
 
-/// Asserts exit status 2, an error with these words on stderr, and an empty stdout.
+/// Asserts that the command failed with exit status 2, these words on stderr and an empty stdout.
 fn refused(output: &Output, words: &[&str]) {
     ended(output, 2);
     assert_eq!(stdout(output), "");
@@ -221,7 +221,7 @@ fn info_shows_the_cache_monitor_with_its_reason() {
 
 /// CACHE-12
 ///
-/// The limits of caches, merging, and the variable that disables caching.
+/// The output contains cache limits, merging, and the variable that disables caching.
 #[test]
 fn info_shows_the_cache_limits_and_the_disabling_setting() {
     let says = |environment: &[(&str, &str)]| {
@@ -548,7 +548,7 @@ fn check_covers_the_registration_cache_under_each_monitor() {
 
 /// DIAG-02, MON-02
 ///
-/// A forbidden monitor is not a failure.
+/// The check does not fail if seccomp forbids a monitor.
 #[test]
 fn monitor_forbidden_by_seccomp_is_skipped_with_the_reason() {
     let output =
@@ -591,7 +591,7 @@ fn check_of_an_unavailable_iface_fails_with_the_reason() {
 
 /// DIAG-02
 ///
-/// A provider that is selected and unavailable is a failure.
+/// The check fails if the selected provider is unavailable.
 #[test]
 fn check_of_an_unavailable_provider_fails_with_the_reason() {
     let info = json(&hmem(&["info", "--json"], &[]));
@@ -637,7 +637,7 @@ fn check_covers_only_the_selected_size_path_and_nic() {
 
 /// HM-12, P2P-02
 ///
-/// The variables are those of libfabric.
+/// The command reads libfabric's environment variables.
 #[test]
 fn environment_filters_ifaces_and_forbids_direct_access() {
     let output = hmem(&["info", "--json"], &[("FI_HMEM", "system")]);

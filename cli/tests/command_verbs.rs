@@ -20,21 +20,21 @@ use trials::{Outcome, Skipped, trials};
 trials! {
     /// DIAG-01
     ///
-    /// RDMA devices.
+    /// Needs an RDMA device.
     info_lists_rdma_devices_and_their_paths,
     /// DIAG-02
     ///
-    /// RDMA devices.
+    /// Needs an RDMA device.
     check_moves_verified_bytes_through_the_device,
     device_without_permission_is_listed_with_the_reason,
     port_that_is_down_is_reported_once,
     locked_memory_limit_is_reported_with_its_remedy,
 }
 
-/// The number of a user without privileges.
+/// The uid of a user without privileges.
 const NOBODY: u32 = 65534;
 
-/// Returns the devices, for one test at a time, since some tests disable a device.
+/// Returns the RDMA devices to test. A lock serialises the tests, since some disable a device.
 fn devices() -> Result<(String, Option<String>, MutexGuard<'static, ()>), Skipped> {
     static ALONE: Mutex<()> = Mutex::new(());
     let named = |variable| std::env::var(variable).ok().filter(|name| !name.is_empty());
@@ -45,7 +45,7 @@ fn devices() -> Result<(String, Option<String>, MutexGuard<'static, ()>), Skippe
     Ok((first, named("HMEM_VERBS_SECOND_DEVICE"), alone))
 }
 
-/// Returns the second device, which a test may disable.
+/// Returns the second RDMA device, which a test may disable, with the lock of [`devices`].
 fn second() -> Result<(String, MutexGuard<'static, ()>), Skipped> {
     let (_, second, alone) = devices()?;
     let second =
@@ -107,7 +107,7 @@ fn check_moves_verified_bytes_through_the_device() -> Outcome {
     Ok(())
 }
 
-/// Returns the device node.
+/// Returns the path of a device's node below `/dev/infiniband`.
 fn node(device: &str) -> PathBuf {
     let verbs = fs::read_dir("/sys/class/infiniband_verbs").expect("the kernel's list");
     let named = |path: &PathBuf| {

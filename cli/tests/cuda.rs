@@ -61,7 +61,7 @@ fn info_lists_the_devices_of_a_driver_library_and_the_path_to_each_nic() {
 
 /// DIAG-01
 ///
-/// In text and in JSON.
+/// Text and JSON output contain GDRCopy's state.
 #[test]
 fn info_shows_gdrcopy_or_the_reason_for_its_absence() {
     let name = format!("hmem-gdrcopy-{}", std::process::id());
@@ -100,7 +100,7 @@ fn info_shows_gdrcopy_or_the_reason_for_its_absence() {
 
 /// MON-04
 ///
-/// Frees of the library are hooked if possible.
+/// The monitor hooks the driver library's functions that free memory, if possible.
 #[cfg(target_arch = "x86_64")]
 #[test]
 fn info_shows_the_monitor_of_cuda_memory_with_its_reason() {
@@ -127,7 +127,7 @@ fn info_shows_the_monitor_of_cuda_memory_with_its_reason() {
 
 /// CACHE-12
 ///
-/// A disabled monitor is not started.
+/// The command does not start a monitor that a variable disables.
 #[cfg(target_arch = "x86_64")]
 #[test]
 fn disabled_monitor_is_listed_with_its_variable_and_not_started() {
@@ -156,7 +156,7 @@ fn disabled_monitor_is_listed_with_its_variable_and_not_started() {
 
 /// DIAG-03
 ///
-/// The other ifaces still start.
+/// A failing CUDA driver does not disable other ifaces.
 #[test]
 fn driver_that_does_not_start_is_listed_with_reason_and_remedy() {
     for (driver, words) in [
@@ -224,7 +224,7 @@ fn perf_measures_transfers_between_cuda_devices_and_verifies_them() {
 
 /// P2P-03
 ///
-/// The reason is that of the driver.
+/// The printed reason is the driver's error.
 #[test]
 fn explain_shows_the_reason_for_a_refused_export() {
     let output = hmem("535-closed", &["explain", "--iface", "cuda", "--device", "0"]);

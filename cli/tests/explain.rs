@@ -40,7 +40,7 @@ fn list<'a>(value: &'a Value, name: &str) -> &'a [Value] {
     value[name].as_array().unwrap_or_else(|| panic!("{name} is no array"))
 }
 
-/// Asserts that an object has exactly these fields, and that the document describes them.
+/// Asserts that a JSON object has exactly these fields, and that the schema document lists them.
 fn matches(object: &Value, fields: &[&str]) {
     let names: BTreeSet<_> =
         object.as_object().expect("an object").keys().map(String::as_str).collect();
@@ -111,7 +111,7 @@ fn explain_shows_the_path_of_every_pair_in_the_documented_json() {
 
 /// DIAG-01, P2P-02, P2P-03
 ///
-/// The text has the refused paths and the remedies.
+/// The text output contains the refused paths and the remedies.
 #[test]
 fn explain_covers_the_selected_pair_under_the_policy() {
     let one = [
@@ -187,7 +187,7 @@ fn remedy_of_a_refused_path_stands_beside_its_attempt_without_fulfilled_advice()
 
 /// DIAG-01
 ///
-/// An unavailable iface is a failure. An unknown name is refused with the known ones.
+/// An unavailable iface fails the command. The error for an unknown name lists the known names.
 #[test]
 fn explain_lists_unavailable_ifaces_and_refuses_unknown_names() {
     let info = json(&hmem(&["info", "--json"], &[]), 0);
@@ -291,7 +291,7 @@ fn info_shows_the_distance_of_each_pair() {
 
 /// DIAG-03, P2P-05
 ///
-/// Obstacles in the wiring are listed with the decision.
+/// The explanation lists the obstacles in the wiring.
 #[test]
 fn explain_names_the_nearer_nic_and_the_small_bar() {
     let arguments = ExplainArgs { iface: Some("simulated".into()), ..ExplainArgs::default() };
@@ -330,7 +330,7 @@ fn explain_names_the_nearer_nic_and_the_small_bar() {
 
 /// DIAG-03
 ///
-/// The recorded machine redirects by ACS and has an IOMMU that translates.
+/// On the recorded machine, ACS redirects traffic and the IOMMU translates addresses.
 #[test]
 fn explain_finds_acs_and_the_iommu() {
     let machine = placed(

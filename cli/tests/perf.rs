@@ -228,7 +228,7 @@ fn request(change: impl FnOnce(&mut Value)) -> Vec<u8> {
     message(json!({ "request": request }).to_string().as_bytes())
 }
 
-/// Returns malformed messages, each with words of the error.
+/// Returns malformed messages, each with words of the expected error.
 fn malformed() -> Vec<(Vec<u8>, &'static str)> {
     vec![
         (vec![], "hung up"),
@@ -329,8 +329,8 @@ fn malformed_server_is_reported_at_the_client() {
     }
 }
 
-/// The deadline is that of the whole message and not of each byte. A test in `src/perf/wire.rs` has
-/// a shorter deadline.
+/// The deadline applies to the whole message and not to each byte. A test in `src/perf/wire.rs`
+/// uses a shorter deadline.
 #[test]
 #[ignore = "waits for the ten seconds that a peer has to answer"]
 fn silent_peer_times_out() {

@@ -21,7 +21,7 @@ trials! {
     operations_move_verified_bytes_between_processes,
     /// HM-14, P2P-06
     ///
-    /// Copies by the device find the bytes that the NIC wrote.
+    /// The device's copies read the bytes that the NIC wrote.
     operations_move_verified_device_bytes_between_processes,
     persistent_server_serves_one_client_after_another,
     client_reports_a_server_killed_mid_transfer,
@@ -33,14 +33,14 @@ trials! {
     port_without_a_server_is_refused_with_the_remedy,
 }
 
-/// The device, for one test at a time, since each counts the resources on it.
+/// The RDMA device, locked for one test, since each test counts its resources.
 struct Device {
     nic: String,
     _alone: MutexGuard<'static, ()>,
 }
 
-/// Returns the device to test on. The test is skipped if no device is named, and fails if the named
-/// one is absent.
+/// Returns the device to test on. Without a device name the test is skipped. If the named device is
+/// absent, the test fails.
 fn device() -> Result<Device, Skipped> {
     static ALONE: Mutex<()> = Mutex::new(());
     let Some(name) = std::env::var("HMEM_VERBS_DEVICE").ok().filter(|name| !name.is_empty()) else {
@@ -153,7 +153,7 @@ fn persistent_server_serves_one_client_after_another() -> Outcome {
     Ok(())
 }
 
-/// Returns a client that transfers for minutes, after its first transfers.
+/// Starts a client that transfers for minutes, and waits for its first transfers.
 fn transferring(device: &Device, port: u16, op: &str) -> (Child, Relay) {
     let (running, told) = mpsc::channel();
     let relay = Relay::to(port, move |from, message| {
@@ -206,7 +206,7 @@ fn server_survives_a_client_killed_mid_transfer() -> Outcome {
     Ok(())
 }
 
-/// A change of a message.
+/// A change to a message that the relay forwards.
 type Change = fn(&mut Value);
 
 fn flip(bytes: &mut Value, index: usize) {

@@ -89,7 +89,7 @@ fn runtime_that_does_not_start_is_listed_with_its_reason_and_remedy() {
 
 /// DIAG-02 HM-12
 ///
-/// The filter names only this iface.
+/// The check is filtered to ROCr memory.
 #[test]
 fn check_moves_verified_bytes_of_every_kind_of_memory() {
     let refuses = "7.2;hsa_amd_portable_export_dmabuf_v2=47";

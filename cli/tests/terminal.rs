@@ -64,12 +64,12 @@ fn output_fits_terminals_of_60_and_40_columns() {
     }
 }
 
-/// Names and values of variables.
+/// Names and values of environment variables.
 type Variables<'a> = [(&'a str, &'a str)];
 
-/// A terminal, as the two ends of a pseudoterminal.
+/// Opens a pseudoterminal of this width and returns its two ends.
 ///
-/// It has no rows, as one on which only `stty cols` was run.
+/// The number of rows is 0, as after `stty cols` on a new terminal.
 fn terminal(columns: u16) -> (File, OwnedFd) {
     let size = libc::winsize { ws_row: 0, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
     let (mut controller, mut terminal) = (-1, -1);
@@ -122,7 +122,7 @@ fn progress_bar_of_perf_is_printed_only_on_terminals() {
     assert!(!text(&output.stdout).contains("bandwidth of"));
 }
 
-/// The command is killed after its first row. It has not printed the others by then.
+/// The test kills the command after its first row, and the other rows are not printed.
 #[test]
 fn perf_prints_each_row_as_it_finishes() {
     let sizes = "8,16,32,64";

@@ -47,7 +47,8 @@ fn stdout(output: &Output) -> &str {
     std::str::from_utf8(&output.stdout).expect("output is UTF-8")
 }
 
-/// Asserts this exit status, an error with these words on stderr, and an empty stdout.
+/// Asserts that the command failed with this exit status, these words on stderr and an empty
+/// stdout.
 fn refused(output: &Output, code: i32, words: &[&str]) {
     let error = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(code), "{error}");
@@ -64,7 +65,7 @@ fn document(name: &str) -> Value {
     serde_json::from_str(stdout(&output)).expect("JSON")
 }
 
-/// Asserts that an object has exactly these fields, and that the document describes them.
+/// Asserts that a JSON object has exactly these fields, and that the schema document lists them.
 fn matches(object: &Value, fields: &[&str]) {
     let names: BTreeSet<_> =
         object.as_object().expect("an object").keys().map(String::as_str).collect();
@@ -250,7 +251,7 @@ fn topo_json_has_every_pair_with_its_distance() {
 
 /// P2P-05
 ///
-/// The JSON of both is equal.
+/// Both recordings give equal JSON output.
 #[test]
 fn recording_of_a_recording_is_identical() {
     let file = Scratch::new("again.tar.gz");
@@ -284,7 +285,7 @@ fn this_machine_is_drawn_and_recorded() {
 
 /// P2P-05
 ///
-/// Each pair also has a cell of the table.
+/// The picture's table also has a cell for each pair.
 #[test]
 fn picture_has_a_coloured_line_for_each_pair() {
     let file = Scratch::new("dgx.svg");

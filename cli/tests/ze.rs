@@ -44,7 +44,7 @@ fn json(output: &Output) -> Value {
 
 /// DIAG-01 HM-12
 ///
-/// A filter that does not name Level Zero leaves it out.
+/// An `FI_HMEM` filter that does not name Level Zero excludes its devices.
 #[test]
 fn info_lists_the_devices_of_a_loader_library_with_path_and_monitor() {
     let output = hmem("current", &["info"]);
@@ -72,7 +72,7 @@ fn info_shows_the_variable_that_disables_the_monitor() {
 
 /// HM-04 DIAG-03
 ///
-/// The other ifaces still start.
+/// A failing loader does not disable other ifaces.
 #[test]
 fn loader_that_does_not_start_is_listed_with_its_reason_and_remedy() {
     for (driver, words) in [

@@ -2,8 +2,8 @@
 
 use std::fs;
 
-/// Returns bytes that depend on their position and on the seed. None is 0. They repeat after a
-/// prime number of bytes, so that adjacent pages differ.
+/// Returns a pattern of nonzero bytes that depends on the seed. The pattern repeats after a prime
+/// number of bytes, so that adjacent pages differ.
 pub(crate) fn pattern(seed: u64, len: u64) -> Vec<u8> {
     let block: Vec<_> = (0..257).map(|at| ((at * 31 + seed * 97) % 251 + 1) as u8).collect();
     let mut bytes = block.repeat(len as usize / block.len() + 1);
@@ -22,7 +22,8 @@ pub(crate) fn assert_bytes(found: &[u8], expected: &[u8], what: &str) {
     }
 }
 
-/// Calls `repeat` several times, and asserts that the calls after the first leave no file open.
+/// Calls `repeat` several times. Asserts that the calls after the first do not increase the number
+/// of open files.
 #[track_caller]
 pub(crate) fn assert_no_fd_leaks(what: &str, mut repeat: impl FnMut()) {
     const ROUNDS: usize = 16;

@@ -89,7 +89,7 @@ impl Suite {
         Self { arguments: Arguments::from_args(), trials: Vec::new() }
     }
 
-    /// Adds the trials of an iface as `name::behaviour`, like [`iface()`].
+    /// Adds the trials that [`iface()`] returns, with `name::` in front of their names.
     pub fn iface(
         &mut self,
         name: &str,
@@ -98,7 +98,7 @@ impl Suite {
         self.trials.extend(trial::all(&format!("{name}::"), iface::BEHAVIOURS, make));
     }
 
-    /// Adds the trials of a provider as `name::behaviour`, like [`provider()`].
+    /// Adds the trials that [`provider()`] returns, with `name::` in front of their names.
     pub fn provider(
         &mut self,
         name: &str,
@@ -107,8 +107,10 @@ impl Suite {
         self.trials.extend(trial::all(&format!("{name}::"), provider::BEHAVIOURS, make));
     }
 
-    /// Ignores the trial `name::behaviour`, with a reason. Use it for known faults of a driver or
-    /// device.
+    /// Reports a trial as ignored instead of running it, with a reason.
+    ///
+    /// `name` is the full name of the trial, for example `simulated::monitor_detects_a_free`. Use
+    /// this for known faults of a driver or device.
     ///
     /// # Panics
     /// Panics if there is no trial of this name.

@@ -1,26 +1,29 @@
-//! Trials: each shows one behaviour on a back end of its own. They run one at a time.
+//! Trials. Each trial tests one behaviour on its own new iface or provider. Trials run one at a
+//! time.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use hmem_core::{ErrorKind, Result};
 use libtest_mimic::{Completion, Trial};
 
-/// Reason why a behaviour cannot be tested.
+/// The reason why a behaviour cannot be tested.
 #[derive(Debug)]
 pub(crate) struct Skipped(pub(crate) String);
 
-/// Result of a behaviour that holds or cannot be tested. A behaviour that does not hold panics.
+/// The result of testing a behaviour: success, or the reason why the behaviour cannot be tested. If
+/// the behaviour does not hold, the test panics instead.
 pub(crate) type Outcome = std::result::Result<(), Skipped>;
 
-/// Returns the outcome of a behaviour that cannot be tested.
+/// Returns the outcome that skips a behaviour, for `reason`.
 pub(crate) fn skip<T>(reason: impl Into<String>) -> std::result::Result<T, Skipped> {
     Err(Skipped(reason.into()))
 }
 
-/// Name of a behaviour, and the function that tests it on a new back end.
+/// The name of a behaviour, and the function that tests it on a new iface or provider.
 pub(crate) type Behaviour<B> = (&'static str, fn(&Arc<B>) -> Outcome);
 
-/// Lists behaviours. The doc comment of an entry names the requirement that it tests.
+/// Creates a list of behaviours. The doc comment of each behaviour has the ids of the requirements
+/// that it tests.
 macro_rules! behaviours {
     ($backend:ty: $($(#[doc = $doc:expr])* $name:ident,)*) => {
         pub(crate) const BEHAVIOURS: &[$crate::trial::Behaviour<$backend>] =
@@ -32,7 +35,7 @@ pub(crate) use behaviours;
 /// Locked while a behaviour runs. Open files and address space are counted for the whole process.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// Returns a trial for each behaviour.
+/// Returns a trial for each behaviour, with `prefix` in front of its name.
 pub(crate) fn all<B: ?Sized + 'static>(
     prefix: &str,
     behaviours: &'static [Behaviour<B>],

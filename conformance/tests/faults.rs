@@ -1,5 +1,5 @@
-//! Planted faults. Each fault of an iface or provider fails the behaviour that is listed for it.
-//! Ifaces and providers without a fault fail none.
+//! Tests that the suite detects faults. With each deliberate fault of an iface or provider, the
+//! behaviour that is listed for the fault fails. Without a fault, no behaviour fails.
 #![allow(unsafe_code)]
 
 mod monitor;
@@ -27,30 +27,30 @@ use hmem_provider_loopback::Loopback;
 use libtest_mimic::{Arguments, Trial};
 use monitor::{FaultyMonitor, MonitorFault};
 
-/// Fault of an iface.
+/// A fault of an iface.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
     /// No fault.
     None,
-    /// A dma-buf's offset is always 0.
+    /// The reported offset of a range in its dma-buf is always 0.
     ExportOffset,
-    /// The offset in the allocation is one page too high.
+    /// The reported offset of a dma-buf's range in its allocation is one page too high.
     AllocationOffset,
     /// The reported length of a dma-buf is one page too long.
     ExportLength,
-    /// A query claims one byte past the end.
+    /// A query claims the first address after an allocation as part of the allocation.
     QueryPastEnd,
-    /// The identity is reused with the address.
+    /// An allocation at a reused address has the identity of the earlier allocation.
     ReusedIdentity,
     /// An export leaves an fd open.
     LeakedFd,
-    /// A free forgets the memory instead of releasing it.
+    /// A free does not release the memory, and queries no longer find it.
     LeakedAllocation,
     /// The monitor notifies no subscriber of a free.
     MissingCallback,
     /// A copy omits the last byte.
     ShortCopy,
-    /// The address span ends after the first page.
+    /// The reported address span ends after its first page.
     AddressSpan,
 }
 
@@ -59,7 +59,7 @@ enum Fault {
 struct Faulty {
     device: Simulated,
     fault: Fault,
-    /// Allocations that were freed and not released.
+    /// Allocations that the caller freed and that the faulty iface kept.
     leaked: Mutex<Vec<Allocation>>,
 }
 
@@ -74,7 +74,7 @@ impl Faulty {
         self.fault == fault
     }
 
-    /// Returns an allocation as the faulty iface reports it.
+    /// Returns the device's allocation with the change that the fault makes to it.
     fn shown(&self, allocation: Allocation) -> Allocation {
         let id = if self.has(Fault::ReusedIdentity) {
             AllocationId(allocation.base().0)
@@ -287,14 +287,14 @@ fn each_fault_of_an_iface_fails_its_behaviour() {
     }
 }
 
-/// Fault of a provider.
+/// A fault of a provider.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum ProviderFault {
     /// No fault.
     None,
-    /// A window reaches the start of its region, wherever it is bound.
+    /// A window gives access to the start of its region, whatever offset it is bound to.
     WindowOffset,
-    /// A window reaches one byte too many.
+    /// A window gives access to one byte after its end.
     WindowLength,
     /// A key grants every right.
     WiderRights,

@@ -1,4 +1,4 @@
-//! Cost of a hit, a miss and an invalidation of the registration cache.
+//! Measures the cost of a hit, a miss and an invalidation of the registration cache.
 //!
 //! `cargo run --release -p hmem-core --example cache_cost` prints nanoseconds.
 //!
@@ -104,7 +104,7 @@ fn full(regions: u64) -> Cache<Nothing> {
     Cache::new(Nothing, limits).expect("a cache")
 }
 
-/// Looks up regions that were all evicted since their last use.
+/// Looks up regions in turn, in a cache that is too small: each was evicted since its last use.
 fn misses(cache: &Cache<Nothing>, regions: u64, count: u64) {
     for region in 0..count {
         black_box(

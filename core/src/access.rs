@@ -51,15 +51,17 @@ bitflags::bitflags! {
     /// "access").
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
     pub struct Access: u64 {
-        /// The region may take part in collective operations. Required in `MrMode::COLLECTIVE`.
+        /// The region may take part in collective operations. `MrMode::COLLECTIVE` requires this
+        /// right for them.
         const COLLECTIVE = 1 << 6;
-        /// The region is the destination of this side's RMA reads and fetching atomics.
+        /// The local endpoint may use the region as the destination of RMA reads and fetching
+        /// atomics.
         const READ = 1 << 8;
-        /// The region is the source of this side's RMA writes and atomics.
+        /// The local endpoint may use the region as the source of RMA writes and atomics.
         const WRITE = 1 << 9;
-        /// The region receives messages.
+        /// The local endpoint may receive messages in the region.
         const RECV = 1 << 10;
-        /// The region is the source of messages.
+        /// The local endpoint may send messages from the region.
         const SEND = 1 << 11;
         /// A peer may read the region.
         const REMOTE_READ = 1 << 12;

@@ -88,8 +88,8 @@ impl Allocation {
 
 /// A physically contiguous part of a range.
 ///
-/// A driver exports a segment as a whole. Only an attempt shows whether it also exports several
-/// adjacent segments at once.
+/// A driver can export a whole segment as one dma-buf. Some drivers also export several adjacent
+/// segments as one dma-buf, which only an attempt shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// The addresses of the segment.

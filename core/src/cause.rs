@@ -59,19 +59,19 @@ impl Step {
     }
 }
 
-/// The errors of a refusal that a rule matches.
+/// A condition on the error of a refused path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// One of these numbers of the operating system.
+    /// The operating system's error number is in this list.
     Errno(&'static [i32]),
-    /// One of these codes of the iface's driver.
+    /// The driver's error code is in this list.
     Driver(&'static [i64]),
-    /// One of these kinds of errors.
+    /// The kind of the error is in this list.
     Kind(&'static [ErrorKind]),
 }
 
 impl Answer {
-    /// The operation is not supported.
+    /// A match for errors that mean "the operation is not supported".
     pub const UNSUPPORTED: Self = Self::Kind(&[ErrorKind::Unsupported, ErrorKind::NoSys]);
 
     fn is(self, error: &Error) -> bool {
@@ -82,7 +82,7 @@ impl Answer {
             Self::Driver(codes) => {
                 error.driver().is_some_and(|driver| codes.contains(&driver.code))
             }
-            // These two numbers say more than the kinds that they map to.
+            // These two numbers are more precise than the kinds that they map to.
             Self::Kind(kinds) => {
                 let exact = error.os_errno().is_some_and(|errno| matches!(errno.0, 121 | 524));
                 !exact && kinds.contains(&error.kind())
@@ -91,7 +91,7 @@ impl Answer {
     }
 }
 
-/// A refusal whose cause is wanted.
+/// A refused path, as the input of a search for the cause.
 #[derive(Clone, Copy, Debug)]
 pub struct RefusalContext<'a> {
     /// The path.
@@ -100,7 +100,8 @@ pub struct RefusalContext<'a> {
     pub step: Step,
     /// The kind of memory.
     pub kind: AllocationKind,
-    /// The mapping of the dma-buf. The default mapping if that was refused too.
+    /// The mapping of the dma-buf that was refused. If both mappings were refused, this is the
+    /// default one.
     pub mapping: DmaBufMapping,
     /// The error of the refusal.
     pub error: &'a Error,
@@ -179,7 +180,7 @@ pub struct Needs {
 }
 
 impl Needs {
-    /// Creates the value of [`RefusalCause::needs`].
+    /// Creates a required fact, as the value of [`RefusalCause::needs`].
     #[must_use]
     pub const fn some(text: &'static str, holds: fn(&Facts) -> bool) -> Option<Self> {
         Some(Self { text, holds })
@@ -212,35 +213,34 @@ pub struct RefusalCause {
     pub name: &'static str,
     /// The rank. Of all rules that match, the one with the lowest rank is the probable cause.
     ///
-    /// Special causes have lower ranks than general ones. The ranks of general causes are multiples
-    /// of
-    /// 10. An iface may have a rule with the name and rank of a general one, with a remedy for its
-    /// driver. Then the iface's rule is preferred.
+    /// Specific causes have lower ranks than general causes, which have multiples of ten. An iface
+    /// may repeat the name and rank of a general rule, with a remedy for its own driver. The
+    /// iface's rule is then preferred.
     pub rank: u32,
-    /// The paths.
+    /// The paths that the rule applies to.
     pub paths: &'static [Path],
-    /// The steps.
+    /// The steps that the rule applies to.
     pub steps: &'static [Step],
-    /// The kind of memory. `None` matches any.
+    /// The kind of memory that the rule applies to. `None` means any.
     pub kind: Option<AllocationKind>,
-    /// The mapping of the dma-buf. `None` matches any.
+    /// The mapping of the dma-buf that the rule applies to. `None` means any.
     pub mapping: Option<DmaBufMapping>,
-    /// The errors. One of them must match.
+    /// The conditions on the error. At least one must hold.
     pub answers: &'static [Answer],
     /// A fact about the machine that must be true.
     pub needs: Option<Needs>,
     /// The text of the cause, in one sentence.
     pub cause: &'static str,
-    /// Returns the figures of the machine that belong to the cause, as a clause: the value of a
-    /// limit, for example.
+    /// A function that returns the machine's numbers for the cause, for example the value of a
+    /// limit, as text to append to [`RefusalCause::cause`].
     pub detail: Option<fn(&Facts) -> Option<String>>,
     /// The text of the remedy, an instruction.
     pub remedy: &'static str,
 }
 
 impl RefusalCause {
-    /// Default values for rules: every path, and the step [`Step::Register`]. The default matches
-    /// no refusal, because it has no errors.
+    /// Default values for rules: any path, and the step [`Step::Register`]. This rule itself
+    /// matches no refusal, because its list of errors is empty.
     pub const ANY: Self = Self {
         name: "",
         rank: u32::MAX,
@@ -255,9 +255,9 @@ impl RefusalCause {
         remedy: "",
     };
 
-    /// General row: the driver or the device has no PCIe mapping for exports.
+    /// General rule: the driver or the device has no PCIe mapping for exports.
     ///
-    /// This row and the following ones are general rows that ifaces repeat with the words of their
+    /// An iface can reuse this rule and the following general rules, with a remedy for its own
     /// driver.
     ///
     /// ```
@@ -282,7 +282,7 @@ impl RefusalCause {
         ..Self::ANY
     };
 
-    /// General row: virtual memory was not created for RDMA.
+    /// General rule: virtual memory was not created for RDMA.
     pub const VMM_RANGE: Self = Self {
         name: "vmm-range",
         rank: 60,
@@ -300,7 +300,7 @@ impl RefusalCause {
         ..Self::ANY
     };
 
-    /// General row: the driver exports no memory of a stream-ordered pool.
+    /// General rule: the driver exports no memory of a stream-ordered pool.
     pub const STREAM_ORDERED_POOL: Self = Self {
         name: "stream-ordered-pool",
         rank: 70,
@@ -318,7 +318,7 @@ impl RefusalCause {
         ..Self::ANY
     };
 
-    /// General row: the device, its driver or the kind of memory has no dma-buf export.
+    /// General rule: the device, its driver or the kind of memory has no dma-buf export.
     pub const DEVICE_WITHOUT_DMA_BUF: Self = Self {
         name: "device-without-dma-buf",
         rank: 160,
@@ -331,7 +331,7 @@ impl RefusalCause {
         ..Self::ANY
     };
 
-    /// General row: the process may not use the files of the device.
+    /// General rule: the process may not use the files of the device.
     pub const DEVICE_FILES: Self = Self {
         name: "device-files",
         rank: 310,
@@ -347,7 +347,7 @@ impl RefusalCause {
         ..Self::ANY
     };
 
-    /// General row: the device does not answer any longer.
+    /// General rule: the device does not answer any longer.
     pub const DEVICE_LOST: Self = Self {
         name: "device-lost",
         rank: 320,
@@ -359,7 +359,8 @@ impl RefusalCause {
         ..Self::ANY
     };
 
-    /// Returns the cause as a sentence, with the figures of this machine if it has any.
+    /// Returns the cause as a sentence, with the numbers of [`RefusalCause::detail`] if there are
+    /// any.
     #[must_use]
     pub fn describe(&self, facts: &Facts) -> String {
         match self.detail.and_then(|detail| detail(facts)) {

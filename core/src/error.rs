@@ -48,7 +48,7 @@ macro_rules! kinds {
 }
 
 kinds! {
-    /// An argument is wrong in a way that no more precise kind names.
+    /// An argument is wrong, and no other kind describes the mistake.
     InvalidArgument = (22, "invalid argument"),
     /// A range has no bytes (`fi_mr(3)`: "Must be > 0").
     ZeroLength = (22, "the range is empty"),
@@ -138,7 +138,7 @@ impl fmt::Display for ErrorKind {
 pub struct Errno(pub i32);
 
 impl Errno {
-    /// Returns the number in an error of the standard library, or 0 if it has none.
+    /// Returns the errno in an error of the standard library, or 0 if it has none.
     #[must_use]
     pub fn of(error: &std::io::Error) -> Self {
         Self(error.raw_os_error().unwrap_or(0))
@@ -249,7 +249,8 @@ impl fmt::Display for DriverCode {
     }
 }
 
-/// Operations that several public calls share. [`Error::of_call`] replaces them by the public call.
+/// Internal operations that several public calls use. [`Error::of_call`] replaces them by the name
+/// of the public call.
 const SHARED_STEPS: [&str; 3] = ["regattr", "owner of range", "cached registration"];
 
 /// The error of a failed operation.
@@ -305,8 +306,8 @@ impl Error {
         error
     }
 
-    /// Replaces the operation by the public call, if the operation is a step that several calls
-    /// share. The name of a driver's function stays.
+    /// Replaces the operation by the name of the public call, if the operation is one of
+    /// [`SHARED_STEPS`]. The name of a driver's function is kept.
     #[must_use]
     #[cold]
     pub(crate) fn of_call(mut self, call: &'static str) -> Self {
@@ -351,14 +352,14 @@ impl Error {
         self
     }
 
-    /// Sets the operating system's number. The kind stays.
+    /// Sets the operating system's error number, and keeps the kind.
     #[must_use]
     pub fn errno(mut self, errno: impl Into<Errno>) -> Self {
         self.0.errno = Some(errno.into());
         self
     }
 
-    /// Sets the driver's own code. The kind stays.
+    /// Sets the driver's own error code, and keeps the kind.
     #[must_use]
     pub fn driver_code(mut self, name: impl Into<Cow<'static, str>>, code: i64) -> Self {
         self.0.driver = Some(DriverCode { name: name.into(), code });
@@ -446,7 +447,7 @@ impl Error {
         self.0.kind.fi_errno()
     }
 
-    /// Returns true if the operation is not supported, as opposed to having failed.
+    /// Returns true if the operation is not supported.
     #[must_use]
     pub fn is_unsupported(&self) -> bool {
         matches!(self.0.kind, ErrorKind::Unsupported | ErrorKind::NoSys)

@@ -9,7 +9,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::Result;
 
-/// The name of a region in events. No two regions of a process have the same.
+/// The identifier of a region in events, unique within the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RegionId(pub u64);
 

@@ -141,7 +141,7 @@ impl RemoteKey {
     /// Returns the number that libfabric and verbs call the key.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] for a split region, which has several numbers.
+    /// [`ErrorKind::Unsupported`] for a split region. Its key consists of several numbers.
     #[inline]
     pub fn as_u64(&self) -> Result<u64> {
         if self.rest.is_empty() {
@@ -218,8 +218,8 @@ impl RemoteKey {
 
     /// Returns the bytes to send to a peer.
     ///
-    /// They are the magic number `hmRK`, a version, the payload, and the CRC-32 of all these bytes
-    /// in little-endian order. Later versions of this crate read them too.
+    /// The bytes are the magic number `hmRK`, a version, the payload, and the CRC-32 of all these
+    /// bytes in little-endian order. Later versions of this crate read them too.
     /// [`RemoteKey::from_bytes`] has an example.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
@@ -236,8 +236,8 @@ impl RemoteKey {
     /// # Ok::<(), hmem_core::Error>(())
     /// ```
     ///
-    /// A piece whose addresses wrap around the address space is read as it is: earlier versions
-    /// wrote such keys. The NIC that gave out the key enforces its own bounds.
+    /// A piece with addresses that wrap around the address space is accepted unchanged, because
+    /// earlier versions wrote such keys. The NIC that gave out the key enforces its own bounds.
     ///
     /// # Errors
     /// [`ErrorKind::Malformed`] with the reason as the context value `wrong`:

@@ -1,8 +1,8 @@
-//! The name of a NIC.
+//! Identification of NICs.
 
 use std::fmt;
 
-/// The name of a NIC: its provider, its device name and its place on the PCI bus.
+/// The identification of a NIC: its provider, its device name and its address on the PCI bus.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Nic {
     /// The provider's name.

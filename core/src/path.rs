@@ -79,17 +79,17 @@ impl fmt::Display for Decision {
 pub struct PathRegistration {
     /// The provider's handle.
     pub region: ProviderRegion,
-    /// The decision. `None` stands for the one of [`PathSelector::plain_host`], which all
+    /// The decision. `None` means the decision of [`PathSelector::plain_host`], which all
     /// registrations of host memory share.
     pub decision: Option<Arc<Decision>>,
 }
 
-/// A NIC to register with, and the inputs for it.
+/// A NIC to register memory with, and the inputs of that registration.
 #[derive(Clone, Copy, Debug)]
 pub struct Target<'a> {
-    /// The registration.
+    /// The inputs of the registration.
     pub registration: &'a Registration<'a>,
-    /// The NIC's domain.
+    /// The provider's domain, which registers with the NIC.
     pub provider: &'a dyn ProviderDomain,
 }
 
@@ -106,12 +106,14 @@ pub unsafe trait PathSelector: fmt::Debug + Send + Sync {
     /// Returns the decision for host memory on `nic`.
     fn plain_host(&self, nic: &Nic) -> Decision;
 
-    /// Finds a path for each target, exports what it needs and registers.
+    /// Finds a path for the memory and registers it with the NIC of each target.
     ///
-    /// The targets name the same device memory or dma-buf, and all NICs register the same exports.
+    /// The call exports the memory if the path needs an export, and closes the export again.
+    ///
+    /// All targets name the same device memory or dma-buf, and all NICs register the same exports.
     /// `done` receives the regions in the order of the targets. If a target fails, `done` has
     /// received the regions of the targets before it. They stay registered until the caller closes
-    /// them. No export stays open.
+    /// them.
     ///
     /// # Safety
     /// The conditions of [`ProviderDomain::register`], for the ranges of each target.

@@ -66,8 +66,8 @@ impl ProcessMark {
         }
         let word = WipedWord::new()?;
         let new = word.0.as_ptr();
-        // No lock: a forked child could find the lock held by a thread that exists only in the
-        // parent.
+        // This uses no lock, because a forked child could find the lock held by a thread that
+        // exists only in the parent.
         match NUMBER.compare_exchange(ptr::null_mut(), new, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => std::mem::forget(word),
             Err(_) => drop(word),
@@ -110,7 +110,7 @@ fn in_a_child(operation: &'static str) -> Error {
 /// A word on a page of its own that the kernel zeroes in a forked child (`MADV_WIPEONFORK`).
 pub(crate) struct WipedWord(NonNull<AtomicU64>);
 
-/// The largest page size of the supported architectures.
+/// The length of the mapping in bytes: the largest page size of the supported architectures.
 const LEN: usize = 1 << 16;
 
 // SAFETY: the page holds one atomic, which any thread may use, and is unmapped once, by Drop.
@@ -119,7 +119,7 @@ unsafe impl Send for WipedWord {}
 unsafe impl Sync for WipedWord {}
 
 impl WipedWord {
-    /// Maps a word, which is 0.
+    /// Maps a new word with the value 0.
     pub(crate) fn new() -> Result<Self> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping replaces nothing.

@@ -64,7 +64,7 @@ const FRAME: Frame = Frame {
     remedy: "send the bytes of RailKeys::to_bytes unchanged and whole",
 };
 
-/// A rail in the binary form of version 1, which does not change if [`Nic`] gets more fields.
+/// A rail in version 1 of the binary form. It stays the same if [`Nic`] gets more fields.
 #[derive(Serialize, Deserialize)]
 struct WireRail {
     provider: String,
@@ -106,8 +106,8 @@ impl RailKeys {
 
     /// Returns the bytes to send to a peer.
     ///
-    /// They are the magic number `hmRL`, a version, the payload, and the CRC-32 of all these bytes
-    /// in little-endian order. A later version of this crate reads them too.
+    /// The bytes are the magic number `hmRL`, a version, the payload, and the CRC-32 of all these
+    /// bytes in little-endian order. A later version of this crate reads them too.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let wire = |RailKey { nic, key }: &RailKey| WireRail {

@@ -1,4 +1,5 @@
-//! The inputs of a registration. The domain creates them once, and all later steps borrow them.
+//! The inputs of a registration. The domain creates them once for each registration, and all later
+//! steps borrow them.
 
 use std::{fmt, os::fd::BorrowedFd, sync::Arc};
 
@@ -14,17 +15,18 @@ use crate::{
 pub struct Registration<'a> {
     /// The ranges, at least one. All belong to the owner of `memory`.
     pub ranges: &'a [AddressRange],
-    /// The memory, whose owner was resolved once.
+    /// The memory, with its owner.
     pub memory: Memory<'a>,
     /// The rights of local and remote accesses.
     pub access: Access,
-    /// The flags. All are in [`ProviderAttr::flags`](crate::provider::ProviderAttr::flags).
+    /// The flags. The provider supports all of them
+    /// ([`ProviderAttr::flags`](crate::provider::ProviderAttr::flags)).
     pub flags: MrFlags,
     /// The requested key.
     pub key: KeyRequest,
     /// The authorization key: the request's own, or else the domain's.
     pub auth_key: &'a AuthKey,
-    /// The addressing for peers.
+    /// The kind of addresses that peers use.
     pub addressing: Addressing,
     /// The page size to use, in bytes. With 0 the provider chooses.
     pub page_size: usize,
@@ -73,8 +75,8 @@ impl<'a> Registration<'a> {
 /// [`MrAttr::ordering`](crate::MrAttr::ordering) change it.
 ///
 /// **Use [`Strict`](Self::Strict) for memory that software polls.** With relaxed ordering a flag in
-/// memory may become visible before the data that was written ahead of it. The same holds for the
-/// last byte of a transfer, and for a kernel on a device that polls.
+/// memory may become visible before the data that was written ahead of it. The last byte of a
+/// transfer may also become visible early. A kernel on a device that polls sees the same effects.
 ///
 /// ```
 /// use hmem_core::{Access, AddressRange, MrAttr, WriteOrdering};
@@ -139,7 +141,7 @@ pub enum Memory<'a> {
 pub enum KeyRequest {
     /// The number that the application requested (`requested_key`).
     Application(u64),
-    /// Any number, chosen by the provider.
+    /// The provider chooses the number.
     Provider,
 }
 
@@ -194,7 +196,7 @@ pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 /// these settings.
 #[derive(Clone, Copy, Default)]
 pub struct Parallel<'a> {
-    /// The number of calls at once. 0 means one per CPU.
+    /// The number of driver calls that run at once, each for one part. 0 means one per CPU.
     pub threads: usize,
     /// The length of a part in bytes, at least a page. With 0 the provider chooses, and splits only
     /// ranges that become faster to register.

@@ -36,7 +36,7 @@ impl AddressOwner {
 /// A device iface, and the addresses for which it is queried.
 struct DeviceIface {
     first: Address,
-    /// The difference between the last address and the first.
+    /// The length of the address span minus 1.
     span: u64,
     iface: Arc<dyn Iface>,
 }
@@ -111,7 +111,7 @@ impl Registry {
         self.absent.iter().map(|(kind, error)| (*kind, error))
     }
 
-    /// Returns the iface of a kind.
+    /// Returns the iface of this kind.
     ///
     /// # Errors
     /// - [`ErrorKind::Unavailable`] or [`ErrorKind::Unsupported`] for an iface that did not start,
@@ -145,8 +145,8 @@ impl Registry {
     pub fn owner_of(&self, address: Address) -> Result<AddressOwner> {
         for device in self.devices.iter().filter(|device| device.may_hold(address)) {
             let answer = device.iface.query(address);
-            // By reference: a move would be a wide load right after the narrow stores of the
-            // answer, which stalls.
+            // Matched by reference for speed. A move would be a wide load right after narrow
+            // stores, which stalls the processor.
             match &answer {
                 Ok(Some(allocation)) if is_claimed(allocation) => {
                     return Ok(AddressOwner::of(allocation));
@@ -160,7 +160,7 @@ impl Registry {
         Ok(AddressOwner::SYSTEM)
     }
 
-    /// Returns the error for memory that does not belong to the iface that a caller named.
+    /// Returns the error for memory that belongs to another iface than the caller named.
     #[cold]
     pub(crate) fn refuse_claim(
         &self,
@@ -177,6 +177,23 @@ impl Registry {
             .iface(claimed)
             .context("range", range);
         if owner.iface == IfaceKind::SYSTEM && known.is_none() {
+            let Some(before) = range.start().0.checked_sub(1) else {
+                return error
+                    .context("why", "the iface does not know the address, which is null")
+                    .remedy("register memory that this process allocated: its allocation failed");
+            };
+            if let Ok(Some(ended)) = self.owner_of(Address(before)).map(|owner| owner.allocation)
+                && ended.iface == claimed
+            {
+                return error
+                    .context("allocation", ended.range)
+                    .context(
+                        "why",
+                        "the iface does not know the address, which is one past the end of an \
+                         allocation: the range is outside, or its memory was freed",
+                    )
+                    .remedy("register a range inside an allocation that has not been freed");
+            }
             return error
                 .context(
                     "why",
@@ -195,9 +212,9 @@ impl Registry {
 
     /// Returns the owner of a whole range.
     ///
-    /// Each iface is queried once if the range lies in one page: host memory and device memory
-    /// share no page. Otherwise host memory is queried at both ends, since devices' memory may
-    /// begin at the next page.
+    /// If the range lies in one page, each iface is queried once, because no page has both host
+    /// memory and device memory. Otherwise, if the first address is host memory, the last address
+    /// is queried too.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfBounds`] if the range leaves the allocation that its first byte lies in
@@ -223,10 +240,10 @@ impl Registry {
     }
 }
 
-/// Bytes of the smallest page that there is. Devices' memory and host memory share none.
+/// The smallest page size in bytes. No page has both host memory and device memory.
 const PAGE: u64 = 4096;
 
-/// The first byte of a range, and the last one if it lies in another page.
+/// Returns the first address of a range, and the last one if it lies in another page.
 fn ends(range: AddressRange) -> (Address, Option<Address>) {
     let (first, last) = (range.start().0, range.start().0 + range.len().saturating_sub(1));
     (Address(first), (first / PAGE != last / PAGE).then_some(Address(last)))

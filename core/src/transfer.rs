@@ -13,11 +13,13 @@ use crate::{
 /// A piece of local memory in a work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LocalSegment {
-    /// The first address in this process. Also for zero-based regions of verbs.
+    /// The first address, as a virtual address of this process. This also holds for regions with
+    /// zero-based addressing.
     pub address: Address,
     /// The length in bytes.
     pub len: u64,
-    /// The descriptor of the region that contains the segment. `None` if no region does.
+    /// The descriptor of the region that contains the segment. `None` if the memory is not
+    /// registered, or registered only when the request is posted.
     pub desc: Option<LocalKey>,
 }
 
@@ -197,7 +199,7 @@ impl AtomicType {
 pub enum Operation<'a> {
     /// RMA write from the local segments to the remote ones.
     Write {
-        /// The destination.
+        /// The peer's memory to write to.
         remote: &'a [RemoteSegment<'a>],
     },
     /// RMA write that also completes a receive of the peer, with immediate data
@@ -207,14 +209,14 @@ pub enum Operation<'a> {
     /// The bytes are in the peer's memory before that receive completes. The buffer of the receive
     /// is not changed.
     WriteImmediate {
-        /// The destination.
+        /// The peer's memory to write to.
         remote: &'a [RemoteSegment<'a>],
         /// The immediate data.
         data: u64,
     },
     /// RMA read from the remote segments into the local ones.
     Read {
-        /// The source.
+        /// The peer's memory to read from.
         remote: &'a [RemoteSegment<'a>],
     },
     /// Atomic operation on an array of elements, with the operands in the local segments. A
@@ -231,29 +233,30 @@ pub enum Operation<'a> {
         /// The values to compare with, for comparing operations.
         compare: Option<LocalSegment>,
     },
-    /// A message. A tagged message matches receives by its tag.
+    /// Send of a message. A tagged message matches receives by its tag.
     Send {
-        /// The tag, for tagged messages.
+        /// The tag of a tagged message. `None` for a message without a tag.
         tag: Option<u64>,
         /// The key of a window that the receiver's NIC invalidates (send with invalidate).
         invalidate: Option<&'a RemoteKey>,
     },
-    /// A message with immediate data, which the completion of the receive has
+    /// Send of a message with immediate data, which the completion of the receive returns
     /// ([`ProviderAttr::cq_data_size`](crate::provider::ProviderAttr::cq_data_size)).
     SendImmediate {
-        /// The tag, for tagged messages.
+        /// The tag of a tagged message. `None` for a message without a tag.
         tag: Option<u64>,
         /// The immediate data.
         data: u64,
     },
-    /// A buffer for one message.
+    /// Receive of one message into the local segments.
     Receive {
-        /// The tag to match and a mask of bits to ignore, for tagged messages.
+        /// The tag to match, and a mask of the tag's bits to ignore. `None` matches messages
+        /// without a tag.
         tag: Option<(u64, u64)>,
-        /// Receives only from this peer, if given.
+        /// The peer to receive from. With `None` the receive accepts messages of every peer.
         from: Option<PeerId>,
     },
-    /// Binds a type 2 window. The new key is the window's index with `tag` as its low 8 bits.
+    /// Bind of a type 2 window. The new key is the window's index with `tag` as its low 8 bits.
     BindWindow {
         /// The window.
         window: ProviderWindow,
@@ -263,14 +266,14 @@ pub enum Operation<'a> {
         offset: u64,
         /// The length in bytes, more than 0.
         len: u64,
-        /// The rights of peers.
+        /// The rights that the window grants to peers.
         access: Access,
-        /// The addressing for peers.
+        /// The kind of addresses that peers use.
         addressing: Addressing,
         /// The low 8 bits of the new key.
         tag: u8,
     },
-    /// Invalidates the current key of a type 2 window.
+    /// Invalidation of the current key of a type 2 window.
     InvalidateWindow {
         /// The window.
         window: ProviderWindow,
@@ -282,11 +285,11 @@ pub enum Operation<'a> {
 pub struct WorkRequest<'a> {
     /// The operation, with its remote segments.
     pub operation: Operation<'a>,
-    /// The local memory, as a sequence of bytes.
+    /// The local memory. The segments form one sequence of bytes.
     pub local: &'a [LocalSegment],
     /// The peer. Ignored by receives and window operations.
     pub peer: PeerId,
-    /// A number that the completion carries.
+    /// A number of the application. The completion of the request returns it.
     pub context: u64,
 }
 
@@ -308,7 +311,7 @@ pub enum CompletionKind {
     InvalidateWindow,
 }
 
-/// The end of a request.
+/// The result of a request, which its completion queue reports.
 ///
 /// A provider creates a completion with [`Completion::new`] and sets the other fields.
 ///
@@ -339,8 +342,8 @@ pub struct Completion {
     /// The immediate data of the peer's message or write, for receives. May be `None` if the
     /// receive failed.
     pub data: Option<u64>,
-    /// The number of the window key that the NIC invalidated for the sender (send with invalidate),
-    /// for receives. [`RemoteKey::as_u64`] returns the same number for the window's key.
+    /// In the completion of a receive: the window key that the peer's message invalidated (send
+    /// with invalidate), as the number that [`RemoteKey::as_u64`] returns for it.
     pub invalidated: Option<u64>,
 }
 

@@ -32,75 +32,77 @@ pub enum WindowType {
 /// The state of a window's key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WindowState {
-    /// No window is allocated.
+    /// The window is not allocated, or was freed.
     Invalid,
-    /// The window is not bound, and its key is dead.
+    /// The window is not bound, and its key gives no access.
     Free,
     /// The window is bound, and its key gives access to memory.
     Valid,
 }
 
-/// An event that changes the state of a window, or is refused in a state.
+/// An event that changes the state of a window, or that a [`WindowRule`] refuses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WindowEvent {
-    /// A window is allocated.
+    /// The allocation of a window.
     Allocate,
-    /// The window is bound to at least one byte.
+    /// A request to bind the window to at least one byte.
     Bind,
-    /// The window is bound to zero bytes.
+    /// A request to bind the window to zero bytes.
     BindNothing,
-    /// The owner invalidates the key by a posted request.
+    /// A posted request of the window's owner to invalidate the key.
     Invalidate,
-    /// A peer invalidates the key by a message (send with invalidate).
+    /// A message of a peer that invalidates the key (send with invalidate).
     InvalidateByPeer,
-    /// A peer reads or writes through the key.
+    /// A read or write by a peer with the key.
     Access,
-    /// The queue pair through which the window was bound is reset.
+    /// A reset of the queue pair through which the window was bound.
     ResetQueuePair,
-    /// The queue pair through which the window was bound is destroyed.
+    /// The destruction of the queue pair through which the window was bound.
     DestroyQueuePair,
-    /// The window is freed.
+    /// A request to free the window.
     Deallocate,
 }
 
-/// A rule of the model, by which operations are refused. Errors have its name as `rule`.
+/// A rule of the model. An operation that breaks a rule is refused, and the error has the rule's
+/// name as its context value `rule`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WindowRule {
-    /// A window is used only after its allocation and until it is freed.
+    /// A window must be allocated, and only once, before it is used.
     Allocated,
-    /// A type 2 window is bound only while it is free (o10-37.2.30).
+    /// A type 2 window can be bound only while it is free (o10-37.2.30).
     BindsWhenFree,
-    /// A type 2 window is not bound to zero bytes (o10-37.2.40).
+    /// A type 2 window cannot be bound to zero bytes (o10-37.2.40).
     Type2HasLength,
     /// A type 1 window that is not bound cannot be unbound.
     UnbindsWhenBound,
-    /// A type 1 window is never invalidated (o10-37.2.26).
+    /// A type 1 window cannot be invalidated (o10-37.2.26).
     Type1IsNotInvalidated,
-    /// The key of a free window is dead.
+    /// A peer cannot use the key of a free window.
     AccessNeedsBinding,
-    /// A queue pair with a bound type 2A window is neither reset nor destroyed.
+    /// A queue pair with a bound type 2A window can be neither reset nor destroyed.
     Type2AHoldsQueuePair,
-    /// A type 1 window is bound by a call, and a type 2 window by a posted request.
+    /// A type 1 window must be bound by a call, and a type 2 window by a posted request.
     BoundByItsVerb,
-    /// A type 1 window has virtual addresses (o10-36.2.2).
+    /// A type 1 window must be bound with virtual addressing (o10-36.2.2).
     Type1IsVirtual,
-    /// A type 2 window is accessed and invalidated through the queue pair that bound it.
+    /// A type 2 window can be accessed and invalidated only through the queue pair that bound it.
     OwnQueuePair,
-    /// A window binds to a region of its own protection domain (C10-72).
+    /// A window can be bound only to a region of its own protection domain (C10-72).
     SameDomain,
-    /// A window binds to a region with the right MW_BIND (C10-73).
+    /// A window can be bound only to a region with the right MW_BIND (C10-73).
     RegionAllowsWindows,
     /// A window that lets peers write needs a region that the NIC may write (C10-74).
     WritesNeedLocalWrite,
-    /// A window's bytes are inside its region (C10-75).
+    /// A window's bytes must be inside its region (C10-75).
     InsideRegion,
-    /// A window has rights of peers only.
+    /// A window can grant only rights of peers.
     RemoteRightsOnly,
-    /// A window binds to a region with virtual addresses.
+    /// A window can be bound only to a region with virtual addressing.
     RegionIsVirtual,
     /// A domain in RAW mode has no windows, because windows have no raw keys.
     NoRawKeys,
-    /// The driver supports the invalidation of bound windows only.
+    /// A window can be invalidated only while it is bound, because the driver supports nothing
+    /// else.
     DriverInvalidatesOnce,
 }
 

@@ -1,5 +1,5 @@
-//! A cache whose `membarrier(2)` is refused after it worked. The test has a process of its own,
-//! because the seccomp filter is for the whole process and cannot be removed.
+//! Tests a cache after the kernel began to refuse `membarrier(2)`. The test has a process of its
+//! own, because the seccomp filter is for the whole process and cannot be removed.
 
 use std::{
     collections::BTreeSet,
@@ -21,14 +21,14 @@ use parking_lot::{Condvar, Mutex};
 
 const PAGE: u64 = 4096;
 
-/// Regions as numbers.
+/// The records of a backend with numbers as regions.
 #[derive(Default)]
 struct Books {
     next: AtomicU64,
     live: Mutex<BTreeSet<u64>>,
-    /// Deregistrations begun by a cache's worker.
+    /// The number of deregistrations that a cache's worker began.
     by_worker: AtomicUsize,
-    /// Holds the worker in a deregistration.
+    /// While true, a deregistration by the worker waits.
     held: Mutex<bool>,
     released: Condvar,
 }
@@ -43,8 +43,8 @@ impl Books {
     }
 }
 
-/// Holds a worker until it is dropped, so that the drop of the cache does not wait forever if the
-/// test fails.
+/// A guard that holds a worker in a deregistration. Dropping the guard releases the worker, so that
+/// the drop of the cache does not wait forever if the test fails.
 struct Held(Arc<Books>);
 
 impl Held {

@@ -1,4 +1,5 @@
-//! Memory of the cache. The test has a process of its own, because it reads the resident size.
+//! Tests the memory use of a cache. The test has a process of its own, because it reads the
+//! resident size.
 
 use std::sync::Arc;
 

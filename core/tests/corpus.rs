@@ -1,4 +1,4 @@
-//! Keys that earlier versions serialised.
+//! Tests that keys of earlier versions can still be read.
 
 #[path = "../../tests/corpus/reader.rs"]
 mod reader;

@@ -1,4 +1,4 @@
-//! Segments of remote keys for transfers, and keys of a part.
+//! Tests of parts of remote keys: segments for transfers, and narrowed keys.
 
 use hmem_core::{Addressing, ErrorKind, Iova, RemoteKey, RemotePiece};
 use proptest::prelude::*;
@@ -52,7 +52,7 @@ fn narrowed_split_key_has_parts_of_its_pieces() {
     assert_eq!(pieces(&key.narrow(0x300, 0x10).expect("one")), [(0x9000, 0x10, 3)]);
     assert_eq!(key.narrow(0, 0x380).expect("all of it"), key);
     assert_eq!(key.narrow(5, 0).unwrap_err().kind(), ErrorKind::ZeroLength);
-    // The pieces are reached from their own starts, which a part cannot say.
+    // Offsets count from the start of each piece, which the key of a part cannot express.
     let zero = split(Addressing::ZeroBased);
     assert_eq!(zero.narrow(0x80, 0x90).unwrap_err().kind(), ErrorKind::Unsupported);
     assert_eq!(zero.narrow(0, 0x380).expect("all of it"), zero);
@@ -78,7 +78,7 @@ fn keys_of_2_to_the_64_bytes_or_more_are_refused() {
         assert_eq!(refused.kind(), ErrorKind::Malformed);
         let wrong = refused.context_value("wrong");
         assert_eq!(wrong, Some("pieces with more bytes than an address space"), "{key:?}");
-        // This process can create such a key too. Using it does not panic.
+        // A process can also create such a key itself. Its use does not panic.
         key.narrow(u64::MAX - 2, 2).expect("a part");
         let _ = (key.narrow(3, 9), key.slice(3, 9));
     }

@@ -5,7 +5,7 @@ use hmem_core::{
 };
 use proptest::{collection, option, prelude::*};
 
-/// Pieces of which any four together are shorter than the address space.
+/// A strategy for pieces. Any four of them together are shorter than the address space.
 fn piece() -> impl Strategy<Value = RemotePiece> {
     let (base, len) = (..=u64::MAX - u64::MAX / 4, ..=u64::MAX / 4);
     (base, len, any::<u64>()).prop_map(|(base, len, key)| RemotePiece {
@@ -21,7 +21,7 @@ fn key() -> impl Strategy<Value = RemoteKey> {
         .prop_map(|(addressing, first, rest)| RemoteKey::split(addressing, first, rest))
 }
 
-/// Rails of one to six NICs, no two of one name.
+/// A strategy for rails of one to six NICs with different names.
 fn rails() -> impl Strategy<Value = RailKeys> {
     let nic = ("[a-z]{1,8}", "[a-z0-9_]{0,12}|\u{fc}ber", option::of("[0-9a-f:.]{0,12}"));
     collection::vec((nic, key()), 1..6).prop_map(|rails| {
@@ -71,7 +71,7 @@ proptest! {
     #[test]
     fn random_bytes_are_refused_as_rail_keys(bytes in collection::vec(any::<u8>(), 0..200)) {
         wrong(&bytes);
-        // Behind a sound header and with a sound checksum, the payload decides.
+        // With a valid header and a valid checksum, only the payload can be wrong.
         let body = [b"hmRL\x01", &bytes[..]].concat();
         let sum = crc32fast::hash(&body).to_le_bytes();
         if let Ok(keys) = RailKeys::from_bytes(&[&body[..], &sum].concat()) {
@@ -98,7 +98,7 @@ fn any_flipped_bit_of_rail_keys_is_detected() {
     for len in 0..bytes.len() {
         wrong(&bytes[..len]);
     }
-    // The key of one NIC is another form.
+    // The key of a single NIC has another magic number.
     assert_eq!(wrong(&key(1).to_bytes()), "magic");
     assert_eq!(RemoteKey::from_bytes(&bytes).unwrap_err().context_value("wrong"), Some("magic"));
 }
@@ -120,7 +120,7 @@ fn invalid_rail_lists_are_refused_by_sender_and_receiver() {
         assert!(error.context_value("what").unwrap().starts_with(what), "{error}");
         assert!(error.remedy_text().is_some());
     }
-    // A sender of its own making: a list of no rails, with a sound checksum.
+    // An empty list with a valid checksum, as another implementation might send it.
     let body = b"hmRL\x01\x00";
     let sum = crc32fast::hash(body).to_le_bytes();
     assert_eq!(wrong(&[&body[..], &sum].concat()), "no rail");

@@ -1,4 +1,4 @@
-//! The ifaces that a registry queries for an address.
+//! Tests which ifaces a registry queries for an address.
 
 #![allow(unsafe_code, reason = "implementing `Iface` takes unsafe functions")]
 
@@ -75,7 +75,8 @@ fn registry(iface: &Arc<One>) -> Registry {
     registry
 }
 
-/// Returns the number of queries for an address, and true if the iface owns the address.
+/// Looks up the owner of an address. Returns the number of queries of the iface, and true if the
+/// iface owns the address.
 fn seen(iface: &Arc<One>, registry: &Registry, address: u64) -> (usize, bool) {
     let before = iface.asked.load(Ordering::Relaxed);
     let owner = registry.owner_of(Address(address)).unwrap();

@@ -1,4 +1,4 @@
-//! The patch point of a function: the one instruction among the first ones that can be replaced.
+//! The patch point of a function: the instruction near its entry that a patch replaces.
 //!
 //! Both architectures follow these rules, so that threads may run the function at any time:
 //! - One aligned store replaces exactly one whole instruction. No thread's program counter is ever
@@ -6,36 +6,36 @@
 //! - The instructions before it are known. They leave the arguments as they are, and can be undone
 //!   or have no effect that a caller can see.
 //! - To call the original, a hook runs a copy of the skipped instructions, and then the rest of the
-//!   function in its place. The library itself produces the return value and `errno`.
+//!   function in its place. The library's own code produces the return value and `errno`.
 //!
 //! Every instruction is decoded. An entry that does not fit is refused, with its bytes in the
 //! error.
 
-/// Number of bytes of a function that are decoded.
+/// Number of bytes that are decoded at the entry of a function.
 pub(super) const LOOKED_AT: usize = 48;
 
-/// The instruction of an entry to replace, and the code around it.
+/// The instruction that a patch replaces, and the code around it.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct PatchPoint {
     /// Offset of the replaced instruction from the entry.
     pub(super) at: usize,
-    /// Code that undoes the instructions before the patch point. It runs on the way to the hook.
+    /// Code that undoes the instructions before the patch point. It runs before the hook.
     pub(super) undo: Vec<u8>,
-    /// Copy of the function's code up to `resume`. It runs on the way from the hook to the
-    /// original.
+    /// Copy of the function's code up to `resume`. It runs when the hook calls the original
+    /// function.
     pub(super) skipped: Vec<u8>,
-    /// Displacements in `skipped` that depend on the address of the copy.
+    /// Displacements in `skipped` to adjust to the address of the copy.
     pub(super) relative: Vec<Relative>,
-    /// Offset from the entry at which the function continues after `skipped`.
+    /// Offset from the entry of the first instruction after the copied ones.
     pub(super) resume: usize,
 }
 
-/// A displacement of an instruction that reads memory relative to its own address.
+/// The displacement in an instruction that reads memory relative to its own address.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Relative {
-    /// Offset of the displacement's 4 bytes.
+    /// Offset of the displacement's 4 bytes in `skipped`.
     pub(super) at: usize,
-    /// Offset of the instruction's end, to which the displacement is relative.
+    /// Offset in `skipped` of the instruction's end, to which the displacement is relative.
     pub(super) from: usize,
     /// The address that the instruction reads.
     pub(super) target: u64,
@@ -46,11 +46,11 @@ pub(super) struct Relative {
 pub(super) enum PatchObstacle {
     /// The entry begins with a jump or call: another library patched it.
     Jump,
-    /// The bytes at this offset are no instruction that is known to be safe here.
+    /// The bytes at this offset are not an instruction that is known to be safe to skip or replace.
     Unknown(usize),
-    /// The function makes another system call than its name says.
+    /// The function makes this system call instead of the one expected from its name.
     OtherCall(i64),
-    /// No instruction can be replaced by one aligned store.
+    /// No aligned store can replace a whole instruction.
     NoRoom,
 }
 

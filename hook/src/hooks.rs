@@ -1,4 +1,4 @@
-//! The hooks of one monitor: patches for as long as it lives, and its own subscriptions.
+//! The hooks of one monitor: the patches that it needs, and its subscriptions.
 
 use std::{
     array,
@@ -21,8 +21,9 @@ use crate::{
 
 /// Hooked functions and the subscriptions of one monitor.
 ///
-/// All values of one [`HookRegistry`] share the patches. The first value makes them, and dropping
-/// the last one undoes them. Dropping a value ends its subscriptions.
+/// All values of one [`HookRegistry`] share the patches. Creating the first value patches the
+/// functions, and dropping the last value undoes the patches. Dropping a value ends its
+/// subscriptions.
 ///
 /// # Examples
 /// ```
@@ -120,24 +121,24 @@ pub struct Hooks<T: HasTable + 'static> {
     process: &'static Process<T>,
     patches: &'static Patches,
     own: [OwnSubscriptions; SLOTS],
-    /// Held while the first subscription of an invalidator begins or the last one ends.
+    /// The lock for adding the first and removing the last subscription of an invalidator.
     first_and_last: Mutex<()>,
 }
 
-/// One monitor's subscriptions of an invalidator. Together they hold one subscription of the
-/// process.
+/// The subscriptions of an invalidator at one monitor. Together they count as one subscription in
+/// the table of the process.
 #[derive(Debug, Default)]
 struct OwnSubscriptions {
-    /// Lower half: number of subscriptions. Upper half: how often the number left zero.
+    /// Lower half: number of subscriptions. Upper half: how often the number has risen from zero.
     count: AtomicU64,
-    /// The [`identity`] of the invalidator; valid while there are subscriptions.
+    /// The [`identity`] of the invalidator. Valid while the number of subscriptions is not zero.
     invalidator: AtomicUsize,
 }
 
 const COUNT: u64 = (1 << 32) - 1;
 
 impl OwnSubscriptions {
-    /// Adds a subscription if the slot has subscriptions, and they are of this invalidator.
+    /// Adds a subscription if this invalidator already has one. Returns false otherwise.
     fn join(&self, invalidator: usize) -> bool {
         // Acquire: the load below sees this count's invalidator, or a later one's. A later one is
         // stored only after the last of these subscriptions ended. The exchange then fails, since
@@ -153,7 +154,7 @@ impl OwnSubscriptions {
         false
     }
 
-    /// Sets the first subscription. The caller holds the lock.
+    /// Stores the first subscription of an invalidator. The caller holds the lock.
     fn begin(&self, invalidator: usize) {
         self.invalidator.store(invalidator, Ordering::Relaxed);
         let before = self.count.load(Ordering::Relaxed);
@@ -161,7 +162,7 @@ impl OwnSubscriptions {
         self.count.store((before & !COUNT).wrapping_add(COUNT + 2), Ordering::Release);
     }
 
-    /// Removes a subscription unless it is the last.
+    /// Removes a subscription unless it is the last one. Returns true if it removed one.
     fn remove_unless_last(&self) -> bool {
         self.subtract_if(|count| count > 1).is_some()
     }
@@ -178,9 +179,10 @@ impl OwnSubscriptions {
 }
 
 impl<T: HasTable> Hooks<T> {
-    /// Patches the functions of the registry, or shares the patches of an earlier start. The first
-    /// start of all calls `plan` while no other start runs. Its plan is kept for good, and later
-    /// starts do not call theirs.
+    /// Patches the functions of the registry, or shares the patches of a running monitor.
+    ///
+    /// The first call in the process calls `plan`, while concurrent calls wait. The registry keeps
+    /// the plan forever, and later calls ignore their `plan`.
     ///
     /// # Errors
     /// - The errors of `plan`.
@@ -211,8 +213,10 @@ impl<T: HasTable> Hooks<T> {
         self.process.is_own_process()
     }
 
-    /// Fails unless every patch is in place. If a patch was overwritten, invalidates all memory for
-    /// every subscriber, since calls were missed from an unknown moment on.
+    /// Fails unless every patch is in place.
+    ///
+    /// If another library overwrote a patch, the hooks have missed calls since an unknown moment.
+    /// The method then invalidates all memory for every subscriber.
     ///
     /// # Errors
     /// - Busy: a patch was overwritten. The error names the function and the library.
@@ -234,15 +238,15 @@ impl<T: HasTable> Hooks<T> {
         self.patches.entries()
     }
 
-    /// Returns the subscribers of every monitor of this process.
+    /// Returns the subscribers of all monitors that share the registry in this process.
     #[must_use]
     pub fn subscribers(&self) -> &Subscribers<T> {
         self.process.subscribers()
     }
 
-    /// Notifies `invalidator` of changes until it is unsubscribed. When this returns, the
-    /// invalidator is notified of every change in flight too. Subscriptions of one invalidator are
-    /// interchangeable.
+    /// Notifies `invalidator` of changes until it is unsubscribed. When the method returns, changes
+    /// that are already in flight notify the invalidator too. An invalidator may have several equal
+    /// subscriptions.
     ///
     /// # Errors
     /// - Busy: a patch was overwritten. The error names the function.
@@ -272,7 +276,7 @@ impl<T: HasTable> Hooks<T> {
         Ok(Subscription(slot.into()))
     }
 
-    /// Adds a subscription, without a lock, to those that the invalidator has at this monitor.
+    /// Adds a subscription without a lock, if the invalidator already has one at this monitor.
     fn subscribe_again(&self, invalidator: &Arc<dyn Invalidator>) -> Option<Subscription> {
         // Two live invalidators differ in address, and the caller's is alive.
         let wanted = identity(invalidator);
@@ -280,8 +284,9 @@ impl<T: HasTable> Hooks<T> {
         Some(Subscription(slot as u64))
     }
 
-    /// Ends a subscription. Call this once for each: after that its slot may belong to another
-    /// invalidator. In a forked child it does nothing.
+    /// Ends a subscription. Does nothing in a forked child.
+    ///
+    /// Call it once for each subscription. Afterwards the slot may belong to another invalidator.
     pub fn unsubscribe(&self, subscription: Subscription) {
         if !self.is_own_process() {
             return;

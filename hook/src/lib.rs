@@ -8,7 +8,7 @@
 //! | file | content |
 //! |---|---|
 //! | `hooks` | [`Hooks`]: the entry point, with an example: patches and subscriptions |
-//! | `process` | [`HookRegistry`]: subscribers and patches of one kind of hooks in a process |
+//! | `process` | [`HookRegistry`]: subscribers and patches of one set of hooks in a process |
 //! | `patch` | [`Patches`]: patches a set of functions, and undoes it |
 //! | `entry`, `arch` | the rules for entries that one store can patch while threads run them |
 //! | `trampoline` | the code between an entry and its hook |

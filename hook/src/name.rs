@@ -2,7 +2,7 @@
 
 use hmem_core::{Error, ErrorKind, IfaceKind};
 
-/// The name of a monitor, its iface and its alternative, for errors.
+/// The name of a monitor, its iface and its alternative, as error messages show them.
 ///
 /// # Examples
 /// ```
@@ -22,18 +22,19 @@ pub struct MonitorName {
     pub name: &'static str,
     /// The iface of the watched memory.
     pub iface: IfaceKind,
-    /// The alternative where the monitor cannot run, as the end of a remedy.
+    /// The last part of each error's remedy: the setting to use if the monitor cannot run.
     pub fallback_hint: &'static str,
 }
 
 impl MonitorName {
-    /// Creates an error of the monitor.
+    /// Creates an error of this kind that names the monitor.
     #[must_use]
     pub fn error(&self, kind: ErrorKind) -> Error {
         Error::new(kind, self.name).iface(self.iface)
     }
 
-    /// Creates the error for a child that was forked from the process that the monitor watches.
+    /// Creates the error for a call in a forked child: a monitor watches only the process that
+    /// started it.
     #[cold]
     #[must_use]
     pub fn forked(&self, operation: &'static str) -> Error {

@@ -1,7 +1,7 @@
-//! Patches a set of functions at their entries, and undoes it.
+//! Patches a set of functions at their entries, and undoes the patches.
 //!
-//! A plan is made once for a library and kept for good: a thread may run a trampoline at any time,
-//! even when nothing is patched. `entry.rs` has the rules that keep running threads safe.
+//! A plan is made once for a library and never freed: a thread may run a trampoline at any time,
+//! even after the patches were undone. `entry.rs` has the rules that keep running threads safe.
 
 use std::{
     ffi::{CStr, c_void},
@@ -29,7 +29,7 @@ pub struct PatchTarget {
     pub name: &'static str,
     /// The address of the function.
     pub entry: usize,
-    /// The address of the code that runs instead.
+    /// The address of the hook: the function that runs instead.
     pub hook: usize,
     /// The number of the system call that the function makes, or `None` if it makes none or the
     /// number is not known.
@@ -39,14 +39,14 @@ pub struct PatchTarget {
     pub original: &'static AtomicUsize,
 }
 
-/// Functions of one library, with the patch of each.
+/// The functions of one library with their prepared patches.
 #[derive(Debug)]
 pub struct Patches {
     monitor: MonitorName,
     sites: Vec<Site>,
 }
 
-/// The patch of one function.
+/// A function and its patch.
 #[derive(Debug)]
 struct Site {
     name: &'static str,
@@ -55,19 +55,19 @@ struct Site {
 }
 
 impl Patches {
-    /// Decodes the entries and writes the trampolines. No patch leads to them yet.
+    /// Decodes the entries and writes the trampolines. Does not change the functions yet.
     ///
     /// # Errors
-    /// - Unsupported: an entry does not fit. The error names the function, and the library that
-    ///   patched it.
+    /// - Unsupported: an entry cannot be patched. The error names the function, and the library
+    ///   that patched it if there is one.
     /// - OutOfResources: no free address lies within a jump's reach.
     /// - The error of the kernel if it refuses a mapping.
     ///
     /// # Safety
     /// - Each entry is the address of a function of a library that stays loaded.
-    /// - Each hook accepts the function's arguments by its calling convention, and calls the
-    ///   original through the value of `original` at that time.
-    /// - Each `original` belongs to one target of one plan.
+    /// - Each hook has the function's signature and calling convention. It reads `original` at each
+    ///   call to find the original function.
+    /// - Each `original` is used by only one target of one plan.
     pub unsafe fn plan(monitor: MonitorName, targets: &[PatchTarget]) -> Result<Self> {
         let Some(first) = targets.first() else { return Ok(Self { monitor, sites: Vec::new() }) };
         pin_library_of(first.hook);
@@ -95,7 +95,7 @@ impl Patches {
     /// patch.
     ///
     /// # Errors
-    /// Busy, with the library that overwrote the patch.
+    /// Busy: another library overwrote a patch. The error names that library.
     pub fn check_patches(&self) -> Result<()> {
         match self.sites.iter().find(|site| !site.patch.is_in_place()) {
             None => Ok(()),
@@ -103,7 +103,7 @@ impl Patches {
         }
     }
 
-    /// Patches the functions: all of them, or none.
+    /// Patches all functions, or none if one of them fails.
     ///
     /// # Errors
     /// - Busy: another library patched a function since the plan. The error names the function.
@@ -125,7 +125,7 @@ impl Patches {
         Ok(())
     }
 
-    /// Undoes the patches. Patches that another library overwrote stay as they are.
+    /// Undoes the patches. Leaves alone those that another library overwrote.
     pub fn unpatch_all(&self) {
         for site in &self.sites {
             if site.patch.is_in_place()
@@ -174,8 +174,8 @@ impl Patches {
         self.while_writable(site, || unsafe { site.patch.undo() })
     }
 
-    /// Runs `write` while the page of the patch is writable. The page stays executable, because
-    /// other threads run it.
+    /// Makes the page of the patch writable, runs `write`, and restores the protection. The page
+    /// stays executable, because other threads run code in it.
     fn while_writable(&self, site: &Site, write: impl FnOnce() -> bool) -> Result<()> {
         let page = rustix::param::page_size();
         let at =
@@ -200,8 +200,10 @@ impl Patches {
 }
 
 impl Site {
+    /// Decodes the entry of a function and writes its trampoline into `slot`.
+    ///
     /// # Safety
-    /// The contract of [`Patches::plan`] holds for the target.
+    /// The target meets the conditions of [`Patches::plan`].
     unsafe fn new(
         monitor: MonitorName,
         target: &PatchTarget,
@@ -237,14 +239,17 @@ impl Site {
         Ok(Self { name, entry, patch })
     }
 
-    /// Returns the library that has patched the entry, as far as the bytes tell.
+    /// Returns the name of the library that patched the entry, or a placeholder if the code does
+    /// not show it.
     fn owner(&self) -> String {
         owner(self.entry, &code_at(self.entry)).unwrap_or_else(|| "unknown".into())
     }
 }
 
-/// Runs `one` for each site. On a failure, undoes all sites up to the failed one, which may be half
-/// done. Returns the error of that site, with failed undos as context.
+/// Runs `one` for each site. If a site fails, runs `undo` for it and for all sites before it.
+///
+/// The failed site is included because `one` may have done half of its work. The returned error is
+/// that of the failed site, with the errors of `undo` as context.
 fn all_or_none<S>(
     sites: &[S],
     mut one: impl FnMut(&S) -> Result<()>,
@@ -260,7 +265,7 @@ fn all_or_none<S>(
 }
 
 /// Makes every processor that runs this process fetch its code again. Returns false if the kernel
-/// lacks that.
+/// does not support this.
 fn synchronise_code() -> bool {
     membarrier(MembarrierCommand::RegisterPrivateExpeditedSyncCore)
         .and_then(|()| membarrier(MembarrierCommand::PrivateExpeditedSyncCore))
@@ -274,7 +279,7 @@ fn code_at(entry: u64) -> [u8; LOOKED_AT] {
     unsafe { ptr::with_exposed_provenance::<[u8; LOOKED_AT]>(entry as usize).read_volatile() }
 }
 
-/// Returns the file that a patched entry leads to.
+/// Returns the file of the library to which the jump in a patched entry leads.
 fn owner(entry: u64, code: &[u8; LOOKED_AT]) -> Option<String> {
     let target = arch::jump_target(entry, code)?;
     Some(object_of(target as usize)?.to_string_lossy().into_owned())
@@ -293,9 +298,10 @@ fn object_of(address: usize) -> Option<&'static CStr> {
     (!object.dli_fname.is_null()).then(|| unsafe { CStr::from_ptr(object.dli_fname) })
 }
 
-/// Keeps the object that contains the hooks loaded for good if it is a shared library: patched
-/// entries lead into it, and threads run in it. The main program is never unloaded, and dlopen does
-/// not find it by this name.
+/// Prevents the shared library that contains the hooks from being unloaded.
+///
+/// Patched entries lead into the library, and threads run in it. Hooks in the main program need
+/// nothing: it is never unloaded, and dlopen does not find it by this name.
 fn pin_library_of(hook: usize) {
     if let Some(name) = object_of(hook) {
         let flags = libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE;

@@ -1,8 +1,8 @@
-//! The state that one kind of hooks has once in a process: patches, subscribers and users.
+//! The process-wide state of one set of hooks: patches, subscribers and users.
 //!
-//! The state is process-wide because the patched function is: however many monitors need it, there
-//! is one function to patch. A forked child inherits the patches in its copy of the code, with a
-//! table that is wiped. If the child starts a monitor, it gets a new table.
+//! The state is process-wide because a patched function is: several monitors share its patch. A
+//! forked child inherits the patched code, and the kernel zeroes the child's copy of the table. If
+//! the child starts a monitor, it gets a new table.
 
 use std::{
     ptr,
@@ -14,21 +14,22 @@ use parking_lot::Mutex;
 
 use crate::{HasTable, MonitorName, Patches, Subscribers, Wipeable, clamped};
 
-/// The subscribers and users of one kind of hooks in one process.
+/// The subscribers and users of one set of hooks in one process.
 #[derive(Debug)]
 pub(crate) struct Process<T: Wipeable> {
     subscribers: Subscribers<T>,
     /// Number of monitors that use the patches.
     users: Mutex<usize>,
-    /// Set if a patch was missing at the last check.
+    /// Set if the last check found a patch overwritten.
     overwritten: AtomicBool,
 }
 
-/// The subscribers and patches of one kind of hooks. A hook finds them in a static of this type.
+/// The subscribers and patches of one set of hooks. Hooks reach it through a `static`.
 #[derive(Debug)]
 pub struct HookRegistry<T: Wipeable> {
     process: AtomicPtr<Process<T>>,
-    /// Made once and kept: a thread may run a trampoline at any time, even when nothing is patched.
+    /// Created once and never freed: a thread may run a trampoline at any time, even after the
+    /// patches were undone.
     patches: AtomicPtr<Patches>,
 }
 
@@ -45,8 +46,10 @@ impl<T: HasTable + 'static> HookRegistry<T> {
         Self { process: AtomicPtr::new(ptr::null_mut()), patches: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// Returns the subscribers that a hook notifies. In a forked child without a monitor these are
-    /// the parent's, with a wiped table.
+    /// Returns the subscribers that a hook notifies, or `None` if no monitor was ever started.
+    ///
+    /// In a forked child that starts no monitor the result is `Some`, but its table is empty,
+    /// because the kernel zeroed the child's copy.
     #[inline(always)]
     #[must_use]
     pub fn subscribers(&self) -> Option<&'static Subscribers<T>> {
@@ -57,7 +60,8 @@ impl<T: HasTable + 'static> HookRegistry<T> {
         process.map(|process| &process.subscribers)
     }
 
-    /// Returns the state of this process. Creates it if there is none, or if it is the parent's.
+    /// Returns the state of this process. Creates the state in a process that has none, and in a
+    /// forked child that has only its parent's.
     ///
     /// # Errors
     /// The errors of [`Subscribers::new`].
@@ -94,17 +98,19 @@ impl<T: HasTable> Process<T> {
         &self.subscribers
     }
 
-    /// Returns true if this process created the state, rather than a parent that forked it.
+    /// Returns true in the process that created the state, and false in a forked child.
     pub(crate) fn is_own_process(&self) -> bool {
         self.subscribers.shared().is_own_process()
     }
 
-    /// Patches the functions, or counts one more user of the patches. Calls `plan` if there is no
-    /// plan yet. The lock keeps other starts out meanwhile: planning writes the `original` of each
-    /// hook, which must precede the patches.
+    /// Patches the functions for the first user, or adds a user of the existing patches.
+    ///
+    /// Calls `plan` if there is no plan yet. Concurrent calls wait for the lock, because `plan`
+    /// must write the `original` of each hook before any function is patched.
     ///
     /// # Errors
-    /// The errors of `plan` and [`Patches::patch_all`]; Busy if a patch was overwritten since.
+    /// - The errors of `plan` and [`Patches::patch_all`].
+    /// - Busy: another library overwrote an existing patch.
     pub(crate) fn install(
         &self,
         registry: &HookRegistry<T>,
@@ -134,8 +140,10 @@ impl<T: HasTable> Process<T> {
         Ok(patches)
     }
 
-    /// Fails unless every patch is in place. If a patch was overwritten, invalidates all memory for
-    /// every subscriber: once, since later subscriptions are refused.
+    /// Fails unless every patch is in place.
+    ///
+    /// If a patch was overwritten, the first call that finds it invalidates all memory for every
+    /// subscriber. Later calls do not, because no subscription is accepted any more.
     ///
     /// # Errors
     /// The errors of [`Patches::check_patches`].
@@ -158,8 +166,8 @@ impl<T: HasTable> Process<T> {
         pass.each(|_, invalidator| invalidator.invalidate(everything, InvalidationCause::Unmap));
     }
 
-    /// Undoes the patches when the last user is gone. Patches that another library overwrote stay
-    /// as they are.
+    /// Removes a user, and undoes the patches after the last one. Leaves alone patches that another
+    /// library overwrote.
     pub(crate) fn uninstall(&self, patches: &Patches) {
         let mut users = self.users.lock();
         *users -= 1;

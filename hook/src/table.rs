@@ -2,29 +2,31 @@
 //!
 //! # Implementation
 //!
-//! A *pass* is one reader's use of the table. A reader is a hook, a monitor's thread or a call of
-//! the application. It counts itself in, reads which slots are taken, notifies their invalidators,
-//! and counts itself out. It waits for nothing. A writer holds the lock of [`Subscribers`], changes
-//! the table, and waits until every pass that may have seen the old table is over. Therefore:
+//! A *pass* is one use of the table by a reader: a hook, a monitor's thread or a call of the
+//! application. The reader counts itself in, reads which slots are occupied, notifies the
+//! invalidators in them, and counts itself out. It never waits. A writer holds the lock of
+//! [`Subscribers`], changes the table, and waits until every pass that may have seen the old table
+//! has ended. Therefore:
 //! - After an invalidator was removed, no pass uses it, and its reference may be dropped.
-//! - After an invalidator was added, every pass in flight notifies it: a change that began before
-//!   and saw an empty table is over. Without this wait, such a change could free memory that was
+//! - After an invalidator was added, every pass in flight notifies it: passes that saw the table
+//!   without it have ended. Without this wait, a change in such a pass could free memory that was
 //!   registered just after the subscription, and no cache would be notified.
 //!
 //! Like SRCU, the table counts passes on two sides, and the writer switches sides twice. Each time
 //! it waits for the side that it leaves:
-//! - A pass may read the side, be delayed, and count itself on a side that was left meanwhile. The
-//!   second switch waits for it.
-//! - New passes count on the other side, so that a stream of them starves no writer.
+//! - A pass may read the current side, be delayed, and count itself in after the writer has left
+//!   that side. The second switch waits for this pass.
+//! - New passes count on the other side, so that continuous new passes cannot block a writer
+//!   forever.
 //! - A pass that counts itself after the writer saw zero reads the slots after the writer changed
 //!   them. Its count, its read of the slots, the writer's changes and the writer's reads are all
 //!   sequentially consistent.
 //!
 //! The counters are spread over cache lines by stack address, so that threads rarely share a line.
-//! Each line has a counter that one pass at a time has to itself. Only the begin of that pass is a
-//! locked instruction; its end is a store, and a writer that sees the store sees everything that
-//! the pass did. Passes that find this counter in use (other threads, or a signal handler within a
-//! pass) count on the line's second counter, with two locked instructions.
+//! Each line has an exclusive counter, which one pass at a time uses. That pass begins with one
+//! locked instruction and ends with a plain store. A writer that sees the store sees everything
+//! that the pass did. Passes that find this counter in use (other threads, or a signal handler
+//! within a pass) count on the line's second counter, with two locked instructions.
 
 use std::{
     collections::HashMap,
@@ -44,16 +46,17 @@ use parking_lot::Mutex;
 
 use crate::{MonitorName, Wipeable, WipedOnFork};
 
-/// Number of invalidators that one monitor notifies: one for each cache of the process.
+/// The maximum number of invalidators in a table: one for each cache of the process.
 pub const SLOTS: usize = 64;
 
 const LINES: usize = 16;
 
-/// Two counters. Lower half: passes in flight. Upper half: passes ever begun.
+/// The two pass counters of a cache line. Lower half of each: passes in flight. Upper half: all
+/// passes that ever began.
 #[repr(align(64))]
 #[derive(Debug)]
 struct Line {
-    /// Counter that no other thread changes while a pass in flight uses it.
+    /// The exclusive counter: no other thread changes it while a pass in flight uses it.
     alone: AtomicU64,
     beside: AtomicU64,
 }
@@ -67,7 +70,7 @@ impl Line {
 const PASS: u64 = 1 << 32 | 1;
 const UNDER_WAY: u64 = (1 << 32) - 1;
 
-/// The invalidators of a monitor, in memory that hooks read without a lock.
+/// A table of invalidators that hooks read without a lock.
 #[repr(C)]
 #[derive(Debug)]
 pub struct SubscriberTable {
@@ -82,7 +85,7 @@ pub struct SubscriberTable {
 // together with the parent's other memory.
 unsafe impl Wipeable for SubscriberTable {}
 
-/// Memory shared with hooks that contains a subscriber table.
+/// A type that contains a subscriber table. Monitors add fields that their hooks need.
 pub trait HasTable: Wipeable {
     /// Returns the table.
     fn table(&self) -> &SubscriberTable;
@@ -95,7 +98,8 @@ impl HasTable for SubscriberTable {
     }
 }
 
-/// Guard of a reader. The invalidators that it reads are not freed until it is dropped.
+/// Guard of one reader's pass over the table. No invalidator in the table is freed until the guard
+/// is dropped.
 #[derive(Debug)]
 pub struct TableReadGuard<'a> {
     table: &'a SubscriberTable,
@@ -106,7 +110,7 @@ pub struct TableReadGuard<'a> {
 }
 
 impl SubscriberTable {
-    /// Begins a pass.
+    /// Begins a pass: a use of the table that lasts until the guard is dropped.
     #[inline]
     pub fn pass(&self) -> TableReadGuard<'_> {
         let on_stack = 0_u8;
@@ -125,6 +129,7 @@ impl SubscriberTable {
     }
 
     /// Returns a number that changes whenever a pass begins, or `None` while a pass is in flight.
+    /// Two equal numbers mean that no pass began between the two calls.
     #[inline]
     pub fn quiet_stamp(&self) -> Option<u64> {
         let counters = self.passes.iter().flatten().flat_map(Line::counters);
@@ -133,14 +138,15 @@ impl SubscriberTable {
         (sum & UNDER_WAY == 0).then_some(sum >> 32)
     }
 
-    /// Returns the slots that are taken.
+    /// Returns the numbers of the slots that contain an invalidator.
     #[inline]
     pub(crate) fn taken(&self) -> impl Iterator<Item = usize> {
         let taken = self.taken.load(SeqCst);
         (0..SLOTS).filter(move |slot| taken >> slot & 1 != 0)
     }
 
-    /// Waits until every pass that began before is over. The caller is the only writer.
+    /// Waits until every read guard that existed at the call is dropped. The caller is the only
+    /// writer.
     fn wait_for_passes(&self) {
         for _ in 0..2 {
             let old = self.side.fetch_add(1, SeqCst) & 1;
@@ -167,8 +173,10 @@ impl TableReadGuard<'_> {
         self.taken == 0
     }
 
-    /// Calls `notify` with the number and invalidator of each slot. Within a pass these are always
-    /// the same, except in a child that was forked within the pass: there are none in it.
+    /// Calls `notify` with the slot number and the invalidator of each subscriber.
+    ///
+    /// Repeated calls in one pass see the same subscribers. A child that was forked during the pass
+    /// sees none.
     #[inline]
     pub fn each(&self, mut notify: impl FnMut(usize, &dyn Invalidator)) {
         let mut left = self.taken;
@@ -198,17 +206,18 @@ impl Drop for TableReadGuard<'_> {
     }
 }
 
-/// The number of subscriptions of each invalidator.
+/// The slots of the invalidators and their numbers of subscriptions.
 #[derive(Debug)]
 struct SubscriptionCounts {
-    /// Slot of each invalidator, by its address. The slot keeps the invalidator alive.
+    /// The slot of each invalidator, by the invalidator's address. The reference in the slot keeps
+    /// the invalidator alive.
     by_invalidator: HashMap<usize, u8>,
     subscriptions: [u64; SLOTS],
 }
 
-/// The invalidators of one monitor with their subscriptions.
+/// The invalidators that one set of hooks notifies, with their subscriptions.
 ///
-/// Neither a hook nor a forked child ever takes the lock.
+/// Adding and removing subscriptions takes a lock. Hooks and forked children never take it.
 pub struct Subscribers<T: Wipeable> {
     monitor: MonitorName,
     shared: WipedOnFork<T>,
@@ -227,7 +236,7 @@ pub(crate) fn identity(invalidator: &Arc<dyn Invalidator>) -> usize {
 }
 
 impl<T: HasTable> Subscribers<T> {
-    /// Creates an empty table within a `T`.
+    /// Creates a `T` with an empty table.
     ///
     /// # Errors
     /// - OutOfResources: no memory is left.
@@ -238,7 +247,7 @@ impl<T: HasTable> Subscribers<T> {
         Ok(Self { monitor, shared: WipedOnFork::new(monitor)?, counts: Mutex::new(counts) })
     }
 
-    /// Returns the memory that hooks and threads share.
+    /// Returns the memory that hooks and other threads read, which contains the table.
     #[inline]
     pub fn shared(&self) -> &WipedOnFork<T> {
         &self.shared
@@ -250,8 +259,8 @@ impl<T: HasTable> Subscribers<T> {
         self.shared.table()
     }
 
-    /// Adds a subscription of `invalidator` and returns its slot. When this returns, the
-    /// invalidator is notified of every change in flight too.
+    /// Adds a subscription of `invalidator` and returns its slot. When the method returns, changes
+    /// that are already in flight notify the invalidator too.
     ///
     /// # Errors
     /// - OutOfResources: [`SLOTS`] invalidators are subscribed.
@@ -283,8 +292,8 @@ impl<T: HasTable> Subscribers<T> {
         Ok(slot as u8)
     }
 
-    /// Removes a subscription. After the last one of an invalidator, hooks no longer call it, and
-    /// it is returned.
+    /// Removes a subscription. Returns the invalidator if this was its last subscription: hooks no
+    /// longer call it then.
     pub fn remove(&self, slot: u8) -> Option<Arc<dyn Invalidator>> {
         if !self.shared.is_own_process() {
             return None;

@@ -1,4 +1,7 @@
-//! Code between an entry and its hook, in a mapping that the entry's short jump can reach.
+//! The code between a patched function and its hook.
+//!
+//! The code is in a mapping near the function, because the jump at the function's entry has a
+//! limited reach.
 
 use std::fs;
 
@@ -10,10 +13,11 @@ use rustix::{
 
 use crate::{MonitorName, arch, entry::PatchPoint};
 
-/// Bytes of one function's trampoline, both directions together.
+/// Number of bytes for the trampoline of one function, with both of its parts.
 const SLOT: u64 = 128;
 
-/// The mapping. It is never unmapped: a thread may be running in it at any time.
+/// The mapping that contains the trampolines. It is never unmapped: a thread may run code in it at
+/// any time.
 #[derive(Debug)]
 pub(super) struct Trampolines {
     monitor: MonitorName,
@@ -22,8 +26,8 @@ pub(super) struct Trampolines {
 }
 
 impl Trampolines {
-    /// Maps memory for the trampolines of some functions, within a jump's reach of `near`. It is
-    /// writable until [`Trampolines::seal`].
+    /// Maps memory for the trampolines of `functions` functions, within a jump's reach of `near`.
+    /// The memory is writable until [`Trampolines::seal`].
     pub(super) fn new(monitor: MonitorName, near: u64, functions: usize) -> Result<Self> {
         let len = (functions as u64 * SLOT).next_multiple_of(page_size());
         let failed = |call: &'static str, errno: Errno| Error::os(errno, call).iface(monitor.iface);
@@ -61,8 +65,10 @@ impl Trampolines {
             )))
     }
 
-    /// Writes the trampoline of the function at `entry` into a slot. Returns the addresses of its
-    /// two parts: the way to the hook, and the way past the replaced instruction.
+    /// Writes the trampoline of the function at `entry` into a slot.
+    ///
+    /// Returns the addresses of its two parts. The first part jumps to the hook. The second part
+    /// runs the copied instructions and continues the original function.
     pub(super) fn write(
         &self,
         slot: usize,
@@ -102,7 +108,7 @@ impl Trampolines {
     }
 }
 
-/// Returns the error for a security policy that forbids making or changing code.
+/// Returns the error for a failed system call that creates or changes code.
 pub(super) fn code_change_refused(
     monitor: MonitorName,
     errno: Errno,
@@ -120,9 +126,9 @@ fn page_size() -> u64 {
     rustix::param::page_size() as u64
 }
 
-/// Returns the start of `len` free bytes at both ends of every gap of the address space.
+/// Returns addresses with room for `len` bytes, at the ends of the gaps between mappings.
 fn gaps(maps: &str, len: u64) -> impl Iterator<Item = u64> {
-    // Distance from guard pages, and from mappings that grow.
+    // The distance to keep from guard pages, and from mappings that grow.
     const MARGIN: u64 = 1 << 20;
     let page = page_size();
     let mut last_end = None::<u64>;

@@ -2,8 +2,8 @@
 //!
 //! It holds the state that a hook or a monitor's thread shares with the rest of the process. A
 //! child of `fork` or of a raw `clone` thus has no invalidator, no lock that another thread held,
-//! and no change in flight. A child that shares the parent's memory (`vfork`, threads) shares this
-//! memory too, as it must.
+//! and no change in flight. A `vfork` child and a new thread share all memory with their parent,
+//! and this memory too.
 
 use std::{
     ops::Deref,
@@ -22,22 +22,23 @@ use crate::MonitorName;
 /// A type for which zeroed memory is a valid value at any moment.
 ///
 /// # Safety
-/// - All-zero bytes are a valid value, even where another value was a moment ago.
-/// - Threads may share the value.
+/// - All-zero bytes are a valid value. The kernel may replace any other value by zeroes.
+/// - Several threads may use the value at once.
 /// - The type needs no drop.
 pub unsafe trait Wipeable: Sync {}
 
 // SAFETY: any bytes are an `AtomicUsize`, which threads may share and which needs no drop.
 unsafe impl Wipeable for AtomicUsize {}
 
-/// A `T` behind a mark that is zero in a child.
+/// A `T` with a mark of the process that created it. The kernel zeroes both in a child, so that a
+/// zero mark identifies a forked child.
 #[repr(C)]
 struct Marked<T> {
     ours: AtomicU32,
     value: T,
 }
 
-/// A `T` that starts as zeroes, and is zeroes again in a forked child.
+/// A `T` that is all zeroes at first, and again in a forked child.
 #[derive(Debug)]
 pub struct WipedOnFork<T> {
     marked: NonNull<Marked<T>>,
@@ -50,7 +51,7 @@ unsafe impl<T: Wipeable> Send for WipedOnFork<T> {}
 unsafe impl<T: Wipeable> Sync for WipedOnFork<T> {}
 
 impl<T: Wipeable> WipedOnFork<T> {
-    /// Maps zeroed memory. Errors name the monitor.
+    /// Maps zeroed memory for a `T`. Errors name the monitor.
     ///
     /// # Errors
     /// - OutOfResources: no memory is left.

@@ -23,10 +23,11 @@ const NAME: MonitorName =
     MonitorName { name: "test", iface: IfaceKind::SYSTEM, fallback_hint: "do without" };
 static REGISTRY: HookRegistry<SubscriberTable> = HookRegistry::new();
 static ORIGINAL: AtomicUsize = AtomicUsize::new(0);
-/// Serialises the tests: a change of one test notifies every subscriber in the process.
+/// The lock that lets one test run at a time: each call of the hook notifies every subscriber in
+/// the process.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// Runs instead of `getppid`.
+/// The hook of `getppid`, which notifies every subscriber and calls the original.
 unsafe extern "C" fn hook() -> libc::pid_t {
     let pass = REGISTRY.subscribers().map(|subscribers| subscribers.table().pass());
     if let Some(pass) = &pass {
@@ -151,7 +152,7 @@ fn only_subscribed_invalidators_are_notified() {
     assert_eq!(shared.each_ref().map(Arc::strong_count), [1, 1]);
 }
 
-/// Meanwhile the slot belongs to an invalidator of another monitor.
+/// The freed slot is used by an invalidator of another monitor meanwhile.
 #[test]
 fn invalidator_in_a_new_slot_is_dropped_after_unsubscribe() {
     let _one = ONE_AT_A_TIME.lock().unwrap();

@@ -1,4 +1,4 @@
-//! Processors refetch changed code before a monitor starts or ends.
+//! Tests that processors fetch changed code again when a monitor starts or ends.
 
 mod supervised;
 
@@ -18,7 +18,7 @@ const NAME: MonitorName =
 static REGISTRY: HookRegistry<SubscriberTable> = HookRegistry::new();
 static ORIGINAL: AtomicUsize = AtomicUsize::new(0);
 
-/// Runs instead of `getppid`.
+/// The hook of `getppid`, which only calls the original.
 unsafe extern "C" fn hook() -> libc::pid_t {
     let original = with_exposed_provenance::<()>(ORIGINAL.load(Ordering::Relaxed));
     // SAFETY: `plan` has written the original, which has no arguments and no precondition.
@@ -38,13 +38,13 @@ fn plan() -> Result<Patches> {
     unsafe { Patches::plan(NAME, &[getppid]) }
 }
 
-/// Returns the current first instructions of the function.
+/// Returns the code at the entry of `getppid`.
 fn code() -> [u8; 32] {
     // SAFETY: code of the C library is readable, and only whole valid instructions replace it.
     unsafe { with_exposed_provenance::<[u8; 32]>(entry()).read_volatile() }
 }
 
-/// `linux/membarrier.h`
+/// `MEMBARRIER_CMD_PRIVATE_EXPEDITED_SYNC_CORE` of `linux/membarrier.h`.
 const SYNC_CORE: u64 = 1 << 5;
 const REGISTER_SYNC_CORE: u64 = 1 << 6;
 

@@ -16,73 +16,74 @@ use crate::exports;
 /// One allocation of a driver.
 #[derive(Clone, Copy, Debug)]
 pub struct Block<H> {
-    /// Addresses of the allocation.
+    /// Address range of the allocation.
     pub range: AddressRange,
-    /// The device that holds it.
+    /// Device on which the memory was allocated.
     pub device: DeviceId,
-    /// The driver's own handle of the allocation.
+    /// Handle by which the driver knows the allocation, besides its address.
     pub handle: H,
 }
 
-/// Bytes of an allocation.
+/// A range of bytes within one allocation.
 #[derive(Clone, Copy, Debug)]
 pub struct Part<H> {
-    /// The allocation.
+    /// The allocation that contains the range.
     pub block: Block<H>,
-    /// Bytes from its start.
+    /// Distance in bytes from the start of the allocation to the range.
     pub offset: u64,
-    /// Bytes.
+    /// Length of the range in bytes.
     pub len: u64,
 }
 
 impl<H> Part<H> {
-    /// The first address.
+    /// Returns the first address of the range.
     #[must_use]
     pub fn address(&self) -> Address {
         Address(self.block.range.start().0 + self.offset)
     }
 }
 
-/// A dma-buf of a driver.
+/// A dma-buf that a driver exported.
 #[derive(Debug)]
 pub struct DmaBuf {
-    /// The dma-buf.
+    /// Descriptor of the dma-buf, which the caller owns.
     pub fd: OwnedFd,
-    /// Bytes from its start to the exported range.
+    /// Distance in bytes from the start of the dma-buf to the exported range.
     pub offset: u64,
 }
 
 /// Driver calls from which [`Announced`](crate::Announced) builds an iface.
 ///
 /// # Safety
-/// An iface makes the promises of [`Iface`](hmem_core::Iface) on behalf of its driver. So an
-/// implementation promises:
+/// The iface relies on the driver to keep the promises of [`Iface`](hmem_core::Iface). An
+/// implementation of this trait promises:
 ///
 /// - [`allocate`](Self::allocate) returns memory of at least the requested length, which nothing
 ///   else uses until [`free`](Self::free) succeeds.
-/// - [`write`](Self::write) and [`read`](Self::read) touch the named bytes and no others, on any
-///   number of threads at once, and have ended when they return.
+/// - [`write`](Self::write) and [`read`](Self::read) access only the bytes of the part and of the
+///   host side. They work on any number of threads at once, and the copy has ended when they
+///   return.
 /// - [`export`](Self::export) returns a dma-buf that holds the bytes of the range from `offset` on.
 pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
-    /// The driver's handle of an allocation, besides its address.
+    /// Handle by which the driver knows an allocation, besides its address.
     type Handle: Copy + fmt::Debug + Send + Sync + 'static;
 
-    /// The number of the iface.
+    /// Number that identifies the iface.
     const KIND: IfaceKind;
 
     /// The name of the iface.
     const NAME: &'static str;
 
-    /// Returns the number of devices, which does not change.
+    /// Returns the number of devices, which stays constant.
     fn device_count(&self) -> u32;
 
     /// Returns the devices, numbered from 0.
     ///
     /// # Errors
-    /// Unavailable if the driver lost them.
+    /// Unavailable if the devices were lost, after a reset for example.
     fn devices(&self) -> Result<Vec<Device>>;
 
-    /// Returns true if this process already uses the device. Starts nothing.
+    /// Returns true if this process already uses the device. Does not start the driver.
     ///
     /// # Errors
     /// The error that the driver reported.
@@ -91,7 +92,8 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Allocates device memory.
     ///
     /// # Errors
-    /// Unavailable if the driver was not started; OutOfResources.
+    /// Unavailable if the driver was not started. OutOfResources if the device has too little
+    /// memory.
     fn allocate(&self, device: DeviceId, len: u64) -> Result<(Address, Self::Handle)>;
 
     /// Frees memory.
@@ -106,7 +108,8 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Copies from host memory at `from` to device memory.
     ///
     /// # Safety
-    /// `from` is readable for the length of the part. The part's memory is not freed during the call.
+    /// `from` is readable for the length of the part. The part's memory is not freed during the
+    /// call.
     ///
     /// # Errors
     /// The error that the driver reported.
@@ -125,14 +128,14 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// reach beyond an allocation that does not fill its pages.
     ///
     /// # Errors
-    /// Unsupported where the driver or the kernel cannot.
+    /// Unsupported if the driver or the kernel cannot export the pages.
     fn export(&self, block: &Block<Self::Handle>, pages: AddressRange) -> Result<DmaBuf>;
 
     /// Makes inbound RMA writes visible to work that the device starts after this call.
     ///
     /// # Errors
-    /// Unsupported by default: the driver has no call for it, and does not say that the device needs
-    /// none.
+    /// Unsupported by default. Implementations override this method in two cases: the driver has a
+    /// call for the flush, or the vendor documents that none is needed.
     fn flush(&self, device: DeviceId) -> Result<()> {
         Err(Error::new(ErrorKind::Unsupported, "flush_inbound")
             .iface(Self::KIND)
@@ -141,26 +144,27 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
             .remedy("have the NIC read a byte that it wrote before the device uses the memory"))
     }
 
-    /// Releases what the driver keeps for copies. Called when nothing is allocated or in flight.
+    /// Releases the resources that the driver keeps for copies, such as buffers. The iface calls
+    /// this method when no memory is allocated and no copy is in flight.
     ///
     /// # Errors
-    /// The error that the driver reported. The call can be repeated.
+    /// The error that the driver reported. The iface may call this method again.
     fn close(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Returns true if the dma-buf has, or may have, users besides the descriptor `dma_buf`, such as
-    /// a NIC that has it registered. The default asks the kernel.
+    /// Returns true if the dma-buf has, or may have, other users than the descriptor `dma_buf`,
+    /// such as a NIC with a registration. The default reads the number of users from procfs.
     fn others_use(&self, dma_buf: BorrowedFd<'_>) -> bool {
         exports::others_use(dma_buf)
     }
 
-    /// Returns the reason why the driver has no dma-bufs, or `None` if it has them.
+    /// Returns the reason why the driver cannot export dma-bufs, or `None` if it can.
     fn no_dma_buf(&self) -> Option<Error> {
         None
     }
 
-    /// Returns the reason why the iface lacks a facet.
+    /// Returns the error for a facet that the iface lacks.
     fn lacks(&self, facet: Facet) -> Error {
         facet.unavailable(Self::KIND).context("reason", "the driver has no such call")
     }
@@ -171,19 +175,20 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     }
 }
 
-/// A driver that a builder opens. [`Announced`](crate::Announced) gets `open` and `builder` from it.
+/// A driver that a builder opens. For such drivers [`Announced`](crate::Announced) has the methods
+/// `open` and `builder`.
 pub trait Open: Driver + Sized {
-    /// The builder.
+    /// The builder that opens the iface.
     type Builder: Default;
 
     /// Environment variable that names the library to load.
     const LIBRARY_VARIABLE: &'static str;
 
-    /// Environment variable that lets the iface start the vendor's runtime if it is 1.
+    /// Environment variable that permits the iface to start the vendor's runtime, if set to 1.
     const START_VARIABLE: &'static str;
 
-    /// Returns whether the iface may start the runtime: as the builder decided, else as the
-    /// environment says.
+    /// Returns true if the iface may start the runtime. Without a decision of the builder,
+    /// [`START_VARIABLE`](Self::START_VARIABLE) decides.
     fn may_start(decided: Option<bool>) -> bool {
         let in_environment =
             || std::env::var_os(Self::START_VARIABLE).is_some_and(|set| set == "1");
@@ -193,6 +198,6 @@ pub trait Open: Driver + Sized {
     /// Opens the driver.
     ///
     /// # Errors
-    /// Unavailable without the library, a symbol of it, or a device.
+    /// Unavailable if the library, a required symbol or a device is absent.
     fn open(builder: Self::Builder) -> Result<Self>;
 }

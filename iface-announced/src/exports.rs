@@ -1,17 +1,19 @@
-//! Dma-bufs of an allocation that are still in use.
+//! Dma-bufs of an allocation that may still be in use.
 //!
 //! A CUDA or ROCr driver keeps the pages of a dma-buf until its last user releases it. The kernel
 //! drivers of Neuron and Gaudi do not: memory that is freed under a registration may be allocated
 //! again while the NIC still reaches it. So the iface keeps a descriptor of each dma-buf that it
-//! exported, and frees the memory when that descriptor is the last user. The kernel counts the users
-//! of a dma-buf in its `fdinfo`: descriptors, mappings, and the attachments of drivers.
+//! exported. It frees the memory when that descriptor is the last user.
+//!
+//! The kernel shows the number of users in `/proc/self/fdinfo`: descriptors, mappings, and
+//! attachments of drivers.
 
 use std::{
     fs,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
 };
 
-/// Dma-bufs of one allocation.
+/// Dma-bufs of one allocation, by the descriptors that the iface keeps.
 #[derive(Debug, Default)]
 pub(crate) struct Exports {
     kept: Vec<OwnedFd>,
@@ -20,12 +22,13 @@ pub(crate) struct Exports {
 }
 
 impl Exports {
-    /// Keeps a descriptor of a dma-buf, if the dma-buf has other users.
+    /// Keeps a descriptor of a dma-buf that has other users. Closes the descriptor otherwise.
     pub(crate) fn keep(&mut self, fd: OwnedFd, others_use: impl Fn(BorrowedFd<'_>) -> bool) {
         if !others_use(fd.as_fd()) {
             return;
         }
-        // Each check reads a file of procfs, so it runs only when the number has doubled.
+        // Each check reads a file of procfs, so the check runs only when the number of descriptors
+        // has doubled.
         if self.kept.len() >= self.limit {
             self.in_use(others_use);
             self.limit = (self.kept.len() * 2).max(1);
@@ -33,7 +36,8 @@ impl Exports {
         self.kept.push(fd);
     }
 
-    /// Closes the dma-bufs without other users. Returns true if some are left.
+    /// Closes the descriptors of dma-bufs without other users. Returns true if descriptors are
+    /// left.
     pub(crate) fn in_use(&mut self, others_use: impl Fn(BorrowedFd<'_>) -> bool) -> bool {
         self.kept.retain(|fd| others_use(fd.as_fd()));
         !self.kept.is_empty()
@@ -45,14 +49,15 @@ pub(crate) fn others_use(fd: BorrowedFd<'_>) -> bool {
     users(fd).is_none_or(|users| users > 1)
 }
 
-/// Returns the number of users of a dma-buf, its descriptor `fd` included, or `None` without procfs.
+/// Returns the number of users of a dma-buf, including `fd`. Returns `None` without procfs.
 fn users(fd: BorrowedFd<'_>) -> Option<u64> {
     let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd())).ok()?;
-    // Only dma-bufs have this line. Any other file keeps its own memory.
+    // Only dma-bufs have the line `count:`. Any other file keeps its memory by itself, so that `fd`
+    // is its only user here.
     Some(count(&info).unwrap_or(1))
 }
 
-/// Returns the count in the `fdinfo` of a dma-buf.
+/// Parses the number of users from the `fdinfo` file of a dma-buf.
 fn count(info: &str) -> Option<u64> {
     info.lines().find_map(|line| line.strip_prefix("count:"))?.trim().parse().ok()
 }

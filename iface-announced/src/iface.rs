@@ -1,4 +1,4 @@
-//! The iface over a driver and a table.
+//! The iface: combines a driver with a table of allocations.
 
 use std::{fmt, sync::Arc};
 
@@ -21,14 +21,15 @@ use crate::{
     table::{Entry, Origin, Table},
 };
 
-/// Bytes of the host buffer for copies between two allocations.
+/// Length in bytes of the host buffer for copies between two allocations.
 const BOUNCE: u64 = 1 << 20;
 
-/// An iface over a driver without queries for the owner of an address.
+/// An iface over a driver that cannot tell which allocation an address belongs to. A table of
+/// allocations answers instead.
 pub struct Announced<D: Driver> {
     driver: D,
     table: Arc<Table<D::Handle>>,
-    /// Freed memory with a dma-buf in use (see `exports`).
+    /// Memory that was freed while a dma-buf of it is in use (see `exports`).
     lingering: Mutex<Vec<Entry<D::Handle>>>,
 }
 
@@ -42,7 +43,7 @@ impl<D: Driver> fmt::Debug for Announced<D> {
 }
 
 impl<D: Driver> Announced<D> {
-    /// Creates the iface of a driver.
+    /// Creates an iface over a driver.
     #[must_use]
     pub fn new(driver: D) -> Self {
         let table = Arc::new(Table::new(D::KIND));
@@ -54,18 +55,20 @@ impl<D: Driver> Announced<D> {
         &self.driver
     }
 
-    /// Announces memory that the application allocated through the vendor's library.
-    /// [`query`](Iface::query) recognises it from then on.
+    /// Announces memory that the application allocated through the vendor's library. From then on
+    /// [`query`](Iface::query) returns it.
     ///
     /// # Safety
-    /// - `range` is memory of `device`, and `handle` names the allocation that begins at its start.
+    /// - `range` is memory of `device`, and `handle` is the driver's handle of the allocation that
+    ///   begins at the start of `range`.
     /// - The memory stays allocated until it was withdrawn ([`withdraw`](Self::withdraw)) and every
-    ///   region, dma-buf and copy of it has ended. The drivers of Neuron and Gaudi do not keep memory
-    ///   allocated for a NIC: a region that outlives its memory reaches the next allocation there.
+    ///   region, dma-buf and copy of it has ended. The drivers of Neuron and Gaudi free memory even
+    ///   while a NIC has it registered: a region that outlives its memory reaches the next
+    ///   allocation at the address.
     ///
     /// # Errors
-    /// ZeroLength for an empty range. InvalidArgument for a device out of range, and for addresses
-    /// of another live allocation.
+    /// ZeroLength for an empty range. InvalidArgument for an unknown device, and for a range that
+    /// overlaps a live allocation.
     pub unsafe fn announce(
         &self,
         range: AddressRange,
@@ -78,8 +81,8 @@ impl<D: Driver> Announced<D> {
         self.table.insert(OPERATION, Block { range, device, handle }, Origin::Announced)
     }
 
-    /// Withdraws announced memory. This invalidates every cached registration of it, and `query` no
-    /// longer recognises it. The application calls this before it frees the memory.
+    /// Withdraws announced memory, which the application is about to free. Invalidates every cached
+    /// registration of the memory. `query` no longer returns it.
     ///
     /// # Errors
     /// InvalidArgument if the memory is not announced.
@@ -88,12 +91,12 @@ impl<D: Driver> Announced<D> {
         self.table.subscriptions.while_freeing(allocation.range, remove).map(drop)
     }
 
-    /// Closes the iface: releases everything that its driver keeps for copies.
+    /// Closes the iface, and releases the resources that its driver keeps for copies.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] while memory is allocated or announced, or while a dma-buf of freed memory
-    /// is in use. Otherwise the error that the driver reported. The iface comes back with the error
-    /// and can be closed again.
+    /// [`ErrorKind::Busy`] while memory is allocated or announced, or while a dma-buf of freed
+    /// memory is in use. Otherwise the error that the driver reported. The error holds the iface,
+    /// which still works and can be closed again.
     pub fn close(self) -> Result<(), Rejected<Self>> {
         self.free_lingering();
         let busy = |what, count, remedy| {
@@ -124,8 +127,8 @@ impl<D: Driver> Announced<D> {
         Ok(())
     }
 
-    /// Frees the memory of an entry that was removed from the table. Memory with a dma-buf in use is
-    /// kept until that use ends.
+    /// Frees the memory of an entry that was removed from the table. While a dma-buf of the memory
+    /// is in use, the memory moves to `lingering` instead.
     fn release(&self, mut entry: Entry<D::Handle>) -> Result<(), (Entry<D::Handle>, Error)> {
         if entry.exports.in_use(|fd| self.driver.others_use(fd)) {
             let range = entry.block.range;
@@ -140,7 +143,7 @@ impl<D: Driver> Announced<D> {
         freed.map_err(|error| (entry, error))
     }
 
-    /// Frees memory that was kept for its dma-bufs, if they are no longer in use.
+    /// Frees the memory in `lingering` that no dma-buf uses any longer.
     fn free_lingering(&self) {
         let kept = std::mem::take(&mut *self.lingering.lock());
         for entry in kept {
@@ -152,14 +155,15 @@ impl<D: Driver> Announced<D> {
         }
     }
 
-    /// Copies between two allocations through host memory, as not every driver copies between devices.
+    /// Copies between two allocations through host memory, since some drivers cannot copy between
+    /// devices.
     ///
     /// # Safety
-    /// As [`Iface::copy`].
+    /// The caller upholds the safety contract of [`Iface::copy`].
     unsafe fn copy_between(&self, to: Part<D::Handle>, from: Part<D::Handle>) -> Result<()> {
         let mut buffer = vec![0u8; to.len.min(BOUNCE) as usize];
         let host = Address::of_ptr(buffer.as_mut_ptr());
-        // Backwards if the destination may overlap later bytes of the source.
+        // The last bytes first, if the destination may overlap later bytes of the source.
         let backwards = to.address() > from.address();
         let mut done = 0;
         while done < to.len {
@@ -181,19 +185,19 @@ impl<D: Open> Announced<D> {
     /// Environment variable that names the library to load, unless the builder names one.
     pub const LIBRARY_VARIABLE: &str = D::LIBRARY_VARIABLE;
 
-    /// Environment variable that lets the iface start the vendor's runtime if it is 1, unless the
-    /// builder decides.
+    /// Environment variable that permits the iface to start the vendor's runtime, if set to 1. A
+    /// decision of the builder overrides it.
     pub const START_VARIABLE: &str = D::START_VARIABLE;
 
     /// Opens the library that the environment names, or the one that the dynamic loader finds.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] without the library, a symbol of it, or a device.
+    /// [`ErrorKind::Unavailable`] if the library, a required symbol or a device is absent.
     pub fn open() -> Result<Self> {
         D::open(Self::builder()).map(Self::new)
     }
 
-    /// Returns a builder, which can open another library or injected functions.
+    /// Returns a builder, which can load another library or use functions of the caller.
     #[must_use]
     pub fn builder() -> D::Builder {
         D::Builder::default()
@@ -211,8 +215,9 @@ impl<D: Driver> Drop for Announced<D> {
 }
 
 // SAFETY:
-// - The table has only memory that the driver allocated and did not free since, and memory that a
-//   caller of `announce` promised to keep allocated until it is withdrawn.
+// - The table has only live memory: memory that the driver allocated, until it is freed, and
+//   announced memory, which the caller of `announce` promised to keep allocated until it is
+//   withdrawn.
 // - `Table::insert` refuses overlaps and gives each allocation an identity of its own.
 // - `Table::part` bounds copies and exports.
 // - `release` frees no memory while one of its dma-bufs is in use. A caller of `announce` promised
@@ -241,7 +246,8 @@ unsafe impl<D: Driver> Iface for Announced<D> {
         }
         let side = |address| self.table.part(OPERATION, address, len);
         let sides = (side(to)?.map(|found| found.part), side(from)?.map(|found| found.part));
-        // SAFETY: host sides and lifetimes are the caller's promise; the parts are in bounds.
+        // SAFETY: the caller promises that host memory is valid and that all memory stays
+        // allocated. `Table::part` checked the bounds of the parts.
         let copied = unsafe {
             match sides {
                 (Some(to), None) => self.driver.write(&to, from),
@@ -266,8 +272,9 @@ unsafe impl<D: Driver> Iface for Announced<D> {
         }
     }
 
-    /// A NIC's writes to Neuron memory need a flush, which NCCL's plug-in does by a read through the
-    /// NIC. The iface has no call for it, and returns this facet so that callers do not skip the flush.
+    /// Always returns the facet, because an absent facet would mean that no flush is needed. The
+    /// flush fails if the driver has no call for it. An application can then flush by a read
+    /// through the NIC, as NCCL's plug-in for Neuron does.
     fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
         Some(self)
     }

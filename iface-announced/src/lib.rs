@@ -1,7 +1,7 @@
-//! An iface over a driver without queries for the owner of an address.
+//! An iface for drivers that cannot tell which allocation an address belongs to.
 //!
 //! AWS Neuron and Intel Gaudi have no call like `cuPointerGetAttribute`. [`Announced`] is an iface
-//! over such a driver. It recognises memory by a table, which holds
+//! over such a driver. It finds the allocation of an address in a table, which holds
 //!
 //! - memory that was allocated through the iface;
 //! - memory that the application allocated itself and announced ([`Announced::announce`]).
@@ -62,7 +62,7 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `exports`, `library`: dma-bufs in use; loading of a library
+//! - `exports`, `library`: dma-bufs in use; functions of a vendor's library
 //! - `driver`: the driver calls that an iface needs
 //! - `table`: allocations by address
 //! - `monitor`: detection of frees
@@ -71,8 +71,8 @@
 //! # Things this crate does not do
 //!
 //! It does not detect a free that bypasses the iface: an application withdraws announced memory
-//! before it frees it. It has no asynchronous copies, physical segments, IPC or peer memory. A
-//! driver without a call for it refuses to flush inbound writes.
+//! before it frees it. It has no asynchronous copies, physical segments, IPC or peer memory. It
+//! refuses to flush inbound writes if the driver has no call for the flush.
 
 #![deny(unsafe_code)]
 

@@ -8,15 +8,15 @@ use std::{
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
-/// Returns the library to load: `named`, else the value of the environment variable, else `default`,
-/// which the dynamic loader finds.
+/// Returns the path of the library to load: `named`, or else the value of the environment variable,
+/// or else `default`, which the dynamic loader finds.
 #[must_use]
 pub fn library_path(named: Option<PathBuf>, variable: &str, default: &str) -> PathBuf {
     let of_environment = || env::var_os(variable).filter(|path| !path.is_empty());
     named.or_else(|| of_environment().map(PathBuf::from)).unwrap_or_else(|| default.into())
 }
 
-/// A loaded library.
+/// A shared library that is loaded.
 #[derive(Debug)]
 pub struct SharedLibrary {
     library: Library,
@@ -52,8 +52,8 @@ impl SharedLibrary {
         Some(symbol.as_raw_ptr().cast_const().cast())
     }
 
-    /// Keeps the library loaded for the rest of the process. Its threads and exit handlers need its
-    /// code.
+    /// Keeps the library loaded for the rest of the process. The threads and exit handlers of the
+    /// library need its code.
     pub fn keep_loaded(self) {
         std::mem::forget(self.library);
     }
@@ -61,8 +61,8 @@ impl SharedLibrary {
 
 /// Declares `Functions`, a table of the functions of a vendor's library.
 ///
-/// The table has a field for each function. Those under `optional` are `None` where the library
-/// lacks them.
+/// The table has a field for each function. Fields under `optional` are `None` if the library lacks
+/// the function.
 ///
 /// ```
 /// use std::ffi::{c_char, c_int};
@@ -121,14 +121,15 @@ macro_rules! function_table {
             /// Symbols that the library must have.
             pub const SYMBOLS: &[&str] = &[$(stringify!($symbol)),+];
 
-            /// Symbols that an older library may lack.
+            /// Symbols that older releases of the library may lack.
             pub const OPTIONAL_SYMBOLS: &[&str] = &[$(stringify!($osymbol)),*];
 
             /// Loads the library at `path`, which stays loaded for the rest of the process.
             ///
             /// # Errors
-            /// Unavailable, naming the library, with the loader's reason or with the first symbol
-            /// that it lacks.
+            /// Unavailable if the loader refuses the library, or if the library lacks a required
+            /// symbol. The error names the library, and the loader's reason or the first missing
+            /// symbol.
             pub fn load(path: &std::path::Path) -> $crate::hmem_core::Result<Self> {
                 let library = $crate::SharedLibrary::open($kind, path, $remedy)?;
                 // SAFETY: the addresses come from the library under the names of its own header,
@@ -140,7 +141,8 @@ macro_rules! function_table {
                 Ok(functions)
             }
 
-            /// Fills the table from a lookup closure, such as that of a test's fake library.
+            /// Fills the table with the functions that a closure returns, such as those of a fake
+            /// library.
             ///
             /// # Errors
             /// Unavailable, naming the first of [`Functions::SYMBOLS`] for which `lookup` returns
@@ -153,7 +155,8 @@ macro_rules! function_table {
             pub unsafe fn from_lookup(
                 lookup: impl FnMut(&'static str) -> Option<*const ()>,
             ) -> $crate::hmem_core::Result<Self> {
-                // SAFETY: the caller keeps the contract of `fill`, which is the same.
+                // SAFETY: the caller upholds the contract of this function, which is that of
+                // `fill`.
                 unsafe { Self::fill("(injected)", lookup) }
             }
 
@@ -163,8 +166,10 @@ macro_rules! function_table {
                 &self.library
             }
 
+            /// Fills the table with the functions that `lookup` returns.
+            ///
             /// # Safety
-            /// As [`Functions::from_lookup`].
+            /// The caller upholds the safety contract of [`Functions::from_lookup`].
             unsafe fn fill(
                 library: &str,
                 mut lookup: impl FnMut(&'static str) -> Option<*const ()>,

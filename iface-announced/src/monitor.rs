@@ -1,4 +1,4 @@
-//! Detection of frees through the iface, and of withdrawals of announced memory.
+//! Monitor: detects frees by the iface and withdrawals of announced memory.
 
 use std::{
     fmt,
@@ -12,7 +12,7 @@ use hmem_core::{
 
 use crate::table::Table;
 
-/// A monitor of the memory in a table. It does not keep its iface open.
+/// A monitor of the memory in a table. The monitor does not keep the iface open.
 pub(crate) struct TableMonitor<H> {
     pub(crate) iface: IfaceKind,
     pub(crate) table: Weak<Table<H>>,

@@ -1,4 +1,4 @@
-//! Allocations by address.
+//! The table of live allocations, searched by address.
 
 use std::{
     collections::BTreeMap,
@@ -17,16 +17,16 @@ use crate::{
     exports::Exports,
 };
 
-/// The party that frees an allocation.
+/// Origin of an allocation, which determines the party that frees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
-    /// The iface, which allocated it.
+    /// The iface allocated the memory and frees it.
     Allocated,
-    /// The application, which announced it.
+    /// The application allocated the memory, announced it, and frees it after the withdrawal.
     Announced,
 }
 
-/// One allocation.
+/// The table's entry of one allocation.
 #[derive(Debug)]
 pub(crate) struct Entry<H> {
     pub(crate) block: Block<H>,
@@ -35,7 +35,7 @@ pub(crate) struct Entry<H> {
     origin: Origin,
 }
 
-/// Bytes of a live allocation, with its identity.
+/// A part of a live allocation, with the identity of the allocation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Located<H> {
     pub(crate) id: AllocationId,
@@ -47,7 +47,8 @@ pub(crate) struct Located<H> {
 pub(crate) struct Table<H> {
     iface: IfaceKind,
     entries: RwLock<BTreeMap<u64, Entry<H>>>,
-    /// Bounds of all addresses that were ever entered. A lookup compares them before it locks.
+    /// Lowest address that was ever in the table. With `highest`, it lets a lookup of any address
+    /// outside return without the lock.
     lowest: AtomicU64,
     highest: AtomicU64,
     next_id: AtomicU64,
@@ -71,15 +72,16 @@ impl<H: Copy> Table<H> {
         self.entries.read().len()
     }
 
-    /// Returns the allocation around an address.
+    /// Returns the allocation that contains an address.
     pub(crate) fn query(&self, address: Address) -> Option<Allocation> {
         self.with(address, |entry| self.describe(entry))
     }
 
-    /// Returns the bytes that begin at `address`, or `None` outside all allocations.
+    /// Returns the part of an allocation that begins at `address`, or `None` if no allocation
+    /// contains `address`.
     ///
     /// # Errors
-    /// OutOfBounds for bytes beyond the allocation.
+    /// OutOfBounds if the part exceeds the allocation.
     pub(crate) fn part(
         &self,
         operation: &'static str,
@@ -104,7 +106,7 @@ impl<H: Copy> Table<H> {
     /// Enters an allocation under a new identity.
     ///
     /// # Errors
-    /// InvalidArgument if it overlaps a live allocation.
+    /// InvalidArgument if the allocation overlaps a live one.
     pub(crate) fn insert(
         &self,
         operation: &'static str,
@@ -135,10 +137,10 @@ impl<H: Copy> Table<H> {
         Ok(allocation)
     }
 
-    /// Removes an allocation. Another allocation at its address stays.
+    /// Removes an allocation. A newer allocation at the same address stays.
     ///
     /// # Errors
-    /// InvalidArgument if it is not live, or has another origin.
+    /// InvalidArgument if the allocation is not in the table, or has another origin.
     pub(crate) fn remove(
         &self,
         operation: &'static str,
@@ -177,7 +179,7 @@ impl<H: Copy> Table<H> {
         self.entries.write().insert(entry.block.range.start().0, entry);
     }
 
-    /// Keeps a dma-buf with its allocation, if the iface allocated that. Returns false if the
+    /// Keeps a dma-buf with its allocation, if the iface allocated the memory. Returns false if the
     /// allocation was freed or withdrawn in the meantime.
     #[must_use]
     pub(crate) fn keep_export(

@@ -1,4 +1,4 @@
-//! Allocating and freeing device memory of every kind.
+//! Allocation and free of memory of every kind.
 
 use std::{ffi::c_void, sync::Arc};
 
@@ -18,7 +18,7 @@ use crate::{
     table::{Left, Origin, OwnedAllocation},
 };
 
-/// Allocates and frees memory of the driver.
+/// Allocates and frees memory by calls of the driver.
 #[derive(Debug)]
 pub(crate) struct DeviceAllocator {
     pub(crate) lookup: Arc<PointerLookup>,
@@ -56,8 +56,8 @@ impl Allocator for DeviceAllocator {
         self.allocate_supported(request).map_err(described)
     }
 
-    /// Frees memory. Notifies the subscribers of the monitor first, so that cached registrations
-    /// are invalidated before the memory is freed.
+    /// Frees memory. First notifies the monitor's subscribers, so that they invalidate cached
+    /// registrations of the memory.
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
         let mut owned = self.lookup.contexts.allocations.take(allocation)?;
         let mut freed = false;
@@ -161,10 +161,10 @@ impl DeviceAllocator {
             functions.mem_alloc_async.ok_or_else(|| lacks_symbol("allocate", "cuMemAllocAsync"))?;
         self.lookup.contexts.with_own_stream(device, |stream| {
             let mut base: CuDevicePtr = 0;
-            // SAFETY: `base` is writable, and the stream is this driver's own.
+            // SAFETY: `base` is writable, and this iface created the stream.
             check(unsafe { allocate(&mut base, len, stream) }, "cuMemAllocAsync")?;
             if let Err(error) = synchronize(functions, stream) {
-                // SAFETY: the call above allocated the memory, and no caller has it.
+                // SAFETY: the call above allocated the memory, and no caller has seen it.
                 check(unsafe { (functions.mem_free)(base) }, "cuMemFree_v2")?;
                 return Err(error);
             }
@@ -172,8 +172,8 @@ impl DeviceAllocator {
         })
     }
 
-    /// Maps one handle into a reservation of its own, which its device may access. The memory is
-    /// created RDMA capable if the device supports that.
+    /// Allocates VMM memory: maps one handle into a new reservation, and lets the device access the
+    /// mapping. Creates the memory GPUDirect RDMA capable if the device supports that.
     fn virtual_alloc(&self, device: DeviceId, len: usize) -> Result<(u64, Origin)> {
         let entry = self.lookup.driver().device("allocate", device)?;
         let f = &self.lookup.driver().functions;
@@ -182,7 +182,7 @@ impl DeviceAllocator {
         let create = vmm(f.mem_create, "cuMemCreate")?;
         let map = vmm(f.mem_map, "cuMemMap")?;
         let set_access = vmm(f.mem_set_access, "cuMemSetAccess")?;
-        // `release` calls these functions.
+        // `release` needs these functions, so that a driver without them is refused first.
         vmm(f.mem_unmap, "cuMemUnmap")?;
         vmm(f.mem_address_free, "cuMemAddressFree")?;
         vmm(f.mem_release, "cuMemRelease")?;
@@ -226,9 +226,9 @@ impl DeviceAllocator {
         mapped.map(|()| (base, origin))
     }
 
-    /// Frees memory by the call that matches its origin. The caller makes the device's primary
-    /// context current. After a refusal, `origin` holds the remaining steps, and the next call
-    /// continues there.
+    /// Frees memory by the driver call that matches its origin. The caller makes the device's
+    /// primary context current. If the driver refuses a step, `origin` holds the remaining steps,
+    /// and a repeated call continues with them.
     fn release(&self, base: u64, device: DeviceId, origin: &mut Origin) -> Result<()> {
         let functions = &self.lookup.driver().functions;
         match origin {
@@ -247,16 +247,17 @@ impl DeviceAllocator {
                 let unreserve = vmm(functions.mem_address_free, "cuMemAddressFree")?;
                 let release = vmm(functions.mem_release, "cuMemRelease")?;
                 if *left == Left::Mapping {
-                    // SAFETY: mapped by `virtual_alloc` at `base` in this size.
+                    // SAFETY: `virtual_alloc` mapped `size` bytes at `base`.
                     check(unsafe { unmap(base, *size) }, "cuMemUnmap")?;
                     *left = Left::Reservation;
                 }
                 if *left == Left::Reservation {
-                    // SAFETY: reserved by `virtual_alloc`, with nothing mapped in it any longer.
+                    // SAFETY: `virtual_alloc` reserved the range, and nothing is mapped in it any
+                    // longer.
                     check(unsafe { unreserve(base, *size) }, "cuMemAddressFree")?;
                     *left = Left::Handle;
                 }
-                // SAFETY: created by `virtual_alloc` and released once.
+                // SAFETY: `virtual_alloc` created the handle, and it is released once.
                 check(unsafe { release(*handle) }, "cuMemRelease")
             }
             Origin::Imported { .. } => Err(Error::new(ErrorKind::BadState, "free")
@@ -284,7 +285,8 @@ impl DeviceAllocator {
     }
 }
 
-/// Returns a function of virtual memory management, which older drivers lack.
+/// Returns a function for virtual memory management, or an error that names it. Older drivers lack
+/// these functions.
 fn vmm<F>(function: Option<F>, symbol: &'static str) -> Result<F> {
     function.ok_or_else(|| lacks_symbol("virtual memory", symbol))
 }

@@ -1,4 +1,4 @@
-//! Causes of refusals by this driver, and general causes with remedies for this driver.
+//! Causes of refusals by CUDA, and general causes of refusals, with remedies for CUDA.
 
 use hmem_core::{
     Path,
@@ -8,15 +8,16 @@ use hmem_core::{
 /// File in which a loaded kernel module states its version.
 const KERNEL_MODULE: &str = "proc/driver/nvidia/version";
 
-/// Returns true if the loaded kernel module is the closed variant. The first line of the open one
-/// is `NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.161.08 ..`.
+/// Returns true if the loaded kernel module is NVIDIA's proprietary variant. The first line of
+/// [`KERNEL_MODULE`] for the open variant is `NVRM version: NVIDIA UNIX Open Kernel Module for
+/// x86_64  535.161.08 ..`.
 fn has_closed_modules(facts: &Facts) -> bool {
     let text = facts.text(KERNEL_MODULE).unwrap_or_default();
     let line = text.lines().next().unwrap_or_default();
     line.contains("Kernel Module") && !line.contains("Open Kernel Module")
 }
 
-/// Causes of refusals by CUDA's driver.
+/// Causes of refusals that only CUDA has.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "nvidia-closed-modules",

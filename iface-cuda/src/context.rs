@@ -1,11 +1,11 @@
-//! Contexts of calls: retained, made current for the call, and released.
+//! CUDA contexts that calls of the iface use: retain, make current, and release.
 //!
-//! The CUDA runtime and most libraries use a device's primary context. It exists once in a process,
-//! and the first retain creates it: it is the only process-wide state of this crate. A call retains
-//! the context while it uses it ([`WorkContext`]). If an allocation or a stream remains in the
-//! context, it stays retained until the iface closes. Otherwise the last call that uses it releases
-//! it, so that a failed call or a query leaves no context behind. Contexts of the application are
-//! used for the duration of a call and never retained.
+//! The CUDA runtime and most libraries use a device's primary context. A process has at most one
+//! primary context for a device. The first retain creates it. A call of this crate retains the
+//! context for as long as the call needs it ([`WorkContext`]). If an allocation or a stream remains
+//! in the context, the context stays retained until the iface closes. Otherwise the last call that
+//! uses the context releases it. So a failed call or a query leaves no context behind. Contexts of
+//! the application are used for the duration of a call and never retained.
 
 use hmem_core::{DeviceId, Error, ErrorKind, IfaceKind, Result};
 use parking_lot::Mutex;
@@ -23,7 +23,7 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct PrimaryContexts {
     pub(crate) driver: Driver,
-    /// Memory of the iface, most of which belongs to these contexts.
+    /// Memory that the iface must release. Most of it belongs to these contexts.
     pub(crate) allocations: AllocationTable,
     /// One entry for each device of the driver, in the same order.
     retained: Vec<Mutex<Option<PrimaryContext>>>,
@@ -40,15 +40,15 @@ struct PrimaryContext {
     kept: bool,
 }
 
-/// A device and the entry of its primary context.
+/// A device, and the place of its primary context in [`PrimaryContexts`].
 #[derive(Clone, Copy, Debug)]
 struct Slot<'a> {
     entry: &'a DeviceEntry,
     primary: &'a Mutex<Option<PrimaryContext>>,
 }
 
-/// Keeps a device's primary context retained. Dropping it releases the context, unless another call
-/// uses the context or memory remains in it.
+/// Keeps a device's primary context retained. Dropping the guard releases the context, unless
+/// another call uses the context, or memory or a stream remains in it.
 #[derive(Debug)]
 struct PrimaryContextGuard<'a> {
     contexts: &'a PrimaryContexts,
@@ -86,18 +86,18 @@ impl Drop for PrimaryContextGuard<'_> {
 pub(crate) struct WorkContext<'a> {
     functions: &'a Functions,
     pub(crate) context: CuContext,
-    /// `None` for a context of the application: the memory's own, or the calling thread's. The
-    /// application decides when to destroy it.
+    /// Guard of a primary context. `None` for a context of the application, which the application
+    /// may destroy.
     guard: Option<PrimaryContextGuard<'a>>,
 }
 
 impl<'a> WorkContext<'a> {
-    /// Uses a context of the application, which is not retained.
+    /// Wraps a context of the application. The context is not retained.
     pub(crate) fn borrowed(functions: &'a Functions, context: CuContext) -> Self {
         Self { functions, context, guard: None }
     }
 
-    /// Returns the device of a primary context.
+    /// Returns the device if the context is the device's primary context.
     pub(crate) fn primary_of(&self) -> Option<DeviceId> {
         self.guard.as_ref().map(|guard| guard.slot.entry.description.id)
     }
@@ -127,15 +127,15 @@ impl<'a> WorkContext<'a> {
         run: impl FnOnce() -> Result<T>,
         undo: impl FnOnce(T) -> Result<()>,
     ) -> Result<T> {
-        // SAFETY: the context lives. It is a retained primary context, the context that the driver
-        // has just named as current on this thread, or the context of memory that the driver has
-        // just found: destroying that context would have freed the memory.
+        // SAFETY: the context is live. It is a retained primary context, or the context that the
+        // driver has just returned as current on this thread, or the context of memory that the
+        // driver has just found. Destroying the last one would have freed the memory.
         let code = unsafe { (self.functions.ctx_push_current)(self.context) };
         check(code, "cuCtxPushCurrent_v2")?;
         let result = run();
         let Err(refused) = pop(self.functions) else { return result };
         let result = result.and_then(|value| undo(value).and(Err(refused)));
-        // The caller must not continue with another context current: pop it once more.
+        // The caller must not continue with another current context, so the pop is repeated.
         if let Err(error) = pop(self.functions) {
             tracing::error!(%error, "cannot restore the CUDA context of the calling thread");
             // Keeps the context alive, since it is still current on the thread.
@@ -204,14 +204,15 @@ impl PrimaryContexts {
         places.map(|(entry, primary)| Slot { entry, primary })
     }
 
-    /// Retains the primary context of a device. The driver creates it if no part of the process has
-    /// it.
+    /// Retains the primary context of a device. The driver creates the context if it does not exist
+    /// in the process.
     pub(crate) fn retain(&self, device: DeviceId) -> Result<WorkContext<'_>> {
         let slot = self.slot("cuDevicePrimaryCtxRetain", device)?;
         self.join(slot, &mut slot.primary.lock())
     }
 
-    /// `primary` is the locked entry of `slot`, so that retains and releases exclude each other.
+    /// Adds a user to a primary context, and retains the context for the first one. `primary` is
+    /// the locked content of `slot`, so that retains and releases exclude each other.
     fn join<'a>(
         &'a self,
         slot: Slot<'a>,
@@ -243,7 +244,7 @@ impl PrimaryContexts {
         Ok(guard.context)
     }
 
-    /// Retains the primary context of a device if this process has it already.
+    /// Retains the primary context of a device if the context already exists in this process.
     pub(crate) fn retain_if_active(&self, device: DeviceId) -> Result<Option<WorkContext<'_>>> {
         let slot = self.slot("cuDevicePrimaryCtxGetState", device)?;
         let mut primary = slot.primary.lock();
@@ -253,7 +254,7 @@ impl PrimaryContexts {
         self.join(slot, &mut primary).map(Some)
     }
 
-    /// Returns true if this process has the primary context of a device.
+    /// Returns true if the primary context of a device exists in this process.
     pub(crate) fn is_active(&self, device: DeviceId) -> Result<bool> {
         let entry = self.driver.device("cuDevicePrimaryCtxGetState", device)?;
         let (mut flags, mut active) = (0, 0);
@@ -263,8 +264,8 @@ impl PrimaryContexts {
         check(code, "cuDevicePrimaryCtxGetState").map(|()| active != 0)
     }
 
-    /// Returns the calling thread's current context and its device. `None` without a context, or
-    /// with a destroyed one.
+    /// Returns the calling thread's current context and its device. Returns `None` if the thread
+    /// has no current context, or a destroyed one.
     pub(crate) fn current(&self) -> Result<Option<(CuContext, CuDevice)>> {
         let functions = &self.driver.functions;
         let (mut context, mut device) = (CuContext::NULL, 0);
@@ -305,13 +306,15 @@ impl PrimaryContexts {
         }
     }
 
-    /// Returns the context in which host memory is page-locked. Every context knows the memory
-    /// afterwards.
+    /// Returns the context in which to page-lock host memory. Afterwards every context knows the
+    /// memory.
     ///
-    /// The page-locking ends with its context. So the first choice is an active primary context,
-    /// which can be kept: of the thread's device, else of any device. The second choice is the
-    /// thread's own context. The first device's primary context is created only if the process has
-    /// neither.
+    /// Destroying that context ends the page-locking. So this method returns the first of these
+    /// that exists:
+    /// - the active primary context of the thread's device, which the iface then keeps;
+    /// - the active primary context of any device;
+    /// - the thread's own context;
+    /// - the primary context of the first device, which is created.
     pub(crate) fn work_context_for_host(&self) -> Result<WorkContext<'_>> {
         let current = self.current()?;
         let of_thread =
@@ -343,8 +346,9 @@ impl PrimaryContexts {
         primary.as_mut().map(|primary| with(&mut primary.streams)).ok_or_else(not_retained)
     }
 
-    /// Runs `run` with a stream of a device that no other thread uses, so that `run` waits for its
-    /// own work only. `run` leaves no work in flight on the stream. The primary context is current.
+    /// Calls `run` with a stream that no other thread uses, so that `run` waits for its own work
+    /// only. `run` must leave no work in flight on the stream. The caller has made the device's
+    /// primary context current.
     pub(crate) fn with_own_stream<T>(
         &self,
         device: DeviceId,
@@ -362,7 +366,8 @@ impl PrimaryContexts {
     /// Releases every retained context, with its streams and events.
     ///
     /// # Errors
-    /// The first refusal. Contexts that were not released stay, and the call can be repeated.
+    /// The first error of the driver. Contexts that the driver refused to release stay retained,
+    /// and the call can be repeated.
     pub(crate) fn release_all(&self) -> Result<()> {
         self.slots().try_for_each(|slot| self.release(slot.entry, &mut slot.primary.lock()))
     }
@@ -389,8 +394,8 @@ impl PrimaryContexts {
     /// No memory of this iface is in the context, so that the release frees no registered memory:
     /// other owners of memory there retain the context too, and the hooks notify of their releases.
     fn drop_reference(&self, entry: &DeviceEntry) -> Result<()> {
-        // SAFETY: `join` retained it once, and the caller clears the entry, so that it is released
-        // once.
+        // SAFETY: `join` retained the context once, and the caller clears the entry, so that it is
+        // released once.
         let release = || unsafe { (self.driver.functions.primary_ctx_release)(entry.handle) };
         let code = if self.allocations.has_memory_of(entry.description.id) {
             release()
@@ -402,8 +407,8 @@ impl PrimaryContexts {
 }
 
 impl Drop for PrimaryContexts {
-    /// Releases every context. A stream may refuse to be destroyed, after a reset of its context
-    /// for example; the context is released all the same.
+    /// Releases every context. The driver may refuse to destroy a stream, after a reset of its
+    /// context for example. The context is released nevertheless.
     fn drop(&mut self) {
         let Err(error) = self.release_all() else { return };
         tracing::error!(%error, "cannot destroy a CUDA stream or event");

@@ -2,7 +2,7 @@
 //!
 //! Copies run on streams of this crate in the device's primary context: asynchronous ones on one
 //! stream, in order; each blocking one on a stream of its own, so that it waits for no other copy.
-//! These streams are kept for the next copy.
+//! The iface keeps these streams for the next copy.
 //!
 //! A copy runs in another context than the primary one in two cases:
 //!
@@ -30,12 +30,12 @@ use crate::{
     sys::{CuContext, CuEvent, CuResult, CuStream, Functions},
 };
 
-/// Copies memory. The streams are shared with each copy in flight.
+/// Copies memory. Each copy in flight holds a reference to the streams.
 #[derive(Debug)]
 pub(crate) struct Copier(Arc<CopyStreams>);
 
-/// Streams and events for copies. A primary context keeps its own; in another context they are
-/// created for one copy.
+/// Streams and events for copies. In a primary context they are kept for later copies. In another
+/// context they are created for one copy.
 #[derive(Debug)]
 struct CopyStreams {
     lookup: Arc<PointerLookup>,
@@ -46,14 +46,14 @@ struct CopyStreams {
 struct CopyContext {
     context: CuContext,
     device: DeviceId,
-    /// True for the device's primary context, which has a stream and events for copies.
+    /// True if this is the device's primary context, in which streams and events are kept.
     primary: bool,
-    /// True for the calling thread's context with memory of no context: the application may destroy
-    /// the context and keep the memory.
+    /// True if this is the calling thread's context and the memory has no context. The application
+    /// may then destroy the context and keep the memory.
     borrowed: bool,
 }
 
-/// Sides and length of a copy.
+/// Addresses and length of a copy.
 #[derive(Clone, Copy)]
 struct CopyRange {
     to: Address,
@@ -122,7 +122,7 @@ impl CopyStreams {
             Err(error) => return work_first(Err(error), self.leave_stream(at, stream)),
         };
         let recorded = self.enqueue(stream, copy).and_then(|()| {
-            // SAFETY: event and stream are this driver's own and of the current context.
+            // SAFETY: this iface created the event and the stream, in the current context.
             check(unsafe { (self.functions().event_record)(event, stream) }, "cuEventRecord")
         });
         match recorded {
@@ -137,8 +137,8 @@ impl CopyStreams {
             return Ok(());
         }
         let (to, from, len) = (copy.to.0, copy.from.0, copy.len as usize);
-        // SAFETY: sides of this iface were checked in `side`; the caller of `Iface::copy` promises
-        // host memory to be valid until the copy has ended.
+        // SAFETY: `side` checked the bounds of CUDA memory. The caller of `Iface::copy` promises
+        // that host memory is valid until the copy has ended.
         check(unsafe { (self.functions().memcpy_async)(to, from, len, stream) }, "cuMemcpyAsync")
     }
 
@@ -155,8 +155,8 @@ impl CopyStreams {
         work_first(run(stream), destroy_stream(self.functions(), stream))
     }
 
-    /// Waits for a copy whose start failed: its caller may free the memory. Destroys stream and
-    /// event whatever the wait returns.
+    /// Waits for a copy that began although its start failed, since the caller may then free the
+    /// memory. Destroys the stream and the event even if the wait fails.
     fn abandon(&self, at: CopyContext, stream: CuStream, event: CuEvent) -> Result<()> {
         let ended = synchronize(self.functions(), stream);
         let ended = work_first(ended, self.leave_event(at, event));
@@ -201,11 +201,14 @@ impl Copier {
         Self(Arc::new(CopyStreams { lookup }))
     }
 
-    /// Returns the number of asynchronous copies whose events were not dropped yet.
+    /// Returns the number of asynchronous copies, completed or not, whose event the caller still
+    /// has.
     pub(crate) fn in_flight(&self) -> usize {
         Arc::strong_count(&self.0) - 1
     }
 
+    /// Copies `len` bytes, and waits for the end of the copy.
+    ///
     /// # Safety
     /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
@@ -219,8 +222,8 @@ impl Copier {
         }
     }
 
-    /// Copies at once if the CPU can, and returns `None`. Otherwise returns the context in which
-    /// the copy runs.
+    /// Copies here if the CPU can access both sides, and returns `None`. Otherwise returns the
+    /// context for a copy by the driver.
     ///
     /// The CPU copies if neither side is CUDA memory and either the length is 0 or a side is host
     /// memory that the application page-locked.
@@ -231,8 +234,8 @@ impl Copier {
         let CopyRange { to, from, len } = copy;
         let sides = [self.side(to, len)?, self.side(from, len)?];
         for (side, found) in [to, from].into_iter().zip(&sides) {
-            // The driver has forgotten memory of this iface. The CPU cannot access it, and the
-            // driver would use the address as host memory.
+            // The driver no longer knows this memory of the iface. The CPU cannot access the
+            // memory, and the driver would take the address for host memory.
             if matches!(found, Side::Unknown)
                 && let Some(allocation) = self.0.lookup.contexts.allocations.range_around(side)
             {
@@ -276,8 +279,8 @@ impl Copier {
         Ok(Some((at, work_context)))
     }
 
-    /// Returns one side of a copy. Fails if the side begins in a CUDA allocation and does not lie
-    /// within it.
+    /// Returns the owner of the memory on one side of a copy. Fails if the side begins in a CUDA
+    /// allocation and reaches beyond its end.
     fn side(&self, address: Address, len: u64) -> Result<Side> {
         let range = AddressRange::new(address, len)?;
         let Some(found) = self.0.lookup.find(address)? else { return Ok(Side::Unknown) };
@@ -296,8 +299,8 @@ impl Copier {
     }
 }
 
-/// Combines the results of a copy and of releasing its stream or event. Returns an error of the
-/// copy before the other one, which is logged.
+/// Combines the result of a copy with the result of releasing its stream or event. If both failed,
+/// returns the error of the copy and logs the other one.
 fn work_first<T>(work: Result<T>, left: Result<()>) -> Result<T> {
     match (work, left) {
         (Ok(value), left) => left.map(|()| value),
@@ -310,8 +313,10 @@ fn work_first<T>(work: Result<T>, left: Result<()>) -> Result<T> {
     }
 }
 
+/// Copies by the CPU.
+///
 /// # Safety
-/// Both sides are valid for `len` bytes, and the destination is not referenced elsewhere. They may
+/// Both sides are valid for `len` bytes, and nothing else refers to the destination. The sides may
 /// overlap.
 unsafe fn copy_host(to: Address, from: Address, len: u64) {
     let (to, from) = (to.0 as usize, from.0 as usize);
@@ -325,13 +330,13 @@ unsafe fn copy_host(to: Address, from: Address, len: u64) {
     }
 }
 
-/// A copy on a stream. Dropping it waits for the end of the copy, so that its memory is not freed
-/// meanwhile.
+/// A copy that runs on a stream. Dropping the value waits for the end of the copy, so that the
+/// memory is not freed meanwhile.
 struct CopyInFlight {
     streams: Arc<CopyStreams>,
     at: CopyContext,
     stream: CuStream,
-    /// Null once the copy was waited for.
+    /// Event behind the copy. Null after the wait for the copy.
     event: CuEvent,
 }
 
@@ -344,7 +349,7 @@ impl CopyInFlight {
         let functions = streams.functions();
         let event = std::mem::take(&mut self.event);
         with_context(functions, at.context, || {
-            // SAFETY: the event is this copy's own, and `CopyStreams::start` recorded it.
+            // SAFETY: the event belongs to this copy, and `CopyStreams::start` recorded it.
             let copied =
                 check(unsafe { (functions.event_synchronize)(event) }, "cuEventSynchronize");
             let copied = work_first(copied, streams.leave_event(at, event));
@@ -358,7 +363,7 @@ impl CopyEvent for CopyInFlight {
         let functions = self.streams.functions();
         // An error ends the copy too; `wait` then returns it.
         let asked = with_context(functions, self.at.context, || {
-            // SAFETY: the event is this copy's own.
+            // SAFETY: the event belongs to this copy.
             Ok(unsafe { (functions.event_query)(self.event) })
         });
         !matches!(asked, Ok(CuResult::CUDA_ERROR_NOT_READY))

@@ -7,7 +7,7 @@
 //! `cudarc` which driver library to load.
 //!
 //! By default `cudarc` allocates stream-ordered memory, which the driver may not export to a NIC.
-//! The region's decision then says that it is staged, and why.
+//! The region's decision then has the path `Staged`, with the reason.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -76,8 +76,8 @@ impl<T: AnyBits> CudarcBuffer<T> {
     /// `iface` copies between the slice and the host. Its kind must be [`IfaceKind::CUDA`].
     ///
     /// # Errors
-    /// - [`ErrorKind::InvalidArgument`] for another iface.
-    /// - [`ErrorKind::OutOfBounds`] for memory that its driver does not know.
+    /// - [`ErrorKind::InvalidArgument`] if `iface` is not of the kind [`IfaceKind::CUDA`].
+    /// - [`ErrorKind::OutOfBounds`] if the driver of `iface` does not know the memory.
     /// - Otherwise the driver's error.
     ///
     /// The error holds the slice.
@@ -121,9 +121,9 @@ impl<T: AnyBits> fmt::Debug for CudarcBuffer<T> {
     }
 }
 
-// SAFETY: the slice owns its memory, which stays where it is until the slice is dropped. `ready`
-// has found it to be memory of the CUDA iface. A `CudaSlice` is no reference into it: device memory
-// is reached by addresses. Any bytes are valid elements, as `AnyBits` says.
+// SAFETY: the slice owns its memory, which does not move until the slice is dropped. `ready`
+// checked that it is memory of the CUDA iface. A `CudaSlice` is not a reference to the memory:
+// device memory is accessed by addresses. Any bytes are valid elements, as `AnyBits` says.
 unsafe impl<T: AnyBits> OwnedBuffer for CudarcBuffer<T> {
     type Parts = Self;
 

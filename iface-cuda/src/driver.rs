@@ -1,7 +1,7 @@
 //! The opened driver: its functions and its devices, which never change.
 //!
 //! Abilities of a device are read from its attributes. A driver that does not know an attribute
-//! answers INVALID_VALUE; the device then lacks the ability.
+//! returns INVALID_VALUE. The device then counts as lacking the ability.
 
 use std::ffi::{CStr, c_char, c_int};
 
@@ -20,7 +20,7 @@ pub(crate) struct Driver {
     pub(crate) devices: Vec<DeviceEntry>,
 }
 
-/// Abilities of a device, as its attributes state them.
+/// Abilities of a device, read from its attributes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Abilities {
     pub(crate) managed: bool,
@@ -28,7 +28,7 @@ pub(crate) struct Abilities {
     /// `cuMemCreate` accepts the GPUDirect RDMA flag.
     pub(crate) rdma_with_vmm: bool,
     pub(crate) pools: bool,
-    /// Peer-memory clients of the kernel can pin its memory.
+    /// The kernel's peer-memory clients can pin memory of the device.
     pub(crate) peer_memory: bool,
     pub(crate) dma_buf: bool,
     /// The device sees inbound writes in order without a flush.
@@ -37,7 +37,7 @@ pub(crate) struct Abilities {
     pub(crate) flushes: bool,
 }
 
-/// One device.
+/// A device with its handle and abilities.
 #[derive(Debug)]
 pub(crate) struct DeviceEntry {
     pub(crate) handle: CuDevice,
@@ -46,7 +46,7 @@ pub(crate) struct DeviceEntry {
 }
 
 impl Driver {
-    /// Lists the devices of a driver that was initialised.
+    /// Lists the devices. The caller has initialised the driver.
     pub(crate) fn new(functions: Functions) -> Result<Self> {
         let mut count: c_int = 0;
         // SAFETY: `count` is writable.
@@ -59,7 +59,7 @@ impl Driver {
         Ok(Self { functions, devices })
     }
 
-    /// Returns the device with a number.
+    /// Returns the device with this number.
     pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&DeviceEntry> {
         self.devices.get(device.0 as usize).ok_or_else(|| {
             Error::new(ErrorKind::InvalidArgument, operation)
@@ -98,7 +98,7 @@ fn describe(functions: &Functions, ordinal: u32) -> Result<DeviceEntry> {
     Ok(DeviceEntry { handle, description, abilities: abilities(functions, handle)? })
 }
 
-/// Returns the text that a driver call writes, up to its NUL.
+/// Converts the C string that a driver call writes, up to its NUL.
 fn text(write: impl FnOnce(*mut c_char, c_int) -> Result<()>) -> Result<String> {
     let mut buffer = [0u8; 256];
     write(buffer.as_mut_ptr().cast(), 255)?;

@@ -1,4 +1,4 @@
-//! Driver codes as errors: the one place that gives them a kind and a remedy.
+//! Conversion of driver codes to errors with a kind and a remedy.
 
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 
@@ -21,7 +21,7 @@ pub(crate) fn lacks_symbol(operation: &'static str, symbol: &'static str) -> Err
         .remedy("update the NVIDIA driver")
 }
 
-/// Returns the code as an error, or Ok for success.
+/// Converts a code of the driver to an error, or to Ok for success.
 pub(crate) fn check(code: CuResult, operation: &'static str) -> Result<()> {
     if code.is_success() { Ok(()) } else { Err(refused(code, operation)) }
 }
@@ -39,7 +39,7 @@ pub(crate) fn refused(code: CuResult, operation: &'static str) -> Error {
 
 fn kind(code: CuResult) -> ErrorKind {
     match code {
-        // A lost device stays lost for this process.
+        // The process cannot use a lost device again.
         sticky if sticky.is_sticky() => ErrorKind::Unavailable,
         CuResult::CUDA_ERROR_INVALID_VALUE
         | CuResult::CUDA_ERROR_INVALID_DEVICE
@@ -74,8 +74,8 @@ fn kind(code: CuResult) -> ErrorKind {
     }
 }
 
-/// Calls that return INVALID_VALUE for an address that the driver does not know. For other calls
-/// any argument may be invalid.
+/// Calls that return INVALID_VALUE only for an address that the driver does not know. For other
+/// calls, any argument may be the invalid one.
 const OF_AN_ADDRESS: [&str; 11] = [
     "cuIpcCloseMemHandle",
     "cuIpcGetMemHandle",
@@ -184,7 +184,8 @@ mod tests {
         }
     }
 
-    /// INVALID_VALUE of a call without an address must not suggest a wrong address.
+    /// For a call without an address, the remedy for INVALID_VALUE must not speak of a wrong
+    /// address.
     #[test]
     fn invalid_value_means_unknown_address_only_for_address_queries() {
         let remedy = |call| {

@@ -33,12 +33,13 @@ const KERNEL_MODULE: &str = "/proc/driver/nvidia/version";
 pub(crate) struct Exporter {
     pub(crate) lookup: Arc<PointerLookup>,
     pub(crate) segments: Segments,
-    /// Notes the contexts of exported memory, which NICs may write.
+    /// Records the contexts of exported memory, for later flushes of the NICs' writes.
     pub(crate) flusher: Arc<InboundFlusher>,
 }
 
 impl DmaBufExporter for Exporter {
-    /// No attribute says whether the device has the PCIe mapping: only an export shows it.
+    /// Returns both mappings if a device exports dma-bufs. No attribute states whether a device
+    /// supports the PCIe mapping: a device without it refuses the export.
     fn mappings(&self) -> &'static [DmaBufMapping] {
         if self.lookup.driver().devices.iter().any(|entry| entry.abilities.dma_buf) {
             &[DmaBufMapping::Default, DmaBufMapping::Pcie]
@@ -75,7 +76,7 @@ impl DmaBufExporter for Exporter {
         let work_context = self.lookup.contexts.work_context(found.context, device)?;
         let (fd, of_contexts) = work_context.run(|| {
             let mut fd: c_int = -1;
-            // SAFETY: for this type of handle the driver writes one int; the range is only looked
+            // SAFETY: for this type of handle the driver writes one int. The range is only looked
             // up.
             let code = unsafe {
                 get(
@@ -96,9 +97,9 @@ impl DmaBufExporter for Exporter {
                         .context("reason", "the call succeeded and returned no fd"),
                 ));
             }
-            // SAFETY: the driver made the fd for this call, and nothing else owns it.
+            // SAFETY: the driver opened the fd for this call, and nothing else owns it.
             let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-            // Only after the export succeeded: a refused export changes nothing.
+            // This follows a successful export, so that a refused export changes nothing.
             let of_contexts = self.synchronise_memory(&found, range).map_err(described)?;
             Ok((fd, of_contexts))
         })?;
@@ -129,14 +130,15 @@ impl PeerMemoryExporter for Exporter {
         }
         let found = self.prepare_pinning(OPERATION, range).map_err(described)?;
         self.flusher.note_exported(&found, range)?;
-        // Only a registration shows whether a kernel client handles the address.
+        // If no peer-memory client handles the address, only the registration fails.
         Ok(PeerMemoryExport { address: range.start(), len: range.len() })
     }
 }
 
 impl Exporter {
-    /// Prepares a range for a peer-memory client, which pins it by address. Checks that GPUDirect
-    /// RDMA reaches every part, and sets SYNC_MEMOPS. Errors name the range.
+    /// Prepares a range for a peer-memory client, which pins memory by its address. Checks that
+    /// GPUDirect RDMA can reach every part of the range, and sets SYNC_MEMOPS. Errors name the
+    /// range.
     pub(crate) fn prepare_pinning(
         &self,
         operation: &'static str,
@@ -166,7 +168,7 @@ impl Exporter {
         Ok(found)
     }
 
-    /// Returns the allocation around a range, if its kind can be exported as device memory.
+    /// Returns the allocation that contains a range, if its kind can be exported as device memory.
     fn exportable(&self, operation: &'static str, range: AddressRange) -> Result<FoundAllocation> {
         let refuse = |error: Error| error.context("range", range);
         let outside = || {
@@ -199,9 +201,9 @@ impl Exporter {
         }
     }
 
-    /// Sets SYNC_MEMOPS on an allocation. GPUDirect RDMA bypasses the driver, so that synchronous
-    /// operations must really have ended before a NIC reads the memory. The caller makes the
-    /// memory's context current.
+    /// Sets SYNC_MEMOPS on an allocation. GPUDirect RDMA bypasses the driver, so synchronous
+    /// operations must have ended before a NIC reads the memory. With SYNC_MEMOPS they return only
+    /// after their end. The caller makes the memory's context current.
     ///
     /// Returns true if the memory cannot have the attribute, and its contexts must have it instead:
     ///
@@ -211,7 +213,7 @@ impl Exporter {
     ///   code is an error: the memory was freed.
     fn synchronise_memory(&self, found: &FoundAllocation, range: AddressRange) -> Result<bool> {
         let on: std::ffi::c_uint = 1;
-        // SAFETY: the value is an unsigned int, as this attribute takes it.
+        // SAFETY: the value is an unsigned int, which is the type of this attribute.
         let code = unsafe {
             (self.lookup.driver().functions.pointer_set_attribute)(
                 (&raw const on).cast(),
@@ -235,11 +237,13 @@ impl Exporter {
             .map_err(|error| error.context("attribute", "SYNC_MEMOPS"))
     }
 
-    /// Sets SYNC_MEMOPS on contexts, for memory that cannot have the attribute. From CUDA 12.1 on
-    /// it is also a flag of contexts, for operations "initiated on this context" (`cuda.h`).
+    /// Sets SYNC_MEMOPS on contexts, for memory that cannot have the attribute. Since CUDA 12.1,
+    /// SYNC_MEMOPS is also a flag of contexts, for operations "initiated on this context"
+    /// (`cuda.h`).
     ///
-    /// The context is the memory's own. For memory without a context: the calling thread's and the
-    /// device's primary one, if they exist. No context is created: no work would run there.
+    /// The flag is set on the memory's own context. For memory without a context, it is set on the
+    /// calling thread's context and on the device's primary context, if they exist. No context is
+    /// created, since no work would run there.
     fn synchronise_contexts(&self, found: &FoundAllocation, range: AddressRange) -> Result<()> {
         let functions = &self.lookup.driver().functions;
         let (Some(get), Some(set)) = (functions.ctx_get_flags, functions.ctx_set_flags) else {
@@ -254,10 +258,10 @@ impl Exporter {
             if flags & sys::CU_CTX_SYNC_MEMOPS != 0 {
                 return Ok(());
             }
-            // SAFETY: the flags that the context has, and one more.
+            // SAFETY: these are the flags that the context has, and one flag of the header.
             check(unsafe { set(flags | sys::CU_CTX_SYNC_MEMOPS) }, "cuCtxSetFlags")?;
-            // The attribute waits for work in flight (`cuda.h`). The flag is not documented to do
-            // so.
+            // Setting the attribute of an allocation waits for work in flight (`cuda.h`). This is
+            // not documented for the flag of a context.
             synchronize(functions, CuStream::NULL)
         };
         if !found.context.is_null() {

@@ -7,7 +7,7 @@
 //! The application may destroy its contexts at any time, and a destroyed one must not be passed to
 //! the driver. Destroying a context frees its memory, and an identity is never reused. So a context
 //! lives if the driver still knows memory of it under the identity that the memory had when it was
-//! exported. That memory is the context's witness.
+//! exported. This module calls that memory the context's witness.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -24,14 +24,14 @@ use crate::{
     sys::{self, CuContext},
 };
 
-/// Number of witnesses at which freed ones are removed for the first time.
+/// Number of witnesses at which the freed ones are removed for the first time.
 const FEW: usize = 64;
 
 /// Flushes inbound writes.
 #[derive(Debug)]
 pub(crate) struct InboundFlusher {
     lookup: Arc<PointerLookup>,
-    /// Exported memory of each device of the driver, in the same order.
+    /// Exported memory of each device, in the order of the driver's devices.
     exported: Vec<Mutex<ExportedMemory>>,
 }
 
@@ -39,12 +39,13 @@ pub(crate) struct InboundFlusher {
 #[derive(Debug)]
 struct ExportedMemory {
     contexts: Vec<WitnessedContext>,
-    /// Number of witnesses at which freed ones are removed: twice the number of live ones after the
-    /// last removal.
+    /// Number of witnesses at which the freed ones are removed: twice the number that was left
+    /// after the last removal.
     limit: usize,
 }
 
-/// A context with its witnesses: identities by address. Null for memory of no context.
+/// A context with its witnesses: identities of exported memory by address. The context is null for
+/// memory without a context.
 #[derive(Debug)]
 struct WitnessedContext {
     context: CuContext,
@@ -69,7 +70,8 @@ impl ExportedMemory {
         self.contexts.iter().map(|noted| noted.witnesses.len()).sum()
     }
 
-    /// Removes the witnesses for which `is_dead` returns true.
+    /// Removes the witnesses (exported memory) that `is_dead` reports as freed, and contexts
+    /// without a witness.
     fn purge(&mut self, mut is_dead: impl FnMut(Address, AllocationId, CuContext) -> bool) {
         self.contexts.retain_mut(|WitnessedContext { context, witnesses }| {
             witnesses.retain(|address, id| !is_dead(Address(*address), *id, *context));
@@ -79,13 +81,13 @@ impl ExportedMemory {
     }
 }
 
-/// Contexts of live memory that NICs may write.
+/// Contexts in which exported memory is still live.
 #[derive(Debug, Default)]
 struct Alive {
     contexts: Vec<CuContext>,
-    /// Memory without a context is live.
+    /// True if exported memory without a context is live.
     without: bool,
-    /// The driver does not say whether some of the memory is live.
+    /// True if the driver cannot tell whether some of the memory is live.
     unknown: bool,
 }
 
@@ -119,7 +121,7 @@ impl InboundFlush for InboundFlusher {
                 sys::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
                 sys::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER,
             );
-            // SAFETY: the values are those of the header's enumerations.
+            // SAFETY: the arguments are values of the header's enumerations.
             check(unsafe { flush(target, scope) }, "cuFlushGPUDirectRDMAWrites")
         };
         self.flush_everywhere(device, flush).map_err(|error| error.device(device))
@@ -142,7 +144,7 @@ impl InboundFlusher {
         let mut exported = self.exported[device.0 as usize].lock();
         exported.note(found, range);
         if exported.len() > exported.limit {
-            // The query may fail now; the next flush repeats it.
+            // If the query fails now, the witness stays, and the next flush queries it again.
             let is_dead = |address, id, context| {
                 let liveness = self.lookup.liveness(address, id, context);
                 liveness.is_ok_and(|liveness| liveness == Liveness::Dead)
@@ -152,8 +154,8 @@ impl InboundFlusher {
         Ok(())
     }
 
-    /// Calls `flush` in every context of exported memory. After an error the other contexts are
-    /// flushed too; the first error is returned.
+    /// Calls `flush` in every context that has exported memory. Continues after an error, and
+    /// returns the first error.
     fn flush_everywhere(&self, device: DeviceId, flush: impl Fn() -> Result<()>) -> Result<()> {
         let functions = &self.lookup.driver().functions;
         let active = self.lookup.contexts.retain_if_active(device)?;
@@ -184,8 +186,8 @@ impl InboundFlusher {
         }
     }
 
-    /// Returns the live contexts of exported memory, other than `primary`. Queries one witness of
-    /// each, and removes witnesses that were freed.
+    /// Returns the live contexts of exported memory, except `primary`. Queries one witness of each
+    /// context, and removes freed witnesses.
     fn alive(&self, device: DeviceId, primary: Option<CuContext>) -> Result<Alive> {
         let mut exported = self.exported[device.0 as usize].lock();
         let mut alive = Alive::default();

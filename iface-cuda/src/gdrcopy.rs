@@ -1,9 +1,9 @@
 //! Access of the CPU to device memory through GDRCopy (`libgdrapi.so.2`).
 //!
-//! A few bytes reach the device sooner through a mapping of its BAR than through a copy engine. The
-//! library is loaded at run time, and its absence is an error that names it. Memory must be of a
-//! kind that kernel clients can pin: that of `cuMemAlloc`, or VMM memory that was created GPUDirect
-//! RDMA capable.
+//! A few bytes reach the device sooner through a mapping of its PCIe BAR than through a copy
+//! engine. The library is loaded at run time. If it is absent, the error names it. The kernel
+//! module can pin two kinds of memory: memory of `cuMemAlloc`, and VMM memory that was created
+//! GPUDirect RDMA capable.
 //!
 //! ```
 //! use hmem_core::ErrorKind;
@@ -29,7 +29,7 @@ use crate::Cuda;
 /// `GPU_PAGE_SIZE` of `gdrapi.h`: the granularity of pinning in bytes.
 pub const GPU_PAGE: u64 = 64 << 10;
 
-/// `gdr_mh_t`: a pinned buffer.
+/// `gdr_mh_t`: handle of a pinned buffer.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GdrHandle {
@@ -42,20 +42,21 @@ macro_rules! functions {
         $(#[doc = $doc:literal])+
         $field:ident: $symbol:ident($($argument:ty),*) -> $result:ty;
     )+) => {
-        /// The functions of `gdrapi.h` that this crate calls.
+        /// Table of the functions of `gdrapi.h` that this crate calls.
         #[derive(Clone, Copy, Debug)]
         pub struct GdrFunctions {
             $($(#[doc = $doc])+ pub $field: unsafe extern "C" fn($($argument),*) -> $result,)+
         }
 
         impl GdrFunctions {
-            /// Every symbol that the library must have.
+            /// Symbols that the library must have.
             pub const SYMBOLS: &[&str] = &[$(stringify!($symbol)),+];
 
-            /// Fills the table from a lookup closure.
+            /// Fills the table with the functions that a closure returns.
             ///
             /// # Errors
-            /// [`ErrorKind::Unavailable`] naming the first symbol for which `lookup` has nothing.
+            /// [`ErrorKind::Unavailable`] naming the first symbol for which `lookup` returns
+            /// `None`.
             ///
             /// # Safety
             /// Each address that `lookup` returns is a function with the signature that `gdrapi.h`
@@ -82,7 +83,7 @@ macro_rules! functions {
 }
 
 // The declarations are those of `include/gdrapi.h` of GDRCopy 2.5 (github.com/NVIDIA/gdrcopy).
-// `gdr_t` is an opaque pointer of the library, which this table holds as a number.
+// `gdr_t` is an opaque pointer of the library. This table declares it as a number.
 functions! {
     /// `gdr_open()` returns null without the kernel module.
     open: gdr_open() -> usize;
@@ -108,7 +109,8 @@ fn absent(operation: &'static str) -> Error {
         .remedy("install GDRCopy: its library and its kernel module gdrdrv; copies work without it")
 }
 
-/// Converts the result of a call, which is 0 or an errno (`gdr_open` excepted).
+/// Converts the code of a call to a result. The code is 0 or an errno. `gdr_open` alone returns no
+/// code.
 fn check(code: c_int, operation: &'static str) -> Result<()> {
     if code == 0 {
         Ok(())
@@ -125,7 +127,7 @@ struct Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         // SAFETY: `Gdrcopy` opened the library once. Each window holds a reference to this value,
-        // so that the last window is closed before.
+        // so every window is already closed.
         if let Err(error) = check(unsafe { (self.functions.close)(self.library) }, "gdr_close") {
             tracing::error!(%error, "cannot close GDRCopy");
         }
@@ -151,8 +153,8 @@ impl Gdrcopy {
     /// Loads the library that the dynamic loader finds, and opens its kernel module.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] without the library, a symbol of it, or the module; each is
-    /// named.
+    /// [`ErrorKind::Unavailable`] if the library, a symbol or the kernel module is absent. The
+    /// error names the absent one.
     pub fn open() -> Result<Self> {
         Self::load(Self::LIBRARY)
     }
@@ -160,12 +162,12 @@ impl Gdrcopy {
     /// Like [`Gdrcopy::open`], with the library at `path`.
     ///
     /// # Errors
-    /// As [`Gdrcopy::open`].
+    /// The errors of [`Gdrcopy::open`].
     pub fn load(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let described = |error: Error| error.context("library", path.display());
-        // SAFETY: loading runs the library's initialisers; the caller names GDRCopy's, which have
-        // no precondition.
+        // SAFETY: loading runs the library's initialisers; the caller names GDRCopy's library, and
+        // its initialisers have no precondition.
         let library =
             unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(|reason| {
                 let error = described(absent("load library"));
@@ -189,7 +191,7 @@ impl Gdrcopy {
         Self::with(functions).map_err(described)
     }
 
-    /// Opens over injected functions.
+    /// Opens GDRCopy over functions of the caller instead of a library.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] if `gdr_open` returns null.
@@ -204,7 +206,8 @@ impl Gdrcopy {
 
     /// Maps a range of device memory for the CPU.
     ///
-    /// Sets SYNC_MEMOPS on the memory, as for a NIC: the CPU reads it without the driver.
+    /// Sets SYNC_MEMOPS on the memory, as an export does for a NIC, since the CPU too reads the
+    /// memory without the driver.
     ///
     /// # Safety
     /// The memory is not freed before the window is closed or dropped. Freeing it would unmap the
@@ -222,8 +225,8 @@ impl Gdrcopy {
         let whole = range.page_aligned(GPU_PAGE);
         let Inner { functions, library } = &*self.inner;
         let mut handle = GdrHandle::default();
-        // SAFETY: the range was found to be device memory; `handle` is writable. No token is needed
-        // since CUDA 6.
+        // SAFETY: the range was found to be device memory, and `handle` is writable. Since CUDA 6
+        // no token is needed.
         let code = unsafe {
             (functions.pin_buffer)(
                 *library,
@@ -239,7 +242,7 @@ impl Gdrcopy {
         // SAFETY: `gdr_pin_buffer` above pinned the handle; `mapping` is writable.
         let code = unsafe { (functions.map)(*library, handle, &mut mapping, whole.len() as usize) };
         if let Err(error) = check(code, "gdr_map") {
-            // SAFETY: `gdr_pin_buffer` above pinned it, and `gdr_map` refused to map it.
+            // SAFETY: `gdr_pin_buffer` above pinned the buffer, and `gdr_map` refused to map it.
             check(unsafe { (functions.unpin_buffer)(*library, handle) }, "gdr_unpin_buffer")?;
             return Err(described(error));
         }
@@ -248,11 +251,11 @@ impl Gdrcopy {
     }
 }
 
-/// A range of device memory that the CPU reaches. Closed on drop.
+/// A range of device memory that is mapped for the CPU. Dropping the window closes it.
 pub struct CpuWindow {
     inner: Arc<Inner>,
     handle: GdrHandle,
-    /// Address of the first byte of `whole` for the CPU.
+    /// CPU address of the first byte of `whole`.
     mapping: usize,
     whole: AddressRange,
     range: AddressRange,
@@ -276,10 +279,11 @@ impl CpuWindow {
         Ok(self.mapping + (part.start().0 - self.whole.start().0) as usize)
     }
 
-    /// Copies bytes out of the window, which begin at `offset`.
+    /// Copies bytes from the window, beginning at `offset`, into a buffer.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] for bytes beyond the window; otherwise the error of the library.
+    /// [`ErrorKind::OutOfBounds`] if the bytes exceed the window. Otherwise the error of the
+    /// library.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         let from = std::ptr::with_exposed_provenance(self.at(offset, into.len())?);
         // SAFETY: `into` is writable for its length; the other side lies in the mapping, as just
@@ -295,10 +299,10 @@ impl CpuWindow {
         check(code, "gdr_copy_from_mapping")
     }
 
-    /// Copies bytes into the window, to begin at `offset`.
+    /// Copies bytes from a buffer into the window, beginning at `offset`.
     ///
     /// # Errors
-    /// As [`CpuWindow::read`].
+    /// The errors of [`CpuWindow::read`].
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let to = std::ptr::with_exposed_provenance_mut(self.at(offset, from.len())?);
         // SAFETY: `from` is readable for its length; the other side lies in the mapping, as just

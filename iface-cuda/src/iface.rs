@@ -1,4 +1,4 @@
-//! The iface: opens the driver and holds a component for each facet.
+//! The iface type, which opens the driver and combines the components of the crate.
 
 use std::{
     fmt,
@@ -33,7 +33,7 @@ use crate::{
     sys::Functions,
 };
 
-/// CUDA memory, over the driver library.
+/// The iface for NVIDIA CUDA memory, over the driver library.
 ///
 /// # Examples
 /// ```
@@ -57,7 +57,7 @@ pub struct Cuda {
     monitors: CudaMonitors,
 }
 
-/// Opens [`Cuda`] over a driver library of choice.
+/// Builder of [`Cuda`], which can load another library or use functions of the caller.
 ///
 /// # Examples
 /// ```
@@ -91,14 +91,14 @@ impl Builder {
         self
     }
 
-    /// Calls these functions instead of loading a library.
+    /// Uses these functions instead of loading a library.
     pub fn functions(mut self, functions: Functions) -> Self {
         self.source = Source::Functions(Box::new(functions));
         self
     }
 
-    /// Selects how frees of cached CUDA memory are detected. It overrides `HMEM_CUDA_MONITOR`; the
-    /// default is [`CudaMonitorKind::Auto`].
+    /// Selects the method that detects frees of cached CUDA memory. Overrides `HMEM_CUDA_MONITOR`.
+    /// The default is [`CudaMonitorKind::Auto`].
     pub fn monitor(mut self, kind: CudaMonitorKind) -> Self {
         self.monitor = Some(kind);
         self
@@ -155,7 +155,7 @@ impl Cuda {
         Self::builder().open()
     }
 
-    /// Returns a builder, which can open another library or injected functions.
+    /// Returns a builder, which can load another library or use functions of the caller.
     pub fn builder() -> Builder {
         Builder { source: Source::Found, monitor: None }
     }
@@ -189,19 +189,19 @@ impl Cuda {
         }
     }
 
-    /// Invalidates all cached registrations over `range`, and calls `free`, which frees memory of
-    /// the application.
+    /// Invalidates the cached registrations of `range`, and then calls `free`, by which the
+    /// application frees its memory.
     ///
-    /// Identities detect such a free at the next hit. An allocator that knows its frees (PyTorch's
-    /// pluggable one, for example) can announce them here: then no registration outlives the
-    /// memory.
+    /// Without this call, the free is detected by the identity at the next hit. An allocator of the
+    /// application can call this method for each free, so that no registration outlives its memory.
+    /// An example is a pluggable allocator of PyTorch.
     pub fn while_freeing<T>(&self, range: AddressRange, free: impl FnOnce() -> T) -> T {
         self.allocator.subscriptions.while_freeing(range, free)
     }
 
     fn start(functions: Functions, kind: CudaMonitorKind) -> Result<Self> {
         let library = functions.library().to_owned();
-        // SAFETY: the driver defines no flags, so that 0 is the only value; any thread may call it
+        // SAFETY: the driver defines no flags, so 0 is the only value. Any thread may make the call
         // any number of times.
         let code = unsafe { (functions.init)(0) };
         if !code.is_success() {
@@ -256,10 +256,10 @@ impl fmt::Debug for Cuda {
     }
 }
 
-// SAFETY: `query` and `segments` return what the driver knows of an address now, whose buffer ids
-// are never reused. Allocations are the driver's own, entered in a table until they are freed.
-// `Copier::side` checks both ends of a copy, whose event waits for its stream. The driver makes the
-// exports and keeps the memory behind them.
+// SAFETY: `query` and `segments` ask the driver about an address each time, and the driver never
+// reuses a buffer id. The driver makes the allocations, and they stay in the table until they are
+// freed. `Copier::side` checks the bounds of both sides of a copy, and the event of the copy waits
+// for the copy's stream. The driver makes the exports and keeps their memory allocated.
 unsafe impl Iface for Cuda {
     fn kind(&self) -> IfaceKind {
         IfaceKind::CUDA
@@ -282,7 +282,8 @@ unsafe impl Iface for Cuda {
         unsafe { self.copier.copy(to, from, len) }
     }
 
-    // No `address_span`: queries also find page-locked host memory, which lies anywhere.
+    // There is no `address_span`: queries also find page-locked host memory, which can be at any
+    // address.
 
     fn allocator(&self) -> Option<&dyn Allocator> {
         Some(&self.allocator)

@@ -1,4 +1,5 @@
-//! Exchange of allocations with other processes: CUDA's handle, extended by device and length.
+//! Exchange of allocations with other processes. A handle holds CUDA's handle, the device and the
+//! length.
 
 use std::sync::Arc;
 
@@ -18,19 +19,19 @@ use crate::{
     table::not_live,
 };
 
-/// Exports allocations to other processes, and opens theirs.
+/// Exports allocations to other processes, and opens allocations of other processes.
 #[derive(Debug)]
 pub(crate) struct IpcExchange {
     pub(crate) lookup: Arc<PointerLookup>,
     pub(crate) subscriptions: Arc<FreeSubscriptions>,
 }
 
-/// First bytes of a handle. The last of them is the version of the format.
+/// First four bytes of a handle. The fourth byte is the version of the format.
 const MAGIC: [u8; 4] = *b"HMC\x01";
-/// Length of the checksum at the end.
+/// Length in bytes of the checksum at the end of a handle.
 const CHECKSUM: usize = 4;
 
-/// Fields of a handle.
+/// Contents of a handle.
 #[derive(Debug)]
 struct Body {
     handle: CuIpcMemHandle,
@@ -168,9 +169,8 @@ impl IpcExchange {
     /// Ends one open of a handle. The device's primary context is current.
     fn close_handle(&self, base: u64) -> Result<()> {
         let close = self.lookup.driver().functions.ipc_close_mem_handle;
-        // SAFETY: this driver opened the memory. The table counts opens, so that it is closed as
-        // often as it was opened. An open that could not be entered into the table was returned to
-        // no caller.
+        // SAFETY: this driver opened the memory. The table counts the opens, so each is closed
+        // once. Without an entry in the table, no caller has seen the memory.
         check(unsafe { close(base) }, "cuIpcCloseMemHandle")
     }
 }

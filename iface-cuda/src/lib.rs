@@ -4,7 +4,8 @@
 //! loaded at run time: building needs no SDK, and a machine without the driver gets an error of
 //! kind [`Unavailable`](hmem_core::ErrorKind::Unavailable) that names the library. `libcuda.so` is
 //! never loaded: on a machine with the toolkit it may be a stub. Symbols, device attributes and
-//! attempts show the abilities of the driver and a device. Version numbers are not used.
+//! attempts show the abilities of the driver and of a device. The crate does not compare version
+//! numbers.
 //!
 //! ```
 //! use hmem_core::Iface;
@@ -24,18 +25,18 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `sys`, `causes`: the function table, layouts and constants of the driver; the meaning of its
+//! - `sys`, `causes`: the function table, layouts and constants of the driver; the causes of its
 //!   refusals
 //! - `error`: the driver's codes as errors
 //! - `hooks`, `no_hooks`: hooks of the driver's frees ([`FreeHooks`])
-//! - `driver`: the opened driver, its functions and devices; read only
+//! - `driver`: the opened driver, with functions and devices that never change
 //! - `table`, `streams`: allocations and page-locked ranges to release; streams and events
 //! - `context`: primary contexts, and the context that is current during a call
-//! - `lookup`: the allocation around an address
+//! - `lookup`: the allocation that contains an address
 //! - `segments`, `monitor`: parts of a range; detection of frees ([`CudaMonitorKind`])
 //! - `allocate`, `page_lock`, `copy`, `flush`, `ipc`: one facet each
 //! - `export`: dma-bufs and peer memory
-//! - `iface`: [`Cuda`], which holds the components
+//! - `iface`: [`Cuda`], which combines the components
 //! - `gdrcopy`, `cudarc`: CPU access to device memory by GDRCopy; slices of the `cudarc` crate as
 //!   buffers (cargo feature `cudarc`)
 //!
@@ -54,8 +55,8 @@
 //!   system memory.
 //! - `cuMemAllocManaged` (the managed attribute): host pages. It migrates, and is never registered
 //!   as device memory.
-//! - `cuIpcOpenMemHandle` through this iface (an entry in the iface's table): an export is tried;
-//!   `cuda.h` promises none.
+//! - `cuIpcOpenMemHandle` through this iface (an entry in the iface's table): the iface tries an
+//!   export; `cuda.h` does not promise that it succeeds.
 //!
 //! # Contexts
 //!

@@ -18,7 +18,8 @@ use crate::{
     sys::{self, CuContext, CuMemHandle, CuPointerAttribute, CuResult, Functions},
 };
 
-/// Attributes that [`PointerLookup::find`] queries in one call. Older drivers lack the last.
+/// Attributes that [`PointerLookup::find`] queries in one call. Older drivers lack the last
+/// attribute.
 const ATTRIBUTES: [CuPointerAttribute; 9] = [
     sys::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
     sys::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
@@ -31,58 +32,60 @@ const ATTRIBUTES: [CuPointerAttribute; 9] = [
     sys::CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE,
 ];
 
-/// Flag beside the number of attributes: no query has confirmed the number yet.
+/// Flag in [`PointerLookup::known`]: no query has confirmed the number of attributes yet.
 const UNSEEN: u32 = 1 << 31;
 
-/// Looks addresses up in the driver.
+/// Looks up allocations by address.
 #[derive(Debug)]
 pub(crate) struct PointerLookup {
     pub(crate) contexts: PrimaryContexts,
-    /// Number of [`ATTRIBUTES`] that the driver knows, with [`UNSEEN`].
+    /// Number of [`ATTRIBUTES`] that the driver knows, possibly with the flag [`UNSEEN`].
     known: AtomicU32,
     host_kinds: HostKinds,
 }
 
-/// An allocation as the driver describes it.
+/// An allocation, with the context in which it was allocated.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FoundAllocation {
     pub(crate) allocation: Allocation,
-    /// The context that it was allocated in; null for memory of no context.
+    /// Context in which the memory was allocated; null for memory without a context.
     pub(crate) context: CuContext,
 }
 
 impl FoundAllocation {
-    /// Returns the device to work on it with: its own, or the first for memory of no device.
+    /// Returns the device for operations on the memory: the memory's own device, or the first
+    /// device if it has none.
     pub(crate) fn device(&self) -> DeviceId {
         self.allocation.device.unwrap_or(DeviceId(0))
     }
 }
 
-/// Cache of the kind of page-locked memory (the application's own, or allocated) by identity. No
-/// pointer attribute states that kind.
+/// Cache of the kind of page-locked memory, by identity: page-locked by the application, or
+/// allocated by CUDA. No pointer attribute states that kind.
 ///
 /// `cuda.h` on BUFFER_ID: "Subsequent allocations do not reuse IDs from previous freed
-/// allocations." So the kind of an identity never changes, and no entry need be forgotten.
-/// Page-locking is no allocation: this cache assumes that the driver does not give it the identity
-/// of an earlier allocation. If the driver did, the application's own pages would be taken for an
-/// allocation of CUDA and cached under an identity that does not show their unmapping. Reuse of the
-/// identity of earlier page-locking does no harm.
+/// allocations." So the kind of an identity never changes, and no entry needs to be removed.
 ///
-/// Each identity has one slot, in which a later identity replaces an earlier one. A slot is one
-/// word, so that a reader sees a whole entry or none.
+/// Page-locking is not an allocation. This cache assumes that the driver does not assign the
+/// identity of an earlier allocation to page-locked memory. Otherwise the iface would take the
+/// application's pages for an allocation of CUDA, and cache them under an identity that does not
+/// show their unmapping. Reuse of the identity of earlier page-locked memory is harmless.
+///
+/// Each identity has one slot. A later identity with the same slot replaces an earlier one. A slot
+/// is one word, so a reader never sees a part of an entry.
 pub(crate) struct HostKinds([AtomicU64; Self::PLACES]);
 
 impl HostKinds {
     const PLACES: usize = 256;
 
-    /// Returns the word for an identity. Returns `None` if it is too large, or 0, which is no
-    /// identity.
+    /// Returns the word for a slot, with the identity and the kind. Returns `None` if the identity
+    /// is too large for a word, or is 0, which means no identity.
     fn entry(id: AllocationId, registered: bool) -> Option<u64> {
         (id.0 != 0 && id.0 >> 63 == 0).then_some(id.0 << 1 | u64::from(registered))
     }
 
     fn place(&self, id: AllocationId) -> &AtomicU64 {
-        // Identities rise, so that consecutive ones have different slots.
+        // Identities ascend, so that consecutive identities have different slots.
         &self.0[id.0 as usize % Self::PLACES]
     }
 
@@ -104,7 +107,7 @@ impl fmt::Debug for HostKinds {
     }
 }
 
-/// State of memory that was looked up before.
+/// Result of the question whether memory that was looked up before is still live.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Liveness {
     Alive,
@@ -113,25 +116,24 @@ pub(crate) enum Liveness {
     Unknown,
 }
 
-/// Answer of the driver about an address.
+/// Values or refusal that the driver returned for an address.
 enum Answer<const N: usize> {
     Values([u64; N]),
     /// No context with unified addressing knows the address, or the process has no context.
     NoContext,
-    /// The driver does not know an attribute, or returns this code for addresses that are not its
-    /// own.
+    /// The driver does not know an attribute, or refuses an address that is not CUDA memory.
     Invalid,
 }
 
 impl PointerLookup {
-    /// Finds out how many of [`ATTRIBUTES`] the driver knows, by querying an address that is not
-    /// its own.
+    /// Creates a lookup. Queries an address that is not CUDA memory, to find out how many of
+    /// [`ATTRIBUTES`] the driver knows.
     ///
-    /// From then on INVALID_VALUE is an error. A driver that returns it for foreign addresses
-    /// cannot be told from a driver that lacks an attribute, and is refused here.
+    /// From then on INVALID_VALUE is an error. So a driver that returns INVALID_VALUE for other
+    /// addresses cannot be used, and this function refuses it.
     ///
     /// # Errors
-    /// Unsupported if the driver cannot say which range an address is in.
+    /// Unsupported if the driver cannot return the range of the allocation at an address.
     pub(crate) fn new(contexts: PrimaryContexts) -> Result<Self> {
         let (known, host_kinds) =
             (AtomicU32::new(0), HostKinds([const { AtomicU64::new(0) }; HostKinds::PLACES]));
@@ -141,7 +143,7 @@ impl PointerLookup {
             let known = match lookup.query(foreign, ATTRIBUTES, count)? {
                 Answer::Invalid => continue,
                 Answer::Values(_) => count,
-                // The driver may fail for want of a context before it reads the attributes.
+                // Without a context the driver may fail before it reads the attributes.
                 Answer::NoContext => count | UNSEEN,
             };
             lookup.known.store(known, Ordering::Release);
@@ -164,9 +166,9 @@ impl PointerLookup {
         mut attributes: [CuPointerAttribute; N],
         count: u32,
     ) -> Result<Answer<N>> {
-        // Zeroed, and as wide as the widest attribute. A narrower value that the driver writes
-        // reads back the same (little-endian). A value that it does not write reads as the
-        // documented null.
+        // Each place has the size of the widest attribute, and is zero. A narrower value that the
+        // driver writes is read correctly (little-endian). If the driver writes no value, the place
+        // has the documented null value.
         const { assert!(cfg!(target_endian = "little")) };
         let mut values = [0u64; N];
         let mut places = values.each_mut().map(|value| std::ptr::from_mut(value).cast::<c_void>());
@@ -194,13 +196,13 @@ impl PointerLookup {
     /// Queries the driver. If the driver needs a context and this thread has none, queries again in
     /// each existing primary context.
     ///
-    /// `cuda.h`: INVALID_CONTEXT is the answer for an address that no context with unified
+    /// `cuda.h`: the driver returns INVALID_CONTEXT for an address that no context with unified
     /// addressing knows. Some drivers return it for any address on a thread without a current
-    /// context, device memory included. The same may hold for a thread whose current context was
+    /// context, device memory included. Others also return it on a thread whose current context was
     /// destroyed.
     ///
     /// With such a driver, a thread without a context makes six calls for each device whose primary
-    /// context the process has. Retaining it longer would keep it from being destroyed.
+    /// context the process has. Retaining the context longer would prevent its destruction.
     fn query_anywhere<const N: usize>(
         &self,
         address: Address,
@@ -223,7 +225,8 @@ impl PointerLookup {
         Ok(Answer::NoContext)
     }
 
-    /// Returns the allocation around an address, or `None` if CUDA does not know the address.
+    /// Returns the allocation that contains an address, or `None` if CUDA does not know the
+    /// address.
     pub(crate) fn find(&self, address: Address) -> Result<Option<FoundAllocation>> {
         let known = self.known.load(Ordering::Acquire);
         let (count, unseen) = (known & !UNSEEN, known & UNSEEN != 0);
@@ -331,8 +334,8 @@ impl PointerLookup {
         Ok(with_handle(functions, address, |_| Ok(()))?.is_some())
     }
 
-    /// Returns true if page-locked memory is the application's own. The driver is asked once for
-    /// each identity.
+    /// Returns true if the application page-locked the memory, and false if CUDA allocated it.
+    /// Queries the driver only once for each identity.
     fn is_page_locked(
         &self,
         id: AllocationId,
@@ -350,7 +353,8 @@ impl PointerLookup {
         Ok(locked)
     }
 
-    /// `cuda.h`: `cuMemHostGetFlags` fails for memory that `cuMemHostAlloc` did not allocate.
+    /// Returns true if the application page-locked the memory, by a query. `cuda.h`:
+    /// `cuMemHostGetFlags` fails for memory that `cuMemHostAlloc` did not allocate.
     fn query_page_locked(&self, range: AddressRange, context: CuContext) -> Result<bool> {
         let functions = &self.contexts.driver.functions;
         let query = || {
@@ -369,7 +373,8 @@ impl PointerLookup {
         if context.is_null() { query() } else { with_context(functions, context, query) }
     }
 
-    /// Returns the identity of the memory at `address` now, or `None` if CUDA does not know it.
+    /// Returns the identity of the memory that is now at `address`, or `None` if CUDA does not know
+    /// the address.
     pub(crate) fn identity(&self, address: Address) -> Result<Option<AllocationId>> {
         const IDENTITY: [CuPointerAttribute; 2] =
             [sys::CU_POINTER_ATTRIBUTE_BUFFER_ID, sys::CU_POINTER_ATTRIBUTE_MEMORY_TYPE];
@@ -379,8 +384,8 @@ impl PointerLookup {
         }
     }
 
-    /// Returns whether the memory of this identity and context is still at `address`. For memory of
-    /// no context the identity alone decides.
+    /// Returns whether the memory of this identity and context is still at `address`. Memory
+    /// without a context is compared by its identity only.
     pub(crate) fn liveness(
         &self,
         address: Address,
@@ -400,14 +405,15 @@ impl PointerLookup {
         })
     }
 
-    /// Returns the context in which the memory at an address was allocated or page-locked, or null
-    /// if the driver names none.
+    /// Returns the context in which the memory at an address was allocated or page-locked. Returns
+    /// null if the driver returns no context.
     pub(crate) fn context_of(&self, address: Address) -> Result<CuContext> {
         let context = self.attribute(address, sys::CU_POINTER_ATTRIBUTE_CONTEXT)?;
         Ok(context.map_or(CuContext::NULL, |context| CuContext(context as usize)))
     }
 
-    /// Returns an attribute of the memory at an address, or `None` if the driver does not know it.
+    /// Returns an attribute of the memory at an address, or `None` if the driver does not know the
+    /// attribute.
     pub(crate) fn attribute(
         &self,
         address: Address,

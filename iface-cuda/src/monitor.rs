@@ -6,7 +6,7 @@
 //! Some frees also notify the subscribers before the memory is freed:
 //!
 //! - frees through this iface;
-//! - frees that the application announces ([`Cuda::while_freeing`](crate::Cuda::while_freeing));
+//! - frees that the application makes in [`Cuda::while_freeing`](crate::Cuda::while_freeing);
 //! - frees through hooked functions of the driver ([`FreeHooks`]).
 //!
 //! [`CudaMonitorKind`] selects the detection on which cached registrations rely.
@@ -32,7 +32,7 @@ use parking_lot::Mutex;
 
 use crate::{hooks::FreeHooks, lookup::PointerLookup};
 
-/// Detection of frees for cached registrations of CUDA memory.
+/// Method that detects frees of cached CUDA memory.
 ///
 /// # Examples
 /// ```
@@ -51,7 +51,7 @@ pub enum CudaMonitorKind {
     Auto,
     /// Relies on the hooks alone, so that a hit costs no driver call. It is for applications that
     /// free through the driver's exported functions: a free that [`FreeHooks`] does not see leaves
-    /// a stale registration. The identity of stream-ordered memory is queried all the same, since
+    /// a stale registration. The identity of stream-ordered memory is queried nevertheless, since
     /// its free takes effect later, when its stream reaches the free.
     Hooks,
     /// Relies on the identity alone. No code is patched.
@@ -81,8 +81,10 @@ impl fmt::Display for CudaMonitorKind {
 impl FromStr for CudaMonitorKind {
     type Err = Error;
 
+    /// Parses the name of a monitor, as the configuration spells it.
+    ///
     /// # Errors
-    /// InvalidArgument for an unknown name, with the known ones.
+    /// InvalidArgument if the name is unknown. The error lists the known names.
     fn from_str(name: &str) -> Result<Self> {
         let given = name.trim().to_ascii_lowercase();
         Self::ALL.into_iter().find(|kind| kind.name() == given).ok_or_else(|| {
@@ -94,7 +96,7 @@ impl FromStr for CudaMonitorKind {
     }
 }
 
-/// Starts monitors of CUDA memory.
+/// Creates monitors of CUDA memory.
 #[derive(Debug)]
 pub(crate) struct CudaMonitors {
     pub(crate) lookup: Arc<PointerLookup>,
@@ -103,13 +105,16 @@ pub(crate) struct CudaMonitors {
 }
 
 impl MonitorSource for CudaMonitors {
-    /// The driver has no callback for frees. Only a monitor hooks its functions.
+    /// Returns identities as the method: the driver has no callback for frees, and its functions
+    /// are hooked only while a monitor exists.
     fn detection(&self) -> DetectionMethod {
         DetectionMethod::Identity
     }
 
+    /// Creates a monitor that detects frees by the selected method.
+    ///
     /// # Errors
-    /// Fails if frees cannot be hooked and hooks were selected by name, with the reason.
+    /// The reason why frees cannot be hooked, if [`CudaMonitorKind::Hooks`] was selected.
     fn start(&self) -> Result<Arc<dyn Monitor>> {
         const ASKED: &str = "the driver is queried for the identity at each hit";
         let (kind, functions) = (self.kind, &self.lookup.driver().functions);
@@ -122,7 +127,7 @@ impl MonitorSource for CudaMonitors {
                            of its own are not seen";
                 (Some(hooks), why.to_owned())
             }
-            // Only the application knows to which library injected functions belong.
+            // Only the application knows the library to which functions of the caller belong.
             CudaMonitorKind::Auto if !functions.is_loaded() => (
                 None,
                 format!(
@@ -158,12 +163,12 @@ impl MonitorSource for CudaMonitors {
     }
 }
 
-/// A monitor of CUDA memory. It does not keep its iface open.
+/// A monitor of CUDA memory. The monitor does not keep the iface open.
 struct CudaMonitor {
     lookup: Weak<PointerLookup>,
     subscriptions: Weak<FreeSubscriptions>,
     hooks: Option<Arc<FreeHooks>>,
-    /// True if hits rely on the hooks, and not on the identity.
+    /// True if a hit relies on the hooks, and does not query the identity.
     by_hooks: bool,
     why: String,
     /// Subscriptions to the hooks, by subscription to this monitor.
@@ -171,8 +176,8 @@ struct CudaMonitor {
 }
 
 impl CudaMonitor {
-    /// Subscribes the invalidator to hooked frees too. If that fails, identities are enough unless
-    /// hits rely on the hooks.
+    /// Subscribes the invalidator to hooked frees too. A failure is an error only if hits rely on
+    /// the hooks; otherwise identities detect the frees.
     fn hook(&self, subscription: Subscription, invalidator: Arc<dyn Invalidator>) -> Result<()> {
         let Some(hooks) = &self.hooks else { return Ok(()) };
         match hooks.subscribe(invalidator) {
@@ -240,8 +245,8 @@ impl Monitor for CudaMonitor {
                 .context("range", range)
                 .remedy(remedy))
         };
-        // The query follows the subscription: a later free notifies, and this query detects an
-        // earlier one.
+        // The query follows the subscription. A later free notifies the subscriber, and the query
+        // detects an earlier free.
         let subscription = subscriptions.add(range, Arc::clone(&invalidator));
         let found = match self.hook(subscription, invalidator) {
             Ok(()) => lookup.find(range.start()),

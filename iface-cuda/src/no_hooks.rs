@@ -14,7 +14,7 @@ use crate::sys::Functions;
 pub enum FreeHooks {}
 
 impl FreeHooks {
-    /// Fails on this target.
+    /// Fails, since functions cannot be patched on this target.
     ///
     /// # Errors
     /// Always Unsupported.
@@ -56,7 +56,7 @@ impl FreeHooks {
     }
 }
 
-/// Runs a call. Without hooks, no subscriber is notified of it.
+/// Runs a call. This target has no hooks, so no subscriber is notified of the call.
 pub(crate) fn without_notifying<T>(call: impl FnOnce() -> T) -> T {
     call()
 }

@@ -59,8 +59,8 @@ impl HostRegistrar for PageLocker {
         let mut unlocked = false;
         let result = self.context_of(locked).and_then(|work_context| {
             work_context.run(|| {
-                // SAFETY: this driver registered the range, and removing the table's entry lets
-                // only one thread unregister it.
+                // SAFETY: this driver registered the range. Only the thread that removed the
+                // table's entry unregisters the range.
                 let code = unsafe { (self.lookup.driver().functions.mem_host_unregister)(pointer) };
                 let ended = if code == CuResult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED {
                     tracing::debug!(%range, "the driver ended the page-locking with its context");
@@ -79,8 +79,8 @@ impl HostRegistrar for PageLocker {
 }
 
 impl PageLocker {
-    /// Returns the context in which a range is page-locked, or another if the application destroyed
-    /// it.
+    /// Returns the context in which a range was page-locked. Returns another context if the
+    /// application destroyed that one.
     fn context_of(&self, locked: PageLockedRange) -> Result<WorkContext<'_>> {
         if let Some(device) = locked.device {
             return self.lookup.contexts.retain(device);

@@ -1,4 +1,4 @@
-//! Division of a range into segments, each of which is exported by itself.
+//! Division of a range into segments. Each segment needs an export of its own.
 
 use std::sync::Arc;
 
@@ -21,8 +21,9 @@ pub(crate) struct Segments {
 }
 
 impl SegmentMap for Segments {
-    /// Returns the mappings in a range, and whether each was created to be exported. Memory that is
-    /// not VMM memory has no such property: only an export shows it.
+    /// Returns the mappings in a range, each with a flag: NICs can reach its physical memory. Other
+    /// device memory is one segment with a true flag, since only an export shows the ability.
+    /// Memory that the CPU can access has a false flag.
     fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
         let outside = || {
             Error::new(ErrorKind::OutOfBounds, "segments")
@@ -52,7 +53,7 @@ impl SegmentMap for Segments {
 }
 
 impl Segments {
-    /// Returns the mapped parts of a range of a reservation.
+    /// Returns the mappings in a range of reserved addresses.
     fn mappings(
         &self,
         range: AddressRange,
@@ -74,7 +75,7 @@ impl Segments {
         Ok(segments)
     }
 
-    /// Returns the mapping around an address of a reservation. `cuda.h` on RANGE_SIZE: "To retrieve
+    /// Returns the mapping that contains a reserved address. `cuda.h` on RANGE_SIZE: "To retrieve
     /// the size of the mapped region, see cuMemGetAddressRange".
     fn mapping_at(&self, address: Address) -> Result<AddressRange> {
         let (mut base, mut size): (CuDevicePtr, usize) = (0, 0);
@@ -96,9 +97,9 @@ impl Segments {
         }
     }
 
-    /// Returns true if GPUDirect RDMA reaches the memory at an address. The driver's attribute
+    /// Returns true if GPUDirect RDMA may reach the memory at an address. The pointer attribute
     /// decides, or on older drivers the property of the physical memory. If the driver has neither,
-    /// only an export shows it, and the result is true.
+    /// only an export can show the ability, and the result is true.
     pub(crate) fn is_rdma_capable(&self, address: Address) -> Result<bool> {
         let attribute = sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE;
         if let Some(capable) = self.lookup.attribute(address, attribute)? {
@@ -108,7 +109,7 @@ impl Segments {
         let Some(properties) = functions.mem_get_allocation_properties else { return Ok(true) };
         let capable = with_handle(functions, address, |handle| {
             let mut of_memory = sys::CuMemAllocationProp::default();
-            // SAFETY: the place is writable, and the handle is retained meanwhile.
+            // SAFETY: `of_memory` is writable, and the handle stays retained during the call.
             let code = unsafe { properties(&mut of_memory, handle) };
             check(code, "cuMemGetAllocationPropertiesFromHandle")
                 .map(|()| of_memory.gpu_direct_rdma_capable != 0)

@@ -10,12 +10,12 @@ use crate::{
 /// Streams and events of one primary context.
 #[derive(Debug, Default)]
 pub(crate) struct ContextStreams {
-    /// Stream of asynchronous copies, which end in the order in which they began. Null until the
-    /// first copy.
+    /// Stream for all asynchronous copies. They end in the order in which they began. Null until
+    /// the first copy.
     pub(crate) ordered: CuStream,
-    /// Streams that are not in use. Each thread that waits for its own work takes one.
+    /// Idle streams. A thread takes one for work that it waits for.
     pub(crate) spare: Vec<CuStream>,
-    /// Events that are not in use.
+    /// Idle events.
     pub(crate) events: Vec<CuEvent>,
 }
 
@@ -24,8 +24,8 @@ impl ContextStreams {
         self.events.is_empty() && self.spare.is_empty() && self.ordered.is_null()
     }
 
-    /// Destroys all streams and events. Their context is current. On an error those that were not
-    /// destroyed stay.
+    /// Destroys all streams and events. The caller has made their context current. After an error,
+    /// the objects that were not destroyed remain.
     pub(crate) fn destroy(&mut self, functions: &Functions) -> Result<()> {
         while let Some(event) = self.events.last() {
             destroy_event(functions, *event)?;
@@ -64,20 +64,20 @@ pub(crate) fn new_event(functions: &Functions) -> Result<CuEvent> {
     Ok(event)
 }
 
-/// Waits for all work on a stream of [`new_stream`], or on the current context's default one
-/// (null).
+/// Waits for all work on a stream that [`new_stream`] created, or on the current context's default
+/// stream (null).
 pub(crate) fn synchronize(functions: &Functions, stream: CuStream) -> Result<()> {
-    // SAFETY: the stream is one of `new_stream` that was not destroyed, or null.
+    // SAFETY: `new_stream` created the stream and it is not destroyed, or the stream is null.
     check(unsafe { (functions.stream_synchronize)(stream) }, "cuStreamSynchronize")
 }
 
-/// Destroys a stream of [`new_stream`] that no thread uses.
+/// Destroys a stream that [`new_stream`] created. No thread uses it any longer.
 pub(crate) fn destroy_stream(functions: &Functions, stream: CuStream) -> Result<()> {
     // SAFETY: `new_stream` created the stream, and its owner destroys it once.
     check(unsafe { (functions.stream_destroy)(stream) }, "cuStreamDestroy_v2")
 }
 
-/// Destroys an event of [`new_event`] that no copy waits for.
+/// Destroys an event that [`new_event`] created. No thread waits for it any longer.
 pub(crate) fn destroy_event(functions: &Functions, event: CuEvent) -> Result<()> {
     // SAFETY: `new_event` created the event, and its owner destroys it once.
     check(unsafe { (functions.event_destroy)(event) }, "cuEventDestroy_v2")

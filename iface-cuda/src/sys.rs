@@ -1,6 +1,7 @@
 //! Function table of libcuda.so.1, and layouts and constants of `cuda.h`, written by hand.
 //!
-//! Public, so that other functions can be injected with [`Functions::from_lookup`].
+//! The module is public, so that an application or test can pass other functions with
+//! [`Functions::from_lookup`].
 //!
 //! ```
 //! use hmem_iface_cuda::sys::{CuResult, Functions};
@@ -26,7 +27,8 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 pub use self::{codes::CuResult, layout::*};
 
-/// A function of the driver: symbol and types of its arguments, as this module spells them.
+/// Declaration of a driver function: its symbol, and the types of its arguments in the spelling of
+/// this module.
 pub type Signature = (&'static str, &'static [&'static str]);
 
 macro_rules! functions {
@@ -36,7 +38,8 @@ macro_rules! functions {
             $($(#[doc = $odoc:literal])+ $ofield:ident: $osymbol:ident($($oargument:ty),*);)+
         }
     ) => {
-        /// The functions of libcuda.so.1 that this crate calls. Each returns a [`CuResult`].
+        /// Table of the functions of `libcuda.so.1` that this crate calls. Each returns a
+        /// [`CuResult`].
         #[derive(Clone, Debug)]
         pub struct Functions {
             library: Arc<str>,
@@ -52,8 +55,8 @@ macro_rules! functions {
         impl Functions {
             /// Symbols that the library must have.
             pub const SYMBOLS: &[&str] = &[$(stringify!($symbol)),+];
-            /// Symbols that older drivers lack. An operation that needs an absent one fails with
-            /// [`ErrorKind::Unsupported`] and names it.
+            /// Symbols that older drivers lack. An operation that needs an absent symbol fails with
+            /// [`ErrorKind::Unsupported`], and the error names the symbol.
             pub const OPTIONAL_SYMBOLS: &[&str] = &[$(stringify!($osymbol)),+];
             /// All functions with the types of their arguments.
             pub const SIGNATURES: &[Signature] = &[
@@ -61,8 +64,10 @@ macro_rules! functions {
                 $((stringify!($osymbol), &[$(stringify!($oargument)),*]),)+
             ];
 
+            /// Fills the table with the functions that `lookup` returns.
+            ///
             /// # Safety
-            /// As [`Functions::from_lookup`].
+            /// The caller upholds the safety contract of [`Functions::from_lookup`].
             unsafe fn fill(
                 library: &str,
                 mut lookup: impl FnMut(&'static str) -> Option<*const ()>,
@@ -79,16 +84,16 @@ macro_rules! functions {
                         let address = lookup(stringify!($symbol))
                             .ok_or_else(|| lacks_symbol(library, stringify!($symbol)))?;
                         type Function = unsafe extern "C" fn($($argument),*) -> CuResult;
-                        // SAFETY: the caller promises that what it returns under this name is a
-                        // function with the signature that the header declares for it, which is the
-                        // one in this table.
+                        // SAFETY: the caller promises that the address is a function with the
+                        // signature that the header declares for this name, which is the one in
+                        // this table.
                         unsafe { mem::transmute::<*const (), Function>(address) }
                     },)+
                     $($ofield: lookup(stringify!($osymbol)).map(|address| {
                         type Function = unsafe extern "C" fn($($oargument),*) -> CuResult;
-                        // SAFETY: the caller promises that what it returns under this name is a
-                        // function with the signature that the header declares for it, which is the
-                        // one in this table.
+                        // SAFETY: the caller promises that the address is a function with the
+                        // signature that the header declares for this name, which is the one in
+                        // this table.
                         unsafe { mem::transmute::<*const (), Function>(address) }
                     }),)+
                 })
@@ -226,8 +231,8 @@ impl Functions {
     /// Name by which the dynamic loader finds the library.
     pub const LIBRARY: &str = "libcuda.so.1";
 
-    /// Symbols of functions that free memory. A cache monitor hooks those that the library has;
-    /// this crate calls only a few.
+    /// Symbols of functions that free memory. A monitor can hook all of them that the library has.
+    /// This crate itself calls only a few.
     pub const FREES: &[&str] = &[
         "cuMemFree",
         "cuMemFree_v2",
@@ -258,8 +263,9 @@ impl Functions {
     /// The library stays loaded for the rest of the process.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] naming the library, with the loader's reason, or with the first
-    /// symbol that it lacks.
+    /// [`ErrorKind::Unavailable`] if the dynamic loader refuses the library, or if the library
+    /// lacks a required symbol. The error names the library, and the loader's reason or the first
+    /// missing symbol.
     pub fn load(path: &Path) -> Result<Self> {
         let library = path.display().to_string();
         // SAFETY: loading runs the library's initialisers; the caller names NVIDIA's driver
@@ -276,18 +282,17 @@ impl Functions {
                     .map(|address| address.as_raw_ptr().cast_const().cast())
             })
         }?;
-        // Dropping the handle would unload the driver under the threads, callbacks and exit
-        // handlers that it leaves behind, and crash the process.
+        // Dropping the handle would unload the library. Its threads, callbacks and exit handlers
+        // would then crash the process.
         std::mem::forget(loaded);
         Ok(Self { loaded: true, ..functions })
     }
 
-    /// Fills the table from a lookup closure. A test passes the functions of its own driver, for
-    /// example.
+    /// Fills the table with the functions that a closure returns, such as those of a fake driver.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup` has
-    /// nothing.
+    /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup`
+    /// returns `None`.
     ///
     /// # Safety
     /// Each address that `lookup` returns is a function with the signature that `cuda.h` declares
@@ -300,13 +305,14 @@ impl Functions {
         unsafe { Self::fill("(injected)", lookup) }
     }
 
-    /// Returns true if the functions were loaded from a library, and not injected.
+    /// Returns true if the functions were loaded from a library, and false if the caller passed
+    /// them.
     #[must_use]
     pub fn is_loaded(&self) -> bool {
         self.loaded
     }
 
-    /// Returns the entries of those of [`Functions::FREES`] that the library has.
+    /// Returns the [`Functions::FREES`] that the library has, each with its symbol and address.
     #[must_use]
     pub fn frees(&self) -> &[(&'static str, usize)] {
         &self.frees

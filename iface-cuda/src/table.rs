@@ -12,11 +12,12 @@ use parking_lot::Mutex;
 
 use crate::sys::CuMemHandle;
 
-/// Allocations and page-locked ranges that were not released yet.
+/// Allocations and page-locked ranges that are not released yet.
 #[derive(Debug, Default)]
 pub(crate) struct AllocationTable {
     entries: Mutex<Entries>,
-    /// Number of imports. It changes under the lock; while it is 0, lookups need no lock.
+    /// Number of imported allocations. It changes only under the lock. While it is 0, lookups need
+    /// no lock.
     imported: AtomicUsize,
 }
 
@@ -32,11 +33,12 @@ struct Entries {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PageLockedRange {
     pub(crate) range: AddressRange,
-    /// Device whose primary context page-locked the range. `None` for a context of the application.
+    /// Device, if the range was page-locked in its primary context. `None` for a context of the
+    /// application.
     pub(crate) device: Option<DeviceId>,
 }
 
-/// An allocation to release.
+/// An allocation that the iface must release.
 #[derive(Clone, Debug)]
 pub(crate) struct OwnedAllocation {
     pub(crate) id: AllocationId,
@@ -45,31 +47,31 @@ pub(crate) struct OwnedAllocation {
     pub(crate) origin: Origin,
 }
 
-/// Call that made an allocation, which determines the call that releases it.
+/// Origin of an allocation, which determines the call that releases it.
 #[derive(Clone, Debug)]
 pub(crate) enum Origin {
-    /// `cuMemAlloc`, `cuMemAllocManaged`.
+    /// The iface called `cuMemAlloc` or `cuMemAllocManaged`.
     Memory,
     /// `cuMemHostAlloc`.
     Host,
     /// `cuMemAllocAsync`.
     Pool,
-    /// `cuMemAddressReserve` of `size` bytes, `cuMemCreate` and `cuMemMap`. `left` is the part that
-    /// is still to be undone.
+    /// The iface reserved `size` bytes (`cuMemAddressReserve`), created `handle` (`cuMemCreate`)
+    /// and mapped it (`cuMemMap`). `left` lists the objects that are not released yet.
     Virtual { size: usize, handle: CuMemHandle, left: Left },
-    /// `cuIpcOpenMemHandle`. `opened` counts opens that can still be closed, `closing` counts
-    /// closes that are in flight.
+    /// The iface called `cuIpcOpenMemHandle`. `opened` counts opens that can still be closed.
+    /// `closing` counts closes that are in flight.
     Imported { opened: u64, closing: u64 },
 }
 
-/// Steps that are left to free VMM memory. The driver may refuse each of them.
+/// Objects of VMM memory that are not released yet. The driver may refuse each release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Left {
-    /// Mapping, reservation and handle.
+    /// The mapping, the reservation and the handle.
     Mapping,
-    /// Reservation and handle.
+    /// The reservation and the handle.
     Reservation,
-    /// Handle alone.
+    /// Only the handle.
     Handle,
 }
 
@@ -85,7 +87,7 @@ impl AllocationTable {
         self.entries.lock().owned.values().any(|owned| owned.device == device)
     }
 
-    /// Returns the allocation around an address.
+    /// Returns the range of the allocation that contains an address.
     pub(crate) fn range_around(&self, address: Address) -> Option<AddressRange> {
         let entries = self.entries.lock();
         // Allocations do not overlap: only the last one that begins at or before the address can
@@ -94,15 +96,15 @@ impl AllocationTable {
         Some(owned.range).filter(|range| range.contains(address))
     }
 
-    /// Returns true if the iface page-locked a range that begins at `base`, false if it allocated
-    /// memory there, and `None` if it did neither.
+    /// Returns true if a page-locked range of the iface begins at `base`, and false if an
+    /// allocation of the iface begins there. Returns `None` if neither does.
     pub(crate) fn is_page_locked(&self, base: Address) -> Option<bool> {
         let entries = self.entries.lock();
         let locked = entries.page_locked.contains_key(&base.0);
         (locked || entries.owned.contains_key(&base.0)).then_some(locked)
     }
 
-    /// Returns true if the memory at `base` is of another process.
+    /// Returns true if the memory at `base` is imported from another process.
     pub(crate) fn is_imported(&self, base: Address) -> bool {
         self.imported.load(Ordering::Acquire) > 0
             && matches!(
@@ -111,7 +113,7 @@ impl AllocationTable {
             )
     }
 
-    /// Enters an allocation.
+    /// Adds an allocation.
     pub(crate) fn insert(&self, owned: OwnedAllocation) {
         self.entries.lock().owned.insert(owned.range.start().0, owned);
     }
@@ -120,7 +122,7 @@ impl AllocationTable {
     /// newer allocation at the same address stays.
     ///
     /// # Errors
-    /// InvalidArgument if it is not in the table, or of another process.
+    /// InvalidArgument if the allocation is not in the table, or is imported from another process.
     pub(crate) fn take(&self, allocation: &Allocation) -> Result<OwnedAllocation> {
         let mut entries = self.entries.lock();
         let refused = || not_live("free", allocation);
@@ -131,19 +133,19 @@ impl AllocationTable {
         entries.owned.remove(&allocation.base().0).ok_or_else(refused)
     }
 
-    /// Enters a page-locked range.
+    /// Adds a page-locked range.
     pub(crate) fn insert_page_locked(&self, locked: PageLockedRange) {
         self.entries.lock().page_locked.insert(locked.range.start().0, locked);
     }
 
-    /// Removes a page-locked range. Returns `None` if exactly this range is not in the table.
+    /// Removes a page-locked range. Returns `None` if the table does not have exactly this range.
     pub(crate) fn take_page_locked(&self, range: AddressRange) -> Option<PageLockedRange> {
         let mut entries = self.entries.lock();
         entries.page_locked.get(&range.start().0).filter(|locked| locked.range == range)?;
         entries.page_locked.remove(&range.start().0)
     }
 
-    /// Counts one open of memory of another process.
+    /// Counts one open of memory of another process. The first open adds the entry.
     pub(crate) fn insert_open(&self, allocation: &Allocation, device: DeviceId) {
         let origin = Origin::Imported { opened: 0, closing: 0 };
         let fresh = OwnedAllocation { id: allocation.id, range: allocation.range, device, origin };
@@ -163,9 +165,9 @@ impl AllocationTable {
         }
     }
 
-    /// Takes one open for a close, so that two threads that close at once each have their own. The
-    /// entry stays until the driver has closed the last open: until then the memory is an import.
-    /// Returns the device, and true for the last open.
+    /// Begins a close: moves one open from `opened` to `closing`, so that two threads never close
+    /// the same open. The entry stays until the driver has closed the last open. Returns the
+    /// device, and true for the last open.
     pub(crate) fn begin_close(&self, allocation: &Allocation) -> Result<(DeviceId, bool)> {
         let refused = || not_live("ipc_close", allocation);
         let mut entries = self.entries.lock();

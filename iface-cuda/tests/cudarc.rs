@@ -1,5 +1,5 @@
-//! The real `cudarc` crate over the fake driver library. The tests register its slices and access
-//! them through the software NIC.
+//! Tests of the real `cudarc` crate over the fake driver library. They register slices of `cudarc`
+//! and access them through the software NIC.
 //!
 //! `CUDARC_CUDA_VERSION=12080 cargo test -p hmem-iface-cuda --features cudarc --test cudarc`
 #![cfg(feature = "cudarc")]
@@ -17,8 +17,8 @@ use hmem_iface_cuda::{Cuda, cudarc::CudarcBuffer};
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_loopback::Loopback;
 
-/// Runs the test `name` in a child process in which both cudarc and this library load the fake
-/// driver.
+/// Runs the test `name` in a child process in which both `cudarc` and this crate load the fake
+/// driver library.
 fn with_the_fake_driver(name: &str, show: impl FnOnce()) {
     if std::env::var_os("HMEM_CUDA_CHILD").is_some() {
         return show();

@@ -1,5 +1,5 @@
-//! Tests of `tests/gpu/run` over substitutes for the programs that it carries. A failure of one
-//! program must not hide the results of the others.
+//! Tests of the script `tests/gpu/run`, over substitutes for the programs that it runs on the GPU
+//! machine. A failure of one program must not hide the results of the others.
 
 use std::{
     fs,
@@ -20,8 +20,8 @@ const BYTES: &str = r#"case "$1" in
 esac"#;
 const HMEM: &str = r#"echo "hmem $*""#;
 
-/// A folder as `--carry` makes it, with these programs in it. Dropping the value deletes the
-/// folder.
+/// A temporary folder like the one that `tests/gpu/run --carry` makes, with these programs.
+/// Dropping the value deletes the folder.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -38,7 +38,7 @@ impl Folder {
         Self(folder)
     }
 
-    /// The exit status and the report.
+    /// Runs the script, and returns its exit status and the report.
     fn run(&self) -> (Option<i32>, String) {
         let output = Command::new("bash")
             .arg(self.0.join("run"))

@@ -11,7 +11,7 @@ use hmem_iface_cuda::sys::{
     Functions,
 };
 
-/// Names that 13.5 has and 12.9 does not.
+/// Names that the header of CUDA 13.5 has and the header of CUDA 12.9 lacks.
 const SINCE_13: [&str; 8] = [
     "CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER",
     "CUDA_ERROR_MULTICAST_RESOURCE_FULL",
@@ -23,7 +23,7 @@ const SINCE_13: [&str; 8] = [
     "CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED",
 ];
 
-/// The C spelling of an argument's type in the table.
+/// Returns the C spelling of an argument's type in the function table.
 fn c_type(rust: &str) -> &'static str {
     match rust {
         "c_uint" => "unsigned int",
@@ -63,8 +63,8 @@ fn c_type(rust: &str) -> &'static str {
     }
 }
 
-/// Arguments that are plain integers in the table, and enumerations of the same width in the
-/// header.
+/// Arguments that are integers in the function table and enumerations of the same width in the
+/// header: function, index and C type.
 const ENUMERATIONS: [(&str, usize, &str); 4] = [
     ("cuMemGetHandleForAddressRange", 3, "CUmemRangeHandleType"),
     ("cuFlushGPUDirectRDMAWrites", 0, "CUflushGPUDirectRDMAWritesTarget"),
@@ -72,7 +72,8 @@ const ENUMERATIONS: [(&str, usize, &str); 4] = [
     ("cuMemGetAllocationGranularity", 2, "CUmemAllocationGranularity_flags"),
 ];
 
-/// C code with one pointer to each function, of the type in the table.
+/// Returns C code with a pointer to each function. A pointer has the type in the function table and
+/// so compiles only if the header agrees.
 fn signatures() -> String {
     let mut code = String::new();
     for (symbol, arguments) in Functions::SIGNATURES {
@@ -95,7 +96,7 @@ fn signatures() -> String {
     code
 }
 
-/// Expressions for the C compiler, with the values of this crate.
+/// Returns C expressions, each with the value that this crate has for it.
 fn questions(header: &str, release: &str) -> BTreeMap<String, i128> {
     let mut ours = BTreeMap::new();
     let codes = CuResult::ALL.iter().map(|code| (code.name().expect("named"), u64::from(code.0)));
@@ -205,7 +206,7 @@ fn compare(release: &str) {
     if let Err(errors) = compile(&folder, &header, &code, &arguments) {
         panic!("{release}: a signature differs from the header:\n{errors}");
     }
-    // A check of the check: with one argument changed the code does not compile.
+    // This shows that the check works: with one changed argument the code does not compile.
     let wrong = code
         .replace("p_cuMemAlloc_v2)(CUdeviceptr *, size_t)", "p_cuMemAlloc_v2)(CUdeviceptr *, int)");
     assert_ne!(wrong, code);

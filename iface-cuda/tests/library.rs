@@ -1,5 +1,5 @@
-//! Opening without a usable library. Whatever is at the path, the result is a typed error that
-//! names the path.
+//! Tests of opening without a usable library: the result is an error of kind Unavailable that names
+//! the path.
 
 use std::{path::Path, process::Command};
 
@@ -63,7 +63,7 @@ fn wrong_library_is_unavailable_and_the_absent_symbol_named() {
 
 /// HM-04
 ///
-/// Holds on machines with and without the driver.
+/// Passes on machines with and without the driver.
 #[test]
 fn opening_lists_devices_or_names_the_absent_library() {
     match Cuda::open() {

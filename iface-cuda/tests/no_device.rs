@@ -1,5 +1,5 @@
-//! Behaviour of the real `libcuda.so.1` of two releases without a device. `HMEM_CUDA=driver` makes
-//! its absence a failure.
+//! Tests of the real `libcuda.so.1` of two releases without a device. With `HMEM_CUDA=driver`, a
+//! missing library is a failure.
 
 mod support;
 
@@ -23,7 +23,8 @@ fn drivers() -> Vec<(&'static str, PathBuf)> {
         .collect()
 }
 
-/// Two releases in one process would share global state, so each is loaded in a process of its own.
+/// Runs the named test once for each release, in a new process, since two releases in one process
+/// would share global state.
 fn alone(name: &str, show: impl Fn(&str, &std::path::Path)) {
     const RELEASE: &str = "HMEM_CUDA_RELEASE";
     for (release, path) in drivers() {
@@ -71,8 +72,8 @@ fn real_driver_without_a_device_is_unavailable() {
 
 /// HM-04
 ///
-/// The library has every symbol of the table, optional ones included. Its answers before a
-/// successful `cuInit` equal those of the fake driver.
+/// The library has every symbol of the table, optional ones included. Before a successful `cuInit`
+/// its functions return the same codes as the fake driver.
 #[test]
 fn real_driver_before_start_answers_as_recorded() {
     alone("real_driver_before_start_answers_as_recorded", |release, path| {
@@ -123,7 +124,7 @@ fn real_driver_before_start_answers_as_recorded() {
     });
 }
 
-/// Counts notifications.
+/// A subscriber that records its notifications.
 #[derive(Debug, Default)]
 struct Told(std::sync::Mutex<Vec<AddressRange>>);
 
@@ -146,8 +147,9 @@ impl Invalidator for Told {
 
 /// MON-07
 ///
-/// Every entry of the real library can be hooked, and the hooks see callers that got a function by
-/// `cuGetProcAddress`. The results stay those of the driver. Afterwards the code is restored.
+/// Every function of the real library can be hooked. The hooks also see calls of functions that
+/// `cuGetProcAddress` returned. Hooked functions return the driver's results. Afterwards the code
+/// of the library is restored.
 #[cfg(target_arch = "x86_64")]
 #[test]
 fn real_driver_frees_are_hooked_for_every_lookup() {
@@ -178,7 +180,7 @@ fn real_driver_frees_are_hooked_for_every_lookup() {
         }
 
         let not_started = CuResult::CUDA_ERROR_NOT_INITIALIZED;
-        // SAFETY: loaded already, so that no initialiser runs.
+        // SAFETY: the library is loaded already, so that no initialiser runs.
         let library = unsafe { libloading::Library::new(path) }.expect("loaded just now");
         type Find =
             unsafe extern "C" fn(*const std::ffi::c_char, *mut usize, c_int, u64) -> CuResult;
@@ -187,7 +189,7 @@ fn real_driver_frees_are_hooked_for_every_lookup() {
         let mut found = 0;
         // SAFETY: the place is writable.
         assert!(unsafe { find(c"cuMemFree".as_ptr(), &mut found, 12_000, 0) }.is_success());
-        // SAFETY: the driver returned it as `cuMemFree` of CUDA 12.
+        // SAFETY: the driver returned the address as that of `cuMemFree` of CUDA 12.
         let by_name: unsafe extern "C" fn(CuDevicePtr) -> CuResult =
             unsafe { std::mem::transmute(std::ptr::with_exposed_provenance::<()>(found)) };
 

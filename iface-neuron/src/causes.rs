@@ -1,4 +1,4 @@
-//! Causes of refusals that only this runtime has.
+//! Causes of refusals that only the Neuron runtime has.
 
 use hmem_core::{
     Path,

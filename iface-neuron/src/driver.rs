@@ -1,4 +1,4 @@
-//! The runtime calls behind the iface.
+//! The driver of the iface: calls of the Neuron runtime.
 
 use std::{
     ffi::{c_int, c_void},
@@ -20,7 +20,8 @@ use crate::{
     sys::{self, Functions, NrtStatus},
 };
 
-/// Bytes that tensors are rounded up to: the kernel driver maps whole pages only.
+/// Length of a page in bytes. Tensors are rounded up to whole pages, since the kernel driver maps
+/// only those.
 const PAGE: u64 = 4096;
 
 /// A tensor of the runtime (`nrt_tensor_t *`).
@@ -53,9 +54,9 @@ pub(crate) fn visible_cores(functions: &Functions) -> std::result::Result<u32, N
 pub struct Runtime {
     functions: Functions,
     cores: u32,
-    /// Set if the iface may call `nrt_init`.
+    /// True if the iface may call `nrt_init`.
     may_start: bool,
-    /// Held while the runtime is started, so that one thread starts it.
+    /// Held while a thread starts the runtime, so that no other thread starts it too.
     starting: Mutex<()>,
 }
 
@@ -64,19 +65,22 @@ impl Runtime {
         Self { functions, cores, may_start, starting: Mutex::default() }
     }
 
-    /// Returns a tensor of the application and its addresses, to announce them.
+    /// Returns the handle and the address range of the application's tensor, as arguments for
+    /// [`announce`](hmem_iface_announced::Announced::announce).
     ///
     /// # Safety
     /// `tensor` is a live tensor (`nrt_tensor_t *`).
     ///
     /// # Errors
-    /// Unsupported for a tensor without addresses.
+    /// Unsupported if the tensor has no address.
     pub unsafe fn tensor(&self, tensor: *mut c_void) -> Result<(Tensor, AddressRange)> {
         let tensor = Tensor::new(tensor);
         // SAFETY: the caller promised a live tensor.
         Ok((tensor, unsafe { self.range_of(tensor) }?))
     }
 
+    /// Returns the address range of a tensor.
+    ///
     /// # Safety
     /// The tensor is live.
     unsafe fn range_of(&self, tensor: Tensor) -> Result<AddressRange> {
@@ -112,11 +116,12 @@ impl Runtime {
 
     fn free_tensor(&self, tensor: Tensor) {
         let mut pointer = tensor.pointer();
-        // SAFETY: a tensor that `new_tensor` returned, which the caller uses no longer.
+        // SAFETY: `new_tensor` returned the tensor, and the caller no longer uses it.
         unsafe { (self.functions.tensor_free)(&mut pointer) }
     }
 
-    /// Allocates a tensor. Starts the runtime first, if nothing has started it and the iface may.
+    /// Allocates a tensor. If the runtime is not started and the iface may start it, starts it
+    /// first.
     fn tensor_of_running(&self, device: DeviceId, len: u64) -> Result<Tensor> {
         let refused = |code| refusal(code, "nrt_tensor_allocate");
         match self.new_tensor(device, len) {
@@ -124,13 +129,13 @@ impl Runtime {
             allocated => return allocated.map_err(refused),
         }
         let _starting = self.starting.lock();
-        // Another thread may have started it in the meantime.
+        // Another thread may have started the runtime in the meantime.
         match self.new_tensor(device, len) {
             Err(NrtStatus::NRT_UNINITIALIZED) => {}
             allocated => return allocated.map_err(refused),
         }
-        // SAFETY: C strings. The runtime is not initialised, and no other thread of this iface
-        // initialises it.
+        // SAFETY: the arguments are C strings. The runtime is not initialised, and no other thread
+        // of this iface initialises it.
         let code = unsafe {
             (self.functions.init)(sys::NRT_FRAMEWORK_TYPE_NO_FW, c"2.0".as_ptr(), c"".as_ptr())
         };
@@ -144,21 +149,21 @@ impl Runtime {
         let (mut stats, mut written) = (sys::MemoryStats::default(), 0);
         // SAFETY: `stats` is writable for the size that is passed.
         let code = unsafe { stats_of(core, &mut stats, size_of_val(&stats), &mut written) };
-        // The call fails before `nrt_init`.
+        // Before `nrt_init` the call fails, so that the size is unknown.
         if code == NrtStatus::NRT_SUCCESS { stats.bytes_limit as u64 } else { 0 }
     }
 }
 
-/// Returns the error for a call that succeeded without a result.
+/// Returns the error for an export that reported success without a descriptor.
 fn no_fd(call: &'static str) -> Error {
     Error::new(ErrorKind::Driver, call)
         .iface(IfaceKind::NEURON)
         .context("reason", "the call succeeded and returned nothing")
 }
 
-// SAFETY: nothing else uses a tensor of the runtime until `nrt_tensor_free`. Reads and writes name
-// the tensor and bytes in it, and are blocking. An export names whole pages of a tensor's mapping;
-// the kernel driver's dma-buf begins with them.
+// SAFETY: the runtime uses the memory of a tensor for nothing else until `nrt_tensor_free`. Reads
+// and writes get the tensor and a range of bytes in it, and block until the copy has ended. An
+// export gets whole pages of a tensor's mapping, and the kernel driver's dma-buf begins with them.
 unsafe impl Driver for Runtime {
     type Handle = Tensor;
 
@@ -169,7 +174,7 @@ unsafe impl Driver for Runtime {
         self.cores
     }
 
-    /// Lists the cores without bus ids: the runtime has no call for the PCI function of a core.
+    /// Lists the NeuronCores without PCI bus ids, since the runtime has no call for them.
     fn devices(&self) -> Result<Vec<Device>> {
         let device = |core| Device {
             id: DeviceId(core),
@@ -180,7 +185,8 @@ unsafe impl Driver for Runtime {
         Ok((0..self.cores).map(device).collect())
     }
 
-    /// Allocates a page and frees it, as no call of the runtime reports if it was initialised.
+    /// Returns true if the runtime can allocate a page, which it frees again. No call of the
+    /// runtime reports whether `nrt_init` was called.
     fn is_active(&self, device: DeviceId) -> Result<bool> {
         match self.new_tensor(device, PAGE) {
             Ok(tensor) => {
@@ -248,7 +254,7 @@ unsafe impl Driver for Runtime {
         match code {
             NrtStatus::NRT_SUCCESS if fd < 0 => Err(no_fd(call)),
             NrtStatus::NRT_SUCCESS => {
-                // SAFETY: the runtime made the fd for this call, and does not use it any longer.
+                // SAFETY: the runtime opened the fd for this call, and no longer uses it.
                 Ok(DmaBuf { fd: unsafe { OwnedFd::from_raw_fd(fd) }, offset })
             }
             // The runtime hides the kernel driver's reason, such as an old kernel or missing
@@ -290,7 +296,7 @@ unsafe impl Driver for Runtime {
     }
 }
 
-/// Returns the error for a library without the calls that export.
+/// Returns the error for a library without the functions that export dma-bufs.
 fn no_export_call() -> Error {
     lacks(Facet::DmaBuf.operation(), "the library has no nrt_get_dmabuf_fd")
         .context("symbol", "nrt_get_dmabuf_fd")

@@ -1,15 +1,15 @@
-//! Errors for the runtime's codes. Only this file maps a code to a kind.
+//! Converts codes of the runtime to errors. Only this file maps a code to a kind.
 
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 
 use crate::sys::NrtStatus;
 
-/// Returns the error for a missing operation.
+/// Returns the error for an operation that the iface does not support.
 pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
     Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::NEURON).context("reason", reason)
 }
 
-/// Returns the runtime's code as an error, or Ok for success.
+/// Converts a code of the runtime to an error, or to Ok for success.
 pub(crate) fn check(code: NrtStatus, operation: &'static str) -> Result<()> {
     match code {
         NrtStatus::NRT_SUCCESS => Ok(()),
@@ -17,7 +17,7 @@ pub(crate) fn check(code: NrtStatus, operation: &'static str) -> Result<()> {
     }
 }
 
-/// Returns the error for a code that is not success.
+/// Returns the error for a failing code.
 pub(crate) fn refusal(code: NrtStatus, operation: &'static str) -> Error {
     let kind = match code {
         NrtStatus::NRT_INVALID | NrtStatus::NRT_INVALID_HANDLE => ErrorKind::InvalidArgument,
@@ -42,7 +42,7 @@ pub(crate) fn refusal(code: NrtStatus, operation: &'static str) -> Error {
     }
 }
 
-/// Adds the runtime's code with its name.
+/// Adds the code of the runtime, and the name of the code, to an error.
 pub(crate) fn coded(error: Error, code: NrtStatus) -> Error {
     error.driver_code(code.name().unwrap_or_default(), code.0.into())
 }

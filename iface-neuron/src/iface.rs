@@ -1,4 +1,4 @@
-//! The iface, and the builder that opens it.
+//! The iface type, and the builder that opens it.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ use crate::{
     sys::Functions,
 };
 
-/// AWS Neuron memory, over `libnrt.so.1`. Each visible NeuronCore is a device.
+/// The iface for AWS Neuron memory, over `libnrt.so.1`. Each visible NeuronCore is a device.
 ///
 /// # Examples
 /// ```
@@ -26,7 +26,7 @@ use crate::{
 /// ```
 pub type Neuron = Announced<Runtime>;
 
-/// Opens [`Neuron`] over a library of choice.
+/// Builder of [`Neuron`], which can load another library or use functions of the caller.
 ///
 /// # Examples
 /// ```
@@ -53,26 +53,26 @@ impl Builder {
         self
     }
 
-    /// Calls these functions instead of loading a library.
+    /// Uses these functions instead of loading a library.
     pub fn functions(mut self, functions: Functions) -> Self {
         self.functions = Some(functions);
         self
     }
 
-    /// Lets the iface call `nrt_init` at the first allocation, if nothing has called it before.
-    /// Overrides `HMEM_NEURON_START_RUNTIME`. The default is false.
+    /// Permits the iface to call `nrt_init` at the first allocation, if the application has not
+    /// called it. Overrides `HMEM_NEURON_START_RUNTIME`. The default is false.
     ///
-    /// The runtime reserves the visible NeuronCores for this process until it ends.
+    /// The runtime reserves the visible NeuronCores until this process ends.
     pub fn start_runtime(mut self, start: bool) -> Self {
         self.start_runtime = Some(start);
         self
     }
 
-    /// Loads the library and counts the NeuronCores. Starts nothing.
+    /// Loads the library and counts the NeuronCores. Does not start the runtime.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] without the library, without a symbol of it, or without a
-    /// NeuronCore. The error names the library, and the runtime's code if there is one.
+    /// [`ErrorKind::Unavailable`] if the library, a required symbol or a NeuronCore is absent. The
+    /// error names the library, and the runtime's code if there is one.
     pub fn open(self) -> Result<Neuron> {
         Runtime::open(self).map(Announced::new)
     }

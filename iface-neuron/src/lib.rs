@@ -1,8 +1,8 @@
 //! AWS Neuron memory: tensors of Trainium and Inferentia devices.
 //!
-//! [`Neuron`] loads `libnrt.so.1` at run time. The runtime has no query for the owner of an address,
-//! so the iface recognises the memory that it allocated and the tensors that the application
-//! announced ([`Announced::announce`], with a [`Tensor`]).
+//! [`Neuron`] loads `libnrt.so.1` at run time. The runtime has no query for the owner of an
+//! address, so the iface recognises two kinds of memory: memory that it allocated, and tensors that
+//! the application announced ([`Announced::announce`], with a [`Tensor`]).
 //!
 //! # Examples
 //! ```
@@ -34,8 +34,8 @@
 //!
 //! # Ending
 //!
-//! Free the memory of the iface and close it ([`Announced::close`]) before `nrt_close`: no call on a
-//! tensor may follow that.
+//! Free the memory that the iface allocated and close the iface ([`Announced::close`]) before
+//! `nrt_close`. After `nrt_close` no call may use a tensor.
 //!
 //! # Layers
 //!
@@ -44,15 +44,15 @@
 //! - `sys`: the function table and constants
 //! - `causes`: causes of refusals
 //! - `error`: errors for the runtime's codes
-//! - `driver`: the runtime calls behind the iface
+//! - `driver`: the driver of the iface, with the calls of the runtime
 //! - `iface`: [`Neuron`]
 //!
 //! # The runtime
 //!
 //! `nrt_init` reserves the visible NeuronCores for this process. An application or its framework
 //! calls it once. The iface calls it at the first allocation, and only with
-//! [`Builder::start_runtime`] or `HMEM_NEURON_START_RUNTIME=1`. The runtime then stays up until the
-//! process ends.
+//! [`Builder::start_runtime`] or `HMEM_NEURON_START_RUNTIME=1`. The runtime then stays initialised
+//! until the process ends.
 //!
 //! # References
 //! `nrt/nrt.h` and `nrt/nrt_status.h` of the package `aws-neuronx-runtime-lib`.

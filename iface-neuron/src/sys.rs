@@ -17,7 +17,7 @@ macro_rules! statuses {
         impl NrtStatus {
             $(#[doc = concat!("`", stringify!($name), "`")] pub const $name: Self = Self($value);)+
 
-            /// Returns the name in the header.
+            /// Returns the name of the code in `nrt_status.h`, or `None` for an unknown code.
             #[must_use]
             pub const fn name(self) -> Option<&'static str> {
                 match self.0 {
@@ -56,9 +56,9 @@ pub const NRT_FRAMEWORK_TYPE_NO_FW: c_int = 1;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MemoryStats {
-    /// Bytes in use.
+    /// Device memory in use, in bytes.
     pub bytes_used: usize,
-    /// Total bytes.
+    /// Total device memory in bytes.
     pub bytes_limit: usize,
 }
 
@@ -66,7 +66,7 @@ const _: () = assert!(size_of::<NrtStatus>() == 4);
 const _: () = assert!(size_of::<MemoryStats>() == 16);
 
 hmem_iface_announced::function_table! {
-    /// The functions of libnrt.so.1 that this crate calls.
+    /// Table of the functions of `libnrt.so.1` that this crate calls.
     library "libnrt.so.1" of IfaceKind::NEURON,
         "install aws-neuronx-runtime-lib, or name its library in HMEM_NEURON_LIBRARY (in Rust: \
          Neuron::builder().library(path))";

@@ -1,4 +1,4 @@
-//! Opening: typed errors for missing parts, and starting the runtime on request.
+//! Tests of opening: errors for missing parts, and starting the runtime if permitted.
 #![allow(unsafe_code)]
 
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! The function table and the constants, against AWS's own headers.
+//! Compares the function table and the constants with AWS's own headers.
 
 #[path = "../../tests/accelerators/mod.rs"]
 mod accelerators;

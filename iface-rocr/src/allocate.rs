@@ -89,7 +89,7 @@ impl PoolAllocator {
         let base = Address(base.expose_provenance() as u64);
         let entered = self.enter(base, request, origin);
         if entered.is_err()
-            // SAFETY: this call allocated the memory, and no caller has it.
+            // SAFETY: this call allocated the memory, and did not return it to a caller.
             && let Err(error) = unsafe { self.release(base, &mut origin) }
         {
             tracing::error!(%error, "cannot free the memory of a failed allocation");
@@ -124,26 +124,28 @@ impl PoolAllocator {
         Ok(allocation)
     }
 
-    /// Maps one handle into a reservation of its own, and lets its device access it.
+    /// Allocates VMM memory: maps one handle into a new reservation, and lets the device access the
+    /// mapping.
     fn allocate_virtual(&self, device: &DeviceEntry, len: usize) -> Result<(*mut c_void, Origin)> {
         let f = &self.lookup.runtime.functions;
         let reserve = symbol(f.vmem_reserve, "hsa_amd_vmem_address_reserve")?;
         let create = symbol(f.vmem_create, "hsa_amd_vmem_handle_create")?;
         let map = symbol(f.vmem_map, "hsa_amd_vmem_map")?;
         let set_access = symbol(f.vmem_set_access, "hsa_amd_vmem_set_access")?;
-        // `release` calls these functions.
+        // `release` needs these functions, so that a runtime without them is refused first.
         symbol(f.vmem_unmap, "hsa_amd_vmem_unmap")?;
         symbol(f.vmem_unreserve, "hsa_amd_vmem_address_free")?;
         symbol(f.vmem_release, "hsa_amd_vmem_handle_release")?;
         let (pool, granule) = device.pool.ok_or_else(no_pool)?;
         let size = len.checked_next_multiple_of(granule.max(1)).ok_or_else(too_large)?;
         let mut handle = VmemHandle::default();
-        // SAFETY: the pool is the device's, the size a multiple of its granule, `handle` writable.
+        // SAFETY: the pool belongs to the device, the size is a multiple of the pool's granularity,
+        // and `handle` is writable.
         let code = unsafe { create(pool, size, sys::MEMORY_TYPE_PINNED, 0, &mut handle) };
         check(code, "hsa_amd_vmem_handle_create")?;
         let (mut base, mut left) = (ptr::null_mut(), Left::Handle);
         let mut map_at_new_addresses = || {
-            // SAFETY: `base` is writable, and the size one of whole pages.
+            // SAFETY: `base` is writable, and the size is a multiple of the page size.
             let code = unsafe { reserve(&mut base, size, 0, 0) };
             check(code, "hsa_amd_vmem_address_reserve")?;
             left = Left::Reservation;
@@ -159,7 +161,8 @@ impl PoolAllocator {
         let mapped = map_at_new_addresses();
         let mut origin = Origin::Virtual { size, handle, left };
         mapped.map(|()| (base, origin)).inspect_err(|_| {
-            // SAFETY: this call made the parts, and no caller has them.
+            // SAFETY: this call made the reservation, handle and mapping, and did not return them
+            // to a caller.
             let released = unsafe { self.release(Address(base.addr() as u64), &mut origin) };
             if let Err(error) = released {
                 tracing::error!(%error, "cannot release the parts of a failed virtual allocation");
@@ -167,8 +170,8 @@ impl PoolAllocator {
         })
     }
 
-    /// Frees memory by the call that matches its origin. After a refusal, `origin` holds the
-    /// remaining steps, and the next call continues there.
+    /// Frees memory by the runtime call that matches its origin. If the runtime refuses a step,
+    /// `origin` holds the remaining steps, and a repeated call continues with them.
     ///
     /// # Safety
     /// The memory belongs to this iface, is freed once, and nothing uses it any longer.
@@ -184,16 +187,17 @@ impl PoolAllocator {
         let unreserve = symbol(f.vmem_unreserve, "hsa_amd_vmem_address_free")?;
         let release = symbol(f.vmem_release, "hsa_amd_vmem_handle_release")?;
         if *left == Left::Mapping {
-            // SAFETY: mapped by `allocate_virtual` at `base` in this size.
+            // SAFETY: `allocate_virtual` mapped `size` bytes at `base`.
             check(unsafe { unmap(pointer, *size) }, "hsa_amd_vmem_unmap")?;
             *left = Left::Reservation;
         }
         if *left == Left::Reservation {
-            // SAFETY: reserved by `allocate_virtual`, with nothing mapped in it any longer.
+            // SAFETY: `allocate_virtual` reserved the range, and nothing is mapped in it any
+            // longer.
             check(unsafe { unreserve(pointer, *size) }, "hsa_amd_vmem_address_free")?;
             *left = Left::Handle;
         }
-        // SAFETY: created by `allocate_virtual` and released once.
+        // SAFETY: `allocate_virtual` created the handle, and it is released once.
         check(unsafe { release(*handle) }, "hsa_amd_vmem_handle_release")
     }
 }
@@ -237,8 +241,9 @@ impl HostRegistrar for PoolAllocator {
         let f = &self.lookup.runtime.functions;
         let pointer = ptr::with_exposed_provenance_mut::<c_void>(range.start().0 as usize);
         symbol(f.memory_unlock, "hsa_amd_memory_unlock")
-            // SAFETY: this runtime locked the range at this address, and removing the table's entry
-            // lets only one thread unlock it. The caller of `register` keeps it mapped until now.
+            // SAFETY: this runtime locked the range at this address. Only the thread that removed
+            // the table's entry unlocks the range. The caller of `register` keeps the range mapped
+            // until now.
             .and_then(|unlock| check(unsafe { unlock(pointer) }, "hsa_amd_memory_unlock"))
             .map_err(|error| {
                 self.lookup.table.end_lock(range, Some(agent_address));

@@ -1,4 +1,4 @@
-//! Causes of refusals by this driver, and general causes with remedies for this driver.
+//! Causes of refusals by ROCr, and general causes of refusals, with remedies for ROCr.
 
 use hmem_core::{
     Path,
@@ -10,7 +10,7 @@ fn lacks_options(facts: &Facts) -> bool {
     ["DMABUF_MOVE_NOTIFY", "PCI_P2PDMA"].iter().any(|name| facts.has_option(name) == Some(false))
 }
 
-/// Causes of refusals by ROCr's driver.
+/// Causes of refusals that only ROCr has.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "rocr-file-descriptors",

@@ -1,7 +1,7 @@
 //! Copies between host memory and memory of the devices.
 //!
 //! A device's copy engine accesses memory of that device, and host memory that this iface allocated
-//! or page-locked. Other host memory and memory of another device is copied through a buffer of
+//! or page-locked. Other host memory, and memory of another device, is copied through a buffer of
 //! this crate. Page-locking the application's memory for a copy would interfere with its own
 //! page-locking.
 //!
@@ -26,37 +26,37 @@ use crate::{
 /// Length in bytes of a buffer between host memory and a device.
 const CHUNK: u64 = 1 << 20;
 
-/// Copies memory. The buffers are shared with each copy in flight.
+/// Copies memory. Each copy in flight holds a reference to the buffers.
 #[derive(Debug)]
 pub(crate) struct Copier(Arc<CopyBuffers>);
 
 #[derive(Debug)]
 struct CopyBuffers {
     lookup: Arc<Lookup>,
-    /// Buffers that no copy uses.
+    /// Idle buffers, which no copy uses.
     spare: Mutex<Vec<Buffer>>,
-    /// Signals that the runtime refused to destroy.
+    /// Signals that the runtime refused to destroy. Closing the iface destroys them.
     undestroyed: Mutex<Vec<Signal>>,
 }
 
-/// [`CHUNK`] bytes of host memory that every device can access.
+/// Address of [`CHUNK`] bytes of host memory that every device can access.
 #[derive(Clone, Copy, Debug)]
 struct Buffer(usize);
 
-/// Memory on one side of a copy.
+/// Kind of memory on one side of a copy.
 #[derive(Clone, Copy, Debug)]
 enum Side {
     /// Memory of a device.
     Device(Agent),
     /// Host memory that every device can access at this address.
     Shared(usize),
-    /// Host memory that the runtime knows, without an address for every device.
+    /// Host memory that the runtime knows, but that has no address for every device.
     Known,
     /// Memory that the runtime does not know: host memory.
     Unknown,
 }
 
-/// Sides and length of a copy.
+/// Addresses and length of a copy.
 #[derive(Clone, Copy)]
 struct CopyRange {
     to: Address,
@@ -100,16 +100,18 @@ impl Copier {
         }))
     }
 
-    /// Returns the number of copies whose events were not dropped yet.
+    /// Returns the number of copies with an event that is not dropped yet.
     pub(crate) fn in_flight(&self) -> usize {
         Arc::strong_count(&self.0) - 1
     }
 
-    /// Frees the spare buffers.
+    /// Frees the idle buffers.
     pub(crate) fn release(&self) -> Result<()> {
         self.0.release()
     }
 
+    /// Copies `len` bytes, and waits for the end of the copy.
+    ///
     /// # Safety
     /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
@@ -120,8 +122,8 @@ impl Copier {
             .map_err(|error| copy.described(error))
     }
 
-    /// Starts a copy. Returns `None` if it has ended. Only the last part of a copy through buffers
-    /// is in flight on return.
+    /// Starts a copy. Returns `None` if the copy has ended. Only the last part of a copy through
+    /// buffers is in flight on return.
     ///
     /// # Safety
     /// The caller upholds the safety contract of [`hmem_core::Iface::copy`] until the copy has
@@ -187,8 +189,8 @@ impl Copier {
         }
         let own = lookup.table.own_around(address);
         let Some(found) = lookup.find(address)? else {
-            // The runtime has forgotten memory of this iface, which neither the CPU nor the runtime
-            // can access.
+            // The runtime no longer knows this memory of the iface, so that neither the CPU nor the
+            // runtime can access it.
             return match own {
                 None => Ok(Side::Unknown),
                 Some((allocation, _)) => Err(Error::new(ErrorKind::Driver, "copy")
@@ -197,8 +199,7 @@ impl Copier {
                     .context("allocation", allocation.range)),
             };
         };
-        // Possibly only a part of the application's pages is page-locked, so that the CPU copies
-        // them.
+        // Possibly only some of the pages are page-locked, so the CPU copies the range.
         if found.kind == AllocationKind::HostRegistered {
             return Ok(Side::Known);
         }
@@ -260,7 +261,7 @@ impl CopyBuffers {
                 unsafe { copy_host(CopyRange { to: Address(buffer as u64), ..copy }) };
                 in_flight.submit((device_to, agent), (buffer, host), copy.len)?;
             }
-            // `start` copies between two sides of host memory.
+            // `start` has already copied from host memory to host memory.
             _ => {}
         }
         Ok(in_flight)
@@ -278,8 +279,8 @@ impl CopyBuffers {
     fn release(&self) -> Result<()> {
         let mut spare = self.spare.lock();
         while let Some(Buffer(buffer)) = spare.last().copied() {
-            // SAFETY: `take_buffer` allocated the buffer, and no copy uses it. It leaves the list
-            // once freed.
+            // SAFETY: `take_buffer` allocated the buffer, and no copy uses it. The list loses the
+            // buffer once it is freed.
             unsafe { self.lookup.runtime.free(ptr::with_exposed_provenance_mut(buffer)) }?;
             spare.pop();
         }
@@ -311,10 +312,10 @@ impl Drop for CopyBuffers {
 /// not freed meanwhile.
 struct CopyInFlight {
     buffers: Arc<CopyBuffers>,
-    /// Falls below 1 when the copy ends. Handle 0 once the copy was waited for.
+    /// Signal with a value that falls below 1 when the copy ends. The handle is 0 after `wait`.
     signal: Signal,
     buffer: Option<Buffer>,
-    /// Copy from the buffer to its destination in host memory.
+    /// Copy from the buffer to host memory, which the CPU makes after the device's copy.
     out: Cell<Option<CopyRange>>,
 }
 
@@ -332,16 +333,17 @@ impl CopyInFlight {
         Ok(buffer.0)
     }
 
-    /// Submits a copy to a copy engine, which can access both sides.
+    /// Submits a copy to a copy engine. The engine can access both sides.
     fn submit(&mut self, to: (usize, Agent), from: (usize, Agent), len: u64) -> Result<()> {
         let f = &self.buffers.lookup.runtime.functions;
         let start = symbol(f.async_copy, "hsa_amd_memory_async_copy")?;
         let mut signal = Signal::default();
-        // SAFETY: `signal` is writable; no consumers means any.
+        // SAFETY: `signal` is writable. With an empty list of consumers, any agent may wait for the
+        // signal.
         check(unsafe { (f.signal_create)(1, 0, ptr::null(), &mut signal) }, "hsa_signal_create")?;
-        // SAFETY: both sides hold `len` bytes, do not overlap, and stay until the copy has ended:
-        // sides of this iface were checked in `side`, and the caller of `Iface::copy` promises it
-        // of host memory. The signal is this copy's own.
+        // SAFETY: both sides hold `len` bytes, do not overlap, and stay allocated until the copy
+        // has ended. `side` checked the bounds of memory that the runtime knows, and the caller of
+        // `Iface::copy` keeps both sides valid. The signal is this copy's own.
         let code = unsafe {
             start(
                 ptr::with_exposed_provenance_mut::<c_void>(to.0),
@@ -358,11 +360,11 @@ impl CopyInFlight {
         check(code, "hsa_amd_memory_async_copy").inspect_err(|_| self.destroy_signal())
     }
 
-    /// Waits for the copy engine.
+    /// Waits until the copy engine has ended the copy.
     fn wait(&mut self) -> Result<()> {
         let f = &self.buffers.lookup.runtime.functions;
         let (below, blocked) = (sys::HSA_SIGNAL_CONDITION_LT, sys::HSA_WAIT_STATE_BLOCKED);
-        // The wait may return early: only the value says whether the copy has ended.
+        // The wait may return early. The copy has ended only if the value is below 1.
         let value = loop {
             // SAFETY: the signal is this copy's own.
             let value = unsafe { (f.signal_wait)(self.signal, below, 1, u64::MAX, blocked) };
@@ -381,8 +383,8 @@ impl CopyInFlight {
         Ok(())
     }
 
-    /// Destroys the signal. If the runtime refuses, the signal is destroyed when the iface closes:
-    /// the copy has ended all the same.
+    /// Destroys the signal. If the runtime refuses, closing the iface destroys the signal. The copy
+    /// has ended in either case.
     fn destroy_signal(&mut self) {
         let signal = std::mem::take(&mut self.signal);
         if let Err(error) = self.buffers.destroy(signal) {
@@ -392,7 +394,7 @@ impl CopyInFlight {
         }
     }
 
-    /// Copies the buffer, which the copy engine has filled, to the host memory.
+    /// Copies to host memory the bytes that the copy engine wrote to the buffer.
     fn copy_out(&self) {
         if let Some(out) = self.out.take() {
             // SAFETY: the buffer is this copy's own, and the caller of the copy keeps the
@@ -444,8 +446,10 @@ impl fmt::Debug for CopyInFlight {
     }
 }
 
+/// Copies by the CPU.
+///
 /// # Safety
-/// Both sides are valid for the length, and the destination is not referenced elsewhere. They may
+/// Both sides are valid for the length, and nothing else refers to the destination. The sides may
 /// overlap.
 unsafe fn copy_host(copy: CopyRange) {
     let (to, from) = (copy.to.0 as usize, copy.from.0 as usize);

@@ -1,10 +1,10 @@
-//! Conversion of driver codes to errors with a kind and a remedy.
+//! Conversion of the runtime's codes to errors with a kind and a remedy.
 
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 
 use crate::sys::HsaStatus;
 
-/// Returns the error for a driver that does not start or has no device.
+/// Returns the error for a runtime that does not start or has no device.
 pub(crate) fn unavailable(operation: &'static str, library: &str) -> Error {
     Error::new(ErrorKind::Unavailable, operation).iface(IfaceKind::ROCR).context("library", library)
 }
@@ -14,7 +14,7 @@ pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
     Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::ROCR).context("reason", reason)
 }
 
-/// Converts the driver's code to an error, or to Ok for success.
+/// Converts a code of the runtime to an error, or to Ok for success.
 pub(crate) fn check(code: HsaStatus, operation: &'static str) -> Result<()> {
     let kind = match code {
         HsaStatus::HSA_STATUS_SUCCESS | HsaStatus::HSA_STATUS_INFO_BREAK => return Ok(()),
@@ -39,17 +39,17 @@ pub(crate) fn check(code: HsaStatus, operation: &'static str) -> Result<()> {
     Err(coded(Error::new(kind, operation).iface(IfaceKind::ROCR), code))
 }
 
-/// Adds the driver's code and its name to an error.
+/// Adds a code of the runtime, and the name of the code, to an error.
 pub(crate) fn coded(error: Error, code: HsaStatus) -> Error {
     error.driver_code(code.name().unwrap_or_default(), code.0.into())
 }
 
-/// Returns an optional function, or the error that it is absent.
+/// Returns an optional function of the library, or an error that names the absent function.
 pub(crate) fn symbol<F>(function: Option<F>, symbol: &'static str) -> Result<F> {
     function.ok_or_else(|| lacks_symbol(symbol, symbol))
 }
 
-/// Returns the error for an operation whose function the library lacks.
+/// Returns the error for an operation that needs a function which the library lacks.
 pub(crate) fn lacks_symbol(operation: &'static str, symbol: &'static str) -> Error {
     lacks(operation, "the library lacks the function").context("symbol", symbol)
 }

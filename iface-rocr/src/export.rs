@@ -73,18 +73,18 @@ impl DmaBufExporter for Exporter {
         })
     }
 
-    /// Closes the fd by the runtime's call, if the runtime has one.
+    /// Closes the fd of an export by the runtime's call for it. Without that call, drops the fd.
     fn release(&self, export: DmaBufExport) -> Result<()> {
         let Some(close) = self.lookup.runtime.functions.close_dmabuf else { return Ok(()) };
-        // SAFETY: `export` owns the fd and gives it to the call, which closes it whatever it
-        // returns.
+        // SAFETY: `export` owns the fd and passes the ownership to the call, which closes the fd
+        // even if it fails.
         check(unsafe { close(export.fd.into_raw_fd()) }, "hsa_amd_portable_close_dmabuf")
     }
 }
 
 impl PeerMemoryExporter for Exporter {
-    /// Returns the device address: the driver's peer-memory client resolves it. Only a registration
-    /// shows whether the client is loaded.
+    /// Returns the device address, which the kernel's peer-memory client for AMD GPUs resolves. If
+    /// that client is not loaded, only the registration fails.
     fn export(&self, range: AddressRange, _nic: &Nic) -> Result<PeerMemoryExport> {
         self.exportable(Facet::PeerMemory.operation(), range)?;
         Ok(PeerMemoryExport { address: range.start(), len: range.len() })
@@ -126,7 +126,7 @@ impl Exporter {
         owned(fd, call).map(|fd| (fd, offset))
     }
 
-    /// Exports all memory of a VMM handle.
+    /// Exports the whole physical memory of a VMM handle as a dma-buf.
     fn export_handle(&self, handle: sys::VmemHandle, mapping: DmaBufMapping) -> Result<OwnedFd> {
         const CALL: &str = "hsa_amd_vmem_export_shareable_handle";
         if mapping == DmaBufMapping::Pcie {
@@ -139,7 +139,7 @@ impl Exporter {
         owned(fd, CALL)
     }
 
-    /// Returns the allocation around a range, if its kind can be exported as device memory.
+    /// Returns the allocation that contains a range, if its kind can be exported as device memory.
     fn exportable(&self, operation: &'static str, range: AddressRange) -> Result<Allocation> {
         let refuse = |error: Error| Err(error.context("range", range));
         let outside = |why: &'static str| {
@@ -170,7 +170,7 @@ impl Exporter {
     }
 }
 
-/// Returns the fd of a successful call.
+/// Takes ownership of the fd that a successful call returned.
 fn owned(fd: c_int, call: &'static str) -> Result<OwnedFd> {
     if fd < 0 {
         return Err(Error::new(ErrorKind::Driver, call)
@@ -181,8 +181,8 @@ fn owned(fd: c_int, call: &'static str) -> Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Returns the error for a runtime without an export function. Its errno tells it from a driver
-/// that exports nothing.
+/// Returns the error for a runtime without an export function. The errno of the error distinguishes
+/// it from [`no_dma_buf`].
 pub(crate) fn no_export_call() -> Error {
     let error = lacks_symbol(Facet::DmaBuf.operation(), "hsa_amd_portable_export_dmabuf");
     error.errno(rustix::io::Errno::NOSYS).remedy(
@@ -190,7 +190,7 @@ pub(crate) fn no_export_call() -> Error {
     )
 }
 
-/// Returns the error for a driver that exports no dma-bufs.
+/// Returns the error for a kernel driver that cannot export dma-bufs.
 fn no_dma_buf() -> Error {
     lacks(Facet::DmaBuf.operation(), "the driver exports no dma-bufs")
         .context("attribute", "HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED")

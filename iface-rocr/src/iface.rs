@@ -1,4 +1,4 @@
-//! The iface: opens the runtime and holds a component for each facet.
+//! The iface type, which opens the runtime and combines the components of the crate.
 
 use std::{
     path::{Path, PathBuf},
@@ -27,7 +27,7 @@ use crate::{
     sys::Functions,
 };
 
-/// ROCr memory, over the HSA runtime.
+/// The iface for AMD ROCr memory, over the HSA runtime.
 ///
 /// # Examples
 /// ```
@@ -50,7 +50,7 @@ pub struct Rocr {
     monitors: CallbackMonitors,
 }
 
-/// Opens [`Rocr`] over a driver library of choice.
+/// Builder of [`Rocr`], which can load another library or use functions of the caller.
 ///
 /// # Examples
 /// ```
@@ -83,17 +83,18 @@ impl Builder {
         self
     }
 
-    /// Calls these functions instead of loading a library.
+    /// Uses these functions instead of loading a library.
     pub fn functions(mut self, functions: Functions) -> Self {
         self.driver = Driver::Functions(Box::new(functions));
         self
     }
 
-    /// Starts the driver and lists its devices.
+    /// Starts the runtime and lists its devices.
     ///
     /// # Errors
     /// - [`ErrorKind::Unavailable`] if the library, a required symbol or a device is absent, or the
-    ///   driver does not start. The error names the library, and the driver's code if there is one.
+    ///   runtime does not start. The error names the library, and the runtime's code if there is
+    ///   one.
     /// - Otherwise the error of a query for the properties of a device.
     pub fn open(self) -> Result<Rocr> {
         let functions = match self.driver {
@@ -123,12 +124,12 @@ impl Rocr {
         Self::builder().open()
     }
 
-    /// Returns a builder, which can open another library or injected functions.
+    /// Returns a builder, which can load another library or use functions of the caller.
     pub fn builder() -> Builder {
         Builder { driver: Driver::Found }
     }
 
-    /// Frees the buffers for copies, and releases the iface's reference count of the runtime.
+    /// Frees the buffers for copies, and gives up the iface's reference to the runtime.
     ///
     /// # Errors
     /// - [`ErrorKind::Busy`] while memory of this iface is allocated, opened or page-locked, or a
@@ -167,10 +168,10 @@ impl Rocr {
     }
 }
 
-// SAFETY: `query` returns the runtime's present answer about an address, with an identity that ends
-// in the callback for its free. Allocations are the runtime's own, and stay in a table until they
-// are freed. `Copier::side` checks both ends of a copy, whose event waits for its signal. The
-// runtime makes the exports and keeps the memory behind them.
+// SAFETY: `query` asks the runtime about an address each time, and returns an identity that ends in
+// the callback for the free. The runtime makes the allocations, and they stay in the table until
+// they are freed. `Copier::side` checks the bounds of both sides of a copy, and the event of the
+// copy waits for the copy's signal. The runtime makes the exports and keeps their memory allocated.
 unsafe impl Iface for Rocr {
     fn kind(&self) -> IfaceKind {
         IfaceKind::ROCR
@@ -193,7 +194,8 @@ unsafe impl Iface for Rocr {
         unsafe { self.copier.copy(to, from, len) }
     }
 
-    // No `address_span`: queries also find page-locked host memory, which lies anywhere.
+    // There is no `address_span`: queries also find page-locked host memory, which can be at any
+    // address.
 
     fn has_identities(&self) -> bool {
         self.lookup.has_identities()
@@ -256,15 +258,15 @@ impl Rocr {
     }
 }
 
-/// Flushes inbound PCIe writes by writing a register of the device. Does nothing if the runtime
-/// names no such register.
+/// Flushes inbound PCIe writes by writing a register of the device. Does nothing if the device has
+/// no such register.
 impl InboundFlush for Rocr {
     fn flush(&self, device: DeviceId) -> Result<()> {
         let register = self.lookup.runtime.device("flush_inbound", device)?.flush_register;
         if register != 0 {
             let register = std::ptr::with_exposed_provenance_mut::<u32>(register);
-            // SAFETY: the runtime maps the register for as long as it is started, and this iface
-            // holds a count of it. Any thread may write 1, and the read waits for the write.
+            // SAFETY: the runtime keeps the register mapped while it is started, and this iface
+            // holds a reference to it. Any thread may write 1, and the read waits for the write.
             unsafe {
                 register.write_volatile(1);
                 register.read_volatile();

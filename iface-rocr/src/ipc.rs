@@ -1,5 +1,5 @@
-//! Exchange of allocations with other processes: the runtime's handle, extended by device and
-//! length.
+//! Exchange of allocations with other processes. A handle holds the runtime's handle, the device
+//! and the length.
 
 use std::{ffi::c_void, ptr, sync::Arc};
 
@@ -15,22 +15,22 @@ use crate::{
     table::{Origin, not_live},
 };
 
-/// Exports allocations to other processes, and opens theirs.
+/// Exports allocations to other processes, and opens allocations of other processes.
 #[derive(Debug)]
 pub(crate) struct IpcExchange {
     pub(crate) lookup: Arc<Lookup>,
 }
 
-/// First bytes of a handle. The last of them is the version of the format.
+/// First four bytes of a handle. The fourth byte is the version of the format.
 const MAGIC: [u8; 4] = *b"HMR\x02";
 
-/// Fields of a handle.
+/// Contents of a handle.
 #[derive(Debug, PartialEq, Eq)]
 struct Body {
     handle: IpcMemory,
     /// Requested length in bytes.
     len: u64,
-    /// Length of the allocation in the runtime, which may be rounded up.
+    /// Length of the allocation in the runtime, which may round the requested length up.
     whole: u64,
     /// PCI bus id of the device, which is the same in every process.
     pci_bus_id: String,
@@ -136,8 +136,8 @@ impl Ipc for IpcExchange {
             let (kind, device) = (AllocationKind::Imported, Some(entry.description.id));
             let id = self.lookup.table.next_id();
             let allocation = Allocation { iface: IfaceKind::ROCR, range, device, kind, id };
-            // "each attach may return a different address": if the runtime returns the same
-            // address, it counts the attach, and the two could not be told apart here.
+            // "each attach may return a different address": if two attaches returned the same
+            // address, this iface could not distinguish the two allocations.
             if self.lookup.table.own_around(base).is_some() {
                 return Err(Error::new(ErrorKind::Busy, OPERATION)
                     .iface(IfaceKind::ROCR)
@@ -167,9 +167,8 @@ impl IpcExchange {
     fn detach(&self, base: Address) -> Result<()> {
         const CALL: &str = "hsa_amd_ipc_memory_detach";
         let detach = symbol(self.lookup.runtime.functions.ipc_detach, CALL)?;
-        // SAFETY: this runtime attached the memory. The table has each attach once, so that it is
-        // detached once. An attach that could not be entered into the table was returned to no
-        // caller.
+        // SAFETY: this runtime attached the memory. Each attach has one entry in the table, so it
+        // is detached once. Without an entry, no caller has seen the memory.
         let code = unsafe { detach(ptr::with_exposed_provenance_mut(base.0 as usize)) };
         check(code, CALL)
     }

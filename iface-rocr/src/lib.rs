@@ -23,12 +23,12 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `sys`, `causes`: function table, layouts and constants; the causes of the driver's refusals
-//! - `error`: driver codes as errors
+//! - `sys`, `causes`: function table, layouts and constants; the causes of the runtime's refusals
+//! - `error`: the runtime's codes as errors
 //! - `runtime`, `table`: the opened runtime with its agents and devices; the known allocations
-//! - `memory`: the allocation around an address
+//! - `memory`: the allocation that contains an address
 //! - `allocate`, `copy`, `export`, `ipc`, `monitor`: one facet each
-//! - `iface`: [`Rocr`], which opens the runtime and holds the components
+//! - `iface`: [`Rocr`], which opens the runtime and combines the components
 //!
 //! # Kinds of memory
 //!
@@ -38,8 +38,8 @@
 //! - Locked host memory (`hsa_amd_memory_lock`, `hipHostRegister`): pages of the application,
 //!   registered and monitored as system memory.
 //! - Reserved addresses (`hsa_amd_vmem_*`): virtual memory. This iface exports its own virtual
-//!   memory by its handle and never caches it. Virtual memory of the application is refused by
-//!   name, since the runtime does not say where it begins.
+//!   memory by its handle and never caches it. Virtual memory of the application is refused with an
+//!   error that says so, since the runtime does not return its first address.
 //! - Memory of another process: never cached. This iface closes the memory that it opened with
 //!   `ipc_close`.
 //! - Managed memory (`hipMallocManaged`) is host pages with attributes, which the runtime's lookup
@@ -54,7 +54,7 @@
 //!
 //! # Limits of this crate
 //!
-//! - It holds one reference count of the runtime (`hsa_init`), and never unloads the library.
+//! - It holds one reference to the runtime (`hsa_init`), and never unloads the library.
 //! - It does not order copies after work of the application.
 //! - The two sides of a copy on one device must not overlap.
 

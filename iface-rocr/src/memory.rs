@@ -14,10 +14,11 @@ use crate::{
     table::{AllocationTable, Origin, on_free},
 };
 
-/// Identity of all memory if the runtime has no deallocation callbacks.
+/// Placeholder identity of an allocation that is not in the table. If the runtime has no
+/// deallocation callbacks, all memory has it.
 const NO_IDENTITY: AllocationId = AllocationId(0);
 
-/// Looks addresses up in the runtime.
+/// Looks up allocations by address.
 #[derive(Debug)]
 pub(crate) struct Lookup {
     pub(crate) runtime: Arc<Runtime>,
@@ -25,7 +26,7 @@ pub(crate) struct Lookup {
 }
 
 impl Lookup {
-    /// Returns the allocation around an address, or `None` if the runtime does not know the
+    /// Returns the allocation that contains an address, or `None` if the runtime does not know the
     /// address.
     pub(crate) fn find(&self, address: Address) -> Result<Option<Allocation>> {
         // The runtime refuses the null pointer as an invalid argument.
@@ -35,8 +36,8 @@ impl Lookup {
         let Some((kind, allocation)) = self.describe(address)? else { return Ok(None) };
         match kind {
             sys::HSA_EXT_POINTER_TYPE_HSA => self.identify(address, allocation).map(Some),
-            // Memory of this type has no callback, so that a free is not detected. Each lookup
-            // returns a new identity, which never hits.
+            // Memory of this type has no callback, so its free is not detected. Each lookup returns
+            // a new identity, so that no cached registration matches.
             _ if allocation.id == NO_IDENTITY && self.has_identities() => {
                 Ok(Some(Allocation { id: self.table.next_id(), ..allocation }))
             }
@@ -44,13 +45,13 @@ impl Lookup {
         }
     }
 
-    /// Returns true if the runtime calls back when memory is freed.
+    /// Returns true if the runtime has deallocation callbacks.
     pub(crate) fn has_identities(&self) -> bool {
         self.runtime.functions.register_deallocation.is_some()
     }
 
-    /// Returns the type of an address in the runtime, and the allocation around it. The allocation
-    /// has an identity only if it is in the table.
+    /// Returns the runtime's type of an address (`HSA_EXT_POINTER_TYPE_*`), and the allocation that
+    /// contains the address. The allocation has an identity only if it is in the table.
     fn describe(&self, address: Address) -> Result<Option<(u32, Allocation)>> {
         let info = self.pointer_info(address)?;
         // For an unknown address the runtime writes the type only, so the type is read first.
@@ -77,7 +78,7 @@ impl Lookup {
             let range = AddressRange::new(Address::of_ptr(base), info.len as u64).ok()?;
             (!base.is_null() && range.contains(address)).then_some(range)
         };
-        // Locked memory has one address for the CPU and possibly another one for agents.
+        // Page-locked memory may have different addresses for the CPU and for agents.
         let locked = kind == AllocationKind::HostRegistered;
         let base = if locked { info.host_base } else { info.agent_base };
         let Some(range) = within(base) else {
@@ -110,8 +111,9 @@ impl Lookup {
         })
     }
 
-    /// Returns this iface's own VMM memory. Refuses other VMM memory, since the runtime does not
-    /// say where it begins: it returns the queried address or the reservation as the base.
+    /// Returns the VMM allocation at an address with its type, if this iface made it. Refuses VMM
+    /// memory of the application: as its first address, the runtime returns the queried address or
+    /// the start of the reservation.
     fn own_or_refuse(&self, address: Address, kind: u32) -> Result<Option<(u32, Allocation)>> {
         if let Some((allocation, Origin::Virtual { .. })) = self.table.own_around(address) {
             return Ok(Some((kind, allocation)));
@@ -127,7 +129,7 @@ impl Lookup {
             .remedy("allocate it from a pool (hipMalloc), or through this iface as virtual memory"))
     }
 
-    /// Returns the runtime's answer about an address.
+    /// Queries the runtime about an address.
     pub(crate) fn pointer_info(&self, address: Address) -> Result<PointerInfo> {
         let mut info = PointerInfo {
             size: size_of::<PointerInfo>() as u32,
@@ -139,8 +141,8 @@ impl Lookup {
             owner: Agent::default(),
             global_flags: 0,
         };
-        // SAFETY: `info` is writable and says its size; without an allocator the runtime writes no
-        // list of agents. The address is only looked up, never dereferenced.
+        // SAFETY: `info` is writable and says its size; without an allocator argument the runtime
+        // returns no list of agents. The address is only looked up, never dereferenced.
         let code = unsafe {
             (self.runtime.functions.pointer_info)(
                 ptr::without_provenance::<c_void>(address.0 as usize),
@@ -155,8 +157,8 @@ impl Lookup {
             .map_err(|error| error.context("address", address))
     }
 
-    /// Assigns the identity of an allocation of a pool. At the first lookup of an allocation,
-    /// registers a callback for its free.
+    /// Returns the identity of an allocation from a pool. At the first lookup of the allocation,
+    /// assigns the identity and registers a callback for the free.
     fn identify(&self, address: Address, seen: Allocation) -> Result<Allocation> {
         let Some(register) = self.runtime.functions.register_deallocation else {
             return Ok(seen);
@@ -175,18 +177,21 @@ impl Lookup {
         // callback.
         let code = unsafe { register(base, on_free, notice) };
         if let Err(error) = check(code, "hsa_amd_register_deallocation_callback") {
-            // SAFETY: `begin` made `notice`, and the runtime refused to take it.
+            // SAFETY: `begin` made `notice`, and the runtime refused the registration and so does
+            // not own it.
             unsafe { self.table.cancel(seen.base(), id, notice) };
             tracing::debug!(%error, range = %seen.range, "cannot register a callback for the free \
                                                           of this memory");
             return Ok(Allocation { id, ..seen });
         }
-        // The callback belongs to the allocation that is there now, which may be a new one.
+        // The callback belongs to the allocation that is now at the address, which may be a newer
+        // one.
         let now = self.describe(address)?;
         let now = now.map_or(seen, |(_, now)| now);
         let known = Allocation { id, ..now };
         if known.base() != seen.base() || !self.table.describe(known) {
-            // Freed meanwhile: the first answer gets an identity that no other lookup returns.
+            // The memory was freed meanwhile. The allocation gets an identity that no other lookup
+            // returns.
             drop(registering);
             return Ok(Allocation { id, ..seen });
         }

@@ -10,7 +10,7 @@ use hmem_core::{
 
 use crate::memory::Lookup;
 
-/// Starts monitors of the runtime's memory.
+/// Creates monitors of ROCr memory.
 #[derive(Debug)]
 pub(crate) struct CallbackMonitors {
     pub(crate) lookup: Arc<Lookup>,
@@ -27,7 +27,7 @@ impl MonitorSource for CallbackMonitors {
     }
 }
 
-/// A monitor of ROCr memory. It does not keep its iface open.
+/// A monitor of ROCr memory. The monitor does not keep the iface open.
 #[derive(Debug)]
 struct CallbackMonitor {
     lookup: Weak<Lookup>,
@@ -78,7 +78,8 @@ impl Monitor for CallbackMonitor {
             Some(AllocationKind::Virtual) => {
                 unsupported("the runtime does not call back when a reserved address is unmapped")
             }
-            // A later free notifies. If the memory was freed before, nothing is left to watch.
+            // From now on a free notifies the subscriber. If the memory was freed before, nothing
+            // is left to watch.
             _ => lookup.table.watch(range, invalidator).map_or_else(
                 || unsupported("only live allocations whose free calls back can be watched"),
                 Ok,

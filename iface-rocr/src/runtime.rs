@@ -1,4 +1,4 @@
-//! The opened runtime: its functions, agents and devices, which never change.
+//! The started runtime: its functions, agents and devices, which never change.
 
 use std::{
     ffi::{CStr, c_void},
@@ -14,32 +14,32 @@ use crate::{
     sys::{self, Agent, Attribute, Functions, HsaStatus, MemoryPool},
 };
 
-/// A reference count of the runtime, with its functions, agents and devices.
+/// A counted reference to the runtime, with the functions, agents and devices of the runtime.
 #[derive(Debug)]
 pub(crate) struct Runtime {
     pub(crate) functions: Functions,
     /// Devices in the order of their ordinals.
     pub(crate) devices: Vec<DeviceEntry>,
-    /// The CPUs.
+    /// Agents of the CPUs.
     cpus: Vec<Agent>,
-    /// Pool of the first CPU, to which every agent can get access, with the agent of that CPU.
+    /// The first CPU and its memory pool. Every agent can get access to memory of the pool.
     pub(crate) host: Option<(Agent, MemoryPool)>,
     /// True if the runtime exports dma-bufs.
     pub(crate) dma_buf: bool,
     /// True if the runtime has virtual memory calls.
     pub(crate) vmm: bool,
-    /// True while the reference count is held.
+    /// True until the reference to the runtime is released.
     held: Mutex<bool>,
 }
 
-/// One device.
+/// A GPU, with the properties that copies and allocations need.
 #[derive(Debug)]
 pub(crate) struct DeviceEntry {
     pub(crate) agent: Agent,
     pub(crate) description: iface::Device,
-    /// The pool to allocate from, and the granularity of its allocations in bytes.
+    /// The pool for allocations, and the granularity of its allocations in bytes.
     pub(crate) pool: Option<(MemoryPool, usize)>,
-    /// The register that flushes inbound writes, as an address; 0 without one.
+    /// Address of the register that flushes inbound writes, or 0 if the device has none.
     pub(crate) flush_register: usize,
 }
 
@@ -49,7 +49,8 @@ impl Runtime {
     /// # Errors
     /// The errors of [`Builder::open`](crate::Builder::open).
     pub(crate) fn start(functions: Functions) -> Result<Self> {
-        // SAFETY: the call adds a reference count; any thread may call it any number of times.
+        // SAFETY: the call adds a reference to the runtime. Any thread may make it any number of
+        // times.
         let code = unsafe { (functions.init)() };
         if code != HsaStatus::HSA_STATUS_SUCCESS {
             return Err(coded(unavailable("hsa_init", functions.library()), code).remedy(
@@ -62,7 +63,7 @@ impl Runtime {
                 },
             ));
         }
-        // From here on, dropping the value releases the count.
+        // From here on, dropping the value releases the reference.
         let mut runtime = Self {
             functions,
             devices: Vec::new(),
@@ -110,21 +111,21 @@ impl Runtime {
         Ok(runtime)
     }
 
-    /// Releases the reference count.
+    /// Releases the reference to the runtime.
     ///
     /// # Errors
-    /// The runtime's error. The count is still held then.
+    /// The runtime's error. The reference is then still held.
     pub(crate) fn release(&self) -> Result<()> {
         let mut held = self.held.lock();
         if *held {
-            // SAFETY: `start` added the count, and `held` shows that it was not released yet.
+            // SAFETY: `start` added the reference, and `held` shows that it is not released yet.
             check(unsafe { (self.functions.shut_down)() }, "hsa_shut_down")?;
             *held = false;
         }
         Ok(())
     }
 
-    /// Returns the device with a number.
+    /// Returns the device with this number.
     pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&DeviceEntry> {
         self.devices.get(device.0 as usize).ok_or_else(|| {
             Error::new(ErrorKind::InvalidArgument, operation)
@@ -135,7 +136,8 @@ impl Runtime {
         })
     }
 
-    /// Returns the device of an agent, or `None` if the agent is no device in this process.
+    /// Returns the device for an agent, or `None` if the agent is a CPU or a GPU that this process
+    /// does not see.
     pub(crate) fn device_of(&self, agent: Agent) -> Option<&DeviceEntry> {
         self.devices.iter().find(|device| device.agent == agent)
     }
@@ -148,7 +150,7 @@ impl Runtime {
     /// Allocates from a pool. Only the agent of the pool can access the memory.
     pub(crate) fn allocate(&self, pool: MemoryPool, len: usize) -> Result<*mut c_void> {
         let mut base = ptr::null_mut();
-        // SAFETY: the pool is one of this runtime's that allow allocation, and `base` is writable.
+        // SAFETY: the pool belongs to this runtime and allows allocations, and `base` is writable.
         let code = unsafe { (self.functions.memory_pool_allocate)(pool, len, 0, &mut base) };
         check(code, "hsa_amd_memory_pool_allocate").map(|()| base)
     }
@@ -172,14 +174,15 @@ impl Runtime {
             )
         };
         check(code, "hsa_amd_agents_allow_access").map(|()| base).inspect_err(|_| {
-            // SAFETY: the call above allocated the memory, and no caller has it.
+            // SAFETY: the call above allocated the memory, and no caller has seen it.
             if let Err(error) = unsafe { self.free(base) } {
                 tracing::error!(%error, "cannot free host memory that no device can access");
             }
         })
     }
 
-    /// Frees memory of [`allocate`](Self::allocate) or [`allocate_host`](Self::allocate_host).
+    /// Frees memory that [`allocate`](Self::allocate) or [`allocate_host`](Self::allocate_host)
+    /// returned.
     ///
     /// # Safety
     /// The memory is freed once, and nothing uses it any longer.
@@ -199,7 +202,7 @@ impl Drop for Runtime {
 }
 
 /// Returns the remedy for a runtime that finds no driver. `opened` is the error of opening the
-/// driver's file.
+/// driver's device file, if it failed.
 fn no_driver(opened: Option<io::ErrorKind>) -> &'static str {
     match opened {
         Some(io::ErrorKind::PermissionDenied) => {
@@ -250,13 +253,13 @@ struct Pool {
     size: usize,
 }
 
-/// Returns the global pool that allows allocations and whose flags have the lowest rank. All pools
-/// of one agent are views of the same memory.
+/// Returns the best global pool of an agent for allocations: `rank` maps the flags of a pool to a
+/// number, and the lowest number wins. All pools of one agent are views of the same memory.
 fn pool(functions: &Functions, agent: Agent, rank: impl Fn(u32) -> u32) -> Result<Option<Pool>> {
     let mut pools: Vec<MemoryPool> = Vec::new();
     let into = ptr::from_mut(&mut pools).cast();
-    // SAFETY: `into` is the vector to which the callback casts, and the callback is not called
-    // after the return.
+    // SAFETY: `into` points to a vector of the callback's type, and the runtime does not call the
+    // callback after it returns.
     let code =
         unsafe { (functions.agent_iterate_memory_pools)(agent, collect::<MemoryPool>, into) };
     check(code, "hsa_amd_agent_iterate_memory_pools")?;
@@ -277,7 +280,7 @@ fn pool(functions: &Functions, agent: Agent, rank: impl Fn(u32) -> u32) -> Resul
     Ok(best.map(|(_, pool)| pool))
 }
 
-/// Adds an item to a vector.
+/// Adds an item to a vector. The runtime calls this function for each agent or pool that it lists.
 ///
 /// # Safety
 /// `into` points to a `Vec<T>`, which nothing else accesses meanwhile.
@@ -290,15 +293,16 @@ unsafe extern "C" fn collect<T>(item: T, into: *mut c_void) -> HsaStatus {
 fn agents(functions: &Functions) -> Result<Vec<Agent>> {
     let mut agents: Vec<Agent> = Vec::new();
     let into = ptr::from_mut(&mut agents).cast();
-    // SAFETY: `into` is the vector to which the callback casts, and the callback is not called
-    // after the return.
+    // SAFETY: `into` points to a vector of the callback's type, and the runtime does not call the
+    // callback after it returns.
     check(unsafe { (functions.iterate_agents)(collect::<Agent>, into) }, "hsa_iterate_agents")?;
     Ok(agents)
 }
 
 fn agent_info<T: Copy>(functions: &Functions, agent: Agent, attribute: Attribute<T>) -> Result<T> {
     let mut value = attribute.empty;
-    // SAFETY: `value` is writable and of the type that the attribute's constant ties to its number.
+    // SAFETY: `value` is writable, and its type is the one that the constant of the attribute
+    // declares.
     let code = unsafe {
         (functions.agent_get_info)(agent, attribute.number, ptr::from_mut(&mut value).cast())
     };
@@ -311,7 +315,8 @@ fn pool_info<T: Copy>(
     attribute: Attribute<T>,
 ) -> Result<T> {
     let mut value = attribute.empty;
-    // SAFETY: `value` is writable and of the type that the attribute's constant ties to its number.
+    // SAFETY: `value` is writable, and its type is the one that the constant of the attribute
+    // declares.
     let code = unsafe {
         (functions.memory_pool_get_info)(pool, attribute.number, ptr::from_mut(&mut value).cast())
     };
@@ -320,10 +325,11 @@ fn pool_info<T: Copy>(
         .map_err(|error| of(error, attribute.number))
 }
 
-/// Returns a boolean attribute of the system, or `None` if the runtime does not know it.
+/// Returns a boolean attribute of the system, or `None` if the runtime does not know the attribute.
 fn supports(functions: &Functions, attribute: Attribute<u8>) -> Result<Option<bool>> {
     let mut value = attribute.empty;
-    // SAFETY: `value` is writable and of the type that the attribute's constant ties to its number.
+    // SAFETY: `value` is writable, and its type is the one that the constant of the attribute
+    // declares.
     let code =
         unsafe { (functions.system_get_info)(attribute.number, ptr::from_mut(&mut value).cast()) };
     match code {
@@ -338,7 +344,7 @@ fn of(error: Error, attribute: u32) -> Error {
     error.context("attribute", format_args!("{attribute:#x}"))
 }
 
-/// Returns the text that a driver wrote, up to its NUL.
+/// Converts a C string that the runtime wrote, up to its NUL.
 fn text(buffer: [u8; 64]) -> String {
     match CStr::from_bytes_until_nul(&buffer) {
         Ok(text) => text.to_string_lossy().into_owned(),

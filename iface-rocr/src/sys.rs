@@ -1,7 +1,8 @@
 //! Function table of libhsa-runtime64.so.1, and layouts and constants of `hsa.h` and
 //! `hsa_ext_amd.h`, written by hand.
 //!
-//! Public, so that other functions can be injected with [`Functions::from_lookup`].
+//! The module is public, so that an application or test can pass other functions with
+//! [`Functions::from_lookup`].
 //!
 //! ```
 //! use hmem_iface_rocr::sys::{HsaStatus, Functions};
@@ -18,7 +19,7 @@ use std::{ffi::c_void, mem, path::Path, sync::Arc};
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
-/// `hsa_status_t`: result of a call of the runtime.
+/// `hsa_status_t`: result code of the runtime's functions.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HsaStatus(pub u32);
@@ -31,7 +32,7 @@ macro_rules! codes {
                 pub const $name: Self = Self($code);
             )+
 
-            /// All codes with a name.
+            /// All codes that have a name.
             pub const ALL: &[Self] = &[$(Self::$name),+];
 
             /// Returns the name in `hsa.h` or `hsa_ext_amd.h`, or `None` for an unknown code.
@@ -96,38 +97,39 @@ codes! {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Agent {
-    /// Opaque; 0 is no agent.
+    /// Opaque value of the runtime. 0 means no agent.
     pub handle: u64,
 }
 
-/// `hsa_amd_memory_pool_t`: pool of an agent's memory for allocations.
+/// `hsa_amd_memory_pool_t`: handle of a memory pool of an agent.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryPool {
-    /// Opaque value of the driver.
+    /// Opaque value of the runtime.
     pub handle: u64,
 }
 
-/// `hsa_amd_pointer_info_t`. Newer runtimes have more members after these, and write no more than
-/// [`Self::size`] bytes.
+/// `hsa_amd_pointer_info_t`: the runtime's answer about an address. Newer runtimes know more
+/// members, and write no more than [`Self::size`] bytes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct PointerInfo {
-    /// Size of this structure in bytes. The runtime lowers it if it knows fewer members.
+    /// Size of this structure in bytes. A runtime that knows fewer members lowers it.
     pub size: u32,
-    /// An `HSA_EXT_POINTER_TYPE_*`. For `HSA_EXT_POINTER_TYPE_UNKNOWN` the other members are stale.
+    /// Type of the address: an `HSA_EXT_POINTER_TYPE_*`. For `HSA_EXT_POINTER_TYPE_UNKNOWN` the
+    /// runtime does not write the other members.
     pub kind: u32,
-    /// The first address for agents.
+    /// First address of the allocation for agents.
     pub agent_base: *mut c_void,
-    /// The first address for the CPU; null if it has no access.
+    /// First address of the allocation for the CPU. Null if the CPU has no access.
     pub host_base: *mut c_void,
-    /// Bytes of the allocation.
+    /// Length of the allocation in bytes.
     pub len: usize,
     /// Data that the application associated with the allocation.
     pub user_data: *mut c_void,
-    /// The agent that owns the memory; handle 0 if that agent is not in this process.
+    /// Agent that owns the memory. Handle 0 if this process does not see that agent.
     pub owner: Agent,
-    /// `hsa_amd_memory_pool_global_flag_t` bits.
+    /// Flags of the memory's pool: `hsa_amd_memory_pool_global_flag_t` bits.
     pub global_flags: u32,
 }
 
@@ -135,7 +137,7 @@ pub struct PointerInfo {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Signal {
-    /// Opaque; 0 is no signal.
+    /// Opaque value of the runtime. 0 means no signal.
     pub handle: u64,
 }
 
@@ -143,7 +145,7 @@ pub struct Signal {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VmemHandle {
-    /// Opaque value of the driver.
+    /// Opaque value of the runtime.
     pub handle: u64,
 }
 
@@ -151,9 +153,9 @@ pub struct VmemHandle {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct AccessDesc {
-    /// An `HSA_ACCESS_PERMISSION_*`.
+    /// Permitted access: an `HSA_ACCESS_PERMISSION_*`.
     pub permissions: u32,
-    /// The agent that may access the memory.
+    /// Agent that may access the memory.
     pub agent: Agent,
 }
 
@@ -161,7 +163,7 @@ pub struct AccessDesc {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IpcMemory {
-    /// Opaque value of the driver.
+    /// Opaque value of the runtime.
     pub handle: [u32; 8],
 }
 
@@ -169,19 +171,19 @@ pub struct IpcMemory {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct HdpFlush {
-    /// Writing 1 makes earlier writes to the device's memory visible to the device. Null on a
-    /// device without it.
+    /// Register for writes to the device's memory: writing 1 makes earlier writes visible to the
+    /// device. Null if the device has no such register.
     pub memory: *mut u32,
-    /// Like `memory`, for writes to the device's registers. Null on a device without it.
+    /// Like `memory`, for writes to the device's registers.
     pub registers: *mut u32,
 }
 
-/// An attribute of an agent, a pool or the system, with its type in the header.
+/// An attribute of an agent, a pool or the system. `T` is the type of its value in the header.
 #[derive(Clone, Copy, Debug)]
 pub struct Attribute<T> {
-    /// The number in the header.
+    /// Number of the attribute in the header.
     pub number: u32,
-    /// A value of its type, which a query overwrites.
+    /// Initial value for a query, which the runtime overwrites with the attribute's value.
     pub(crate) empty: T,
 }
 
@@ -200,18 +202,18 @@ macro_rules! attributes {
 attributes! {
     /// `char[64]`
     HSA_AGENT_INFO_NAME: [u8; 64] = 0, [0; 64];
-    /// an `HSA_DEVICE_TYPE_*`
+    /// `hsa_device_type_t`, an `HSA_DEVICE_TYPE_*`
     HSA_AGENT_INFO_DEVICE: u32 = 17, 0;
     /// `uint32_t`, bus in bits 8 to 15, device in 3 to 7, function in 0 to 2
     HSA_AMD_AGENT_INFO_BDFID: u32 = 0xa006, 0;
     /// `char[64]`
     HSA_AMD_AGENT_INFO_PRODUCT_NAME: [u8; 64] = 0xa009, [0; 64];
-    /// addresses of the registers, null without them
+    /// `hsa_amd_hdp_flush_t`, null addresses if the device has no such registers
     HSA_AMD_AGENT_INFO_HDP_FLUSH: HdpFlush =
         0xa00e, HdpFlush { memory: std::ptr::null_mut(), registers: std::ptr::null_mut() };
     /// `uint32_t`, the PCI domain
     HSA_AMD_AGENT_INFO_DOMAIN: u32 = 0xa00f, 0;
-    /// an `HSA_AMD_SEGMENT_*`
+    /// `hsa_amd_segment_t`, an `HSA_AMD_SEGMENT_*`
     HSA_AMD_MEMORY_POOL_INFO_SEGMENT: u32 = 0, 0;
     /// `uint32_t`, `HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_*` bits of a global pool
     HSA_AMD_MEMORY_POOL_INFO_GLOBAL_FLAGS: u32 = 1, 0;
@@ -253,35 +255,37 @@ constants! {
     HSA_EXT_POINTER_TYPE_HSA: u32 = 1;
     /// Host memory that was page-locked for agents.
     HSA_EXT_POINTER_TYPE_LOCKED: u32 = 2;
-    /// Shared by a graphics component.
+    /// Memory that a graphics component shares.
     HSA_EXT_POINTER_TYPE_GRAPHICS: u32 = 3;
-    /// Shared by another process.
+    /// Memory that another process shares.
     HSA_EXT_POINTER_TYPE_IPC: u32 = 4;
-    /// A reserved address range; the runtime does not say what is mapped there. From version 1.12
-    /// of the AMD extension on.
+    /// A reserved address range. The runtime does not return the memory that is mapped there. Since
+    /// version 1.12 of the AMD extension.
     HSA_EXT_POINTER_TYPE_RESERVED_ADDR: u32 = 5;
-    /// Memory that is mapped into a reserved address range. From version 1.12 of the AMD extension
-    /// on.
+    /// Memory that is mapped into a reserved address range. Since version 1.12 of the AMD
+    /// extension.
     HSA_EXT_POINTER_TYPE_HSA_VMEM: u32 = 6;
     HSA_SIGNAL_CONDITION_LT: u32 = 2;
     HSA_WAIT_STATE_BLOCKED: u32 = 0;
     HSA_ACCESS_PERMISSION_RW: u32 = 3;
     MEMORY_TYPE_PINNED: u32 = 1;
     HSA_AMD_DMABUF_MAPPING_TYPE_NONE: u64 = 0;
-    /// The mapping by which devices reach the memory over PCIe. From ROCm 7 on.
+    /// Mapping by which other devices reach the memory over PCIe. Since ROCm 7.
     HSA_AMD_DMABUF_MAPPING_TYPE_PCIE: u64 = 1;
 }
 
-/// All constants of this module by their names in the headers, numbers of attributes first.
+/// All constants of this module with their names in the headers: the numbers of attributes, then
+/// the others.
 pub const CONSTANTS: [&[(&str, u64)]; 2] = [ATTRIBUTES, PLAIN];
 
 /// Callback of `hsa_iterate_agents`, called for each agent.
 pub type AgentCallback = unsafe extern "C" fn(Agent, *mut c_void) -> HsaStatus;
 /// Callback of `hsa_amd_agent_iterate_memory_pools`, called for each pool.
 pub type PoolCallback = unsafe extern "C" fn(MemoryPool, *mut c_void) -> HsaStatus;
-/// Callback of `hsa_amd_register_deallocation_callback`: the address and the user's data.
+/// Callback of `hsa_amd_register_deallocation_callback`, called with the freed address and the data
+/// given at registration.
 pub type DeallocationCallback = unsafe extern "C" fn(*mut c_void, *mut c_void);
-/// Allocator of `hsa_amd_pointer_info` for its list of agents. This crate passes none.
+/// Allocator that `hsa_amd_pointer_info` calls for a list of agents. This crate passes `None`.
 pub type ListAllocator = Option<unsafe extern "C" fn(usize) -> *mut c_void>;
 
 const _: () = assert!(size_of::<HsaStatus>() == 4);
@@ -301,7 +305,7 @@ macro_rules! functions {
         required { $($field:ident: $symbol:ident($($argument:ty),*) -> $returns:ty;)+ }
         optional { $($ofield:ident: $osymbol:ident($($oargument:ty),*) -> $oreturns:ty;)+ }
     ) => {
-        /// The functions of libhsa-runtime64.so.1 that this crate calls.
+        /// Table of the functions of `libhsa-runtime64.so.1` that this crate calls.
         #[derive(Clone, Debug)]
         pub struct Functions {
             library: Arc<str>,
@@ -313,7 +317,7 @@ macro_rules! functions {
             /// Symbols that the library must have.
             pub const SYMBOLS: &[&str] = &[$(stringify!($symbol)),+];
 
-            /// Symbols without which a facet is missing.
+            /// Symbols that a library may lack. Without them a facet is missing.
             pub const OPTIONAL_SYMBOLS: &[&str] = &[$(stringify!($osymbol)),+];
 
             /// All symbols with the types of their arguments and results.
@@ -322,6 +326,8 @@ macro_rules! functions {
                 $((stringify!($osymbol), &[$(stringify!($oargument)),*], stringify!($oreturns)),)+
             ];
 
+            /// Fills the table with the functions that `lookup` returns.
+            ///
             /// # Safety
             /// The caller upholds the safety contract of [`Functions::from_lookup`].
             unsafe fn fill(
@@ -335,16 +341,16 @@ macro_rules! functions {
                         let address = lookup(stringify!($symbol))
                             .ok_or_else(|| lacks_symbol(library, stringify!($symbol)))?;
                         type Function = unsafe extern "C" fn($($argument),*) -> $returns;
-                        // SAFETY: the caller promises that what it returns under this name is a
-                        // function with the signature that the header declares for it, which is the
-                        // one in this table.
+                        // SAFETY: the caller promises that the address is a function with the
+                        // signature that the header declares for this name, which is the one in
+                        // this table.
                         unsafe { mem::transmute::<*const (), Function>(address) }
                     },)+
                     $($ofield: lookup(stringify!($osymbol)).map(|address| {
                         type Function = unsafe extern "C" fn($($oargument),*) -> $oreturns;
-                        // SAFETY: the caller promises that what it returns under this name is a
-                        // function with the signature that the header declares for it, which is the
-                        // one in this table.
+                        // SAFETY: the caller promises that the address is a function with the
+                        // signature that the header declares for this name, which is the one in
+                        // this table.
                         unsafe { mem::transmute::<*const (), Function>(address) }
                     }),)+
                 })
@@ -428,8 +434,9 @@ impl Functions {
     /// The library stays loaded for the rest of the process.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] naming the library, with the loader's reason, or with the first
-    /// symbol that it lacks.
+    /// [`ErrorKind::Unavailable`] if the loader refuses the library, or if the library lacks a
+    /// required symbol. The error names the library, and the loader's reason or the first missing
+    /// symbol.
     pub fn load(path: &Path) -> Result<Self> {
         let library = path.display().to_string();
         // SAFETY: loading runs the library's initialisers; the caller names AMD's HSA runtime
@@ -446,18 +453,17 @@ impl Functions {
                     .map(|address| address.as_raw_ptr().cast_const().cast())
             })
         }?;
-        // Dropping the handle would unload the driver under the threads, callbacks and exit
-        // handlers that it leaves behind, and crash the process.
+        // Dropping the handle would unload the library. Its threads, callbacks and exit handlers
+        // would then crash the process.
         std::mem::forget(loaded);
         Ok(functions)
     }
 
-    /// Fills the table from a lookup closure. A test passes the functions of its own driver, for
-    /// example.
+    /// Fills the table with the functions that a closure returns, such as those of a fake runtime.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup` has
-    /// nothing.
+    /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup`
+    /// returns `None`.
     ///
     /// # Safety
     /// Each address that `lookup` returns is a function with the signature that `hsa.h` and

@@ -1,4 +1,5 @@
-//! Table of known allocations: their identities, their subscribers, and the memory to release.
+//! Table of known allocations, with their identities and subscribers, and the memory that the iface
+//! must release.
 //!
 //! The runtime calls back when it frees memory, and has no identities. So the table assigns an
 //! identity at the first lookup of an allocation and removes it in the callback. A new allocation
@@ -25,7 +26,7 @@ use crate::sys::VmemHandle;
 #[derive(Debug, Default)]
 pub(crate) struct AllocationTable {
     entries: Mutex<Entries>,
-    /// Held while a callback is registered, so that each allocation has one.
+    /// Held while a callback is registered, so that each allocation gets only one.
     pub(crate) registering: Mutex<()>,
 }
 
@@ -34,51 +35,52 @@ struct Entries {
     last_id: u64,
     /// Allocations by first address.
     live: BTreeMap<u64, Entry>,
-    /// First addresses of watched allocations by subscription.
+    /// First address of the watched allocation, by subscription.
     watched: HashMap<u64, u64>,
     last_subscription: u64,
-    /// Page-locked ranges by first address, with their address for devices:
-    /// `None` while the runtime is locking it.
+    /// Page-locked ranges by first address, with their address for devices. The address is `None`
+    /// while the runtime is locking the range.
     page_locked: BTreeMap<u64, (AddressRange, Option<usize>)>,
 }
 
 #[derive(Debug)]
 struct Entry {
     id: AllocationId,
-    /// `None` until the callback is registered.
+    /// The allocation, or `None` until the callback is registered.
     allocation: Option<Allocation>,
     origin: Origin,
-    /// True if the runtime calls back when it frees the memory.
+    /// True if the runtime calls a callback when the memory is freed.
     callback: bool,
     watchers: Vec<(u64, Arc<dyn Invalidator>)>,
 }
 
-/// Call that made an allocation, which determines the call that releases it.
+/// Origin of an allocation, which determines the call that releases it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
-    /// Allocated by the application.
+    /// The application allocated the memory and frees it.
     Foreign,
-    /// `hsa_amd_memory_pool_allocate`.
+    /// The iface called `hsa_amd_memory_pool_allocate`.
     Pool,
-    /// `hsa_amd_vmem_address_reserve` of `size` bytes, `hsa_amd_vmem_handle_create` and
-    /// `hsa_amd_vmem_map`. `left` is the part that is still to be undone.
+    /// The iface reserved `size` bytes (`hsa_amd_vmem_address_reserve`), created `handle`
+    /// (`hsa_amd_vmem_handle_create`) and mapped it (`hsa_amd_vmem_map`). `left` lists the objects
+    /// that are not released yet.
     Virtual { size: usize, handle: VmemHandle, left: Left },
-    /// `hsa_amd_ipc_memory_attach`.
+    /// The iface called `hsa_amd_ipc_memory_attach`.
     Imported,
 }
 
-/// Steps that are left to free VMM memory. The runtime may refuse each of them.
+/// Objects of VMM memory that are not released yet. The runtime may refuse each release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Left {
-    /// Mapping, reservation and handle.
+    /// The mapping, the reservation and the handle.
     Mapping,
-    /// Reservation and handle.
+    /// The reservation and the handle.
     Reservation,
-    /// Handle alone.
+    /// Only the handle.
     Handle,
 }
 
-/// User data of a deallocation callback. The runtime owns it until it calls back.
+/// Data of a deallocation callback. The runtime owns it until it calls the callback.
 struct Notice {
     table: Weak<AllocationTable>,
     base: u64,
@@ -86,12 +88,12 @@ struct Notice {
 }
 
 impl AllocationTable {
-    /// Returns an identity that no allocation had or will have.
+    /// Returns a new identity, which no other call returns.
     pub(crate) fn next_id(&self) -> AllocationId {
         self.entries.lock().next_id()
     }
 
-    /// Returns the identity of an allocation in the table. The identity of `seen` is ignored.
+    /// Returns the identity that the table has for an allocation. Ignores the identity in `seen`.
     pub(crate) fn id_of(&self, seen: &Allocation) -> Option<AllocationId> {
         let entries = self.entries.lock();
         let entry = entries.live.get(&seen.base().0)?;
@@ -99,8 +101,8 @@ impl AllocationTable {
         entry.allocation.filter(|known| same(*known)).map(|_| entry.id)
     }
 
-    /// Adds an entry for the allocation at `base` in place of any older one. Returns its new
-    /// identity and the user data for its callback.
+    /// Adds an entry for the allocation at `base`, and removes an older entry there. Returns the
+    /// new identity of the allocation and the data for its callback.
     pub(crate) fn begin(self: &Arc<Self>, base: Address) -> (AllocationId, *mut c_void) {
         let mut entries = self.entries.lock();
         let replaced = entries.free(base.0, None);
@@ -119,8 +121,8 @@ impl AllocationTable {
         (id, Box::into_raw(Box::new(notice)).cast())
     }
 
-    /// Records the range and kind of the allocation with this identity. Returns false if it was
-    /// freed meanwhile.
+    /// Records the range and kind of the allocation with this identity. Returns false if the
+    /// allocation was freed meanwhile.
     pub(crate) fn describe(&self, allocation: Allocation) -> bool {
         let mut entries = self.entries.lock();
         let entry = entries.live.get_mut(&allocation.base().0);
@@ -133,13 +135,15 @@ impl AllocationTable {
     /// # Safety
     /// [`begin`](Self::begin) made `notice`, and the runtime does not own it.
     pub(crate) unsafe fn cancel(&self, base: Address, id: AllocationId, notice: *mut c_void) {
-        // SAFETY: the caller promises that `begin` made it and that nothing else frees it.
+        // SAFETY: the caller promises that `begin` made `notice` and that the runtime does not own
+        // it, so nothing else frees it.
         drop(unsafe { Box::from_raw(notice.cast::<Notice>()) });
         let removed = self.entries.lock().free(base.0, Some(id));
         drop(removed);
     }
 
-    /// Enters an allocation that this iface made. It is in the table already if it has a callback.
+    /// Records the origin of an allocation that this iface made. An allocation with a callback
+    /// already has an entry; for another one, adds an entry.
     pub(crate) fn own(&self, allocation: Allocation, origin: Origin) {
         let mut entries = self.entries.lock();
         let fresh = || Entry {
@@ -154,7 +158,8 @@ impl AllocationTable {
         entry.allocation = Some(allocation);
     }
 
-    /// Returns the allocation of this iface's own around an address, with its origin.
+    /// Returns the allocation that contains an address, with its origin, if this iface made the
+    /// allocation.
     pub(crate) fn own_around(&self, address: Address) -> Option<(Allocation, Origin)> {
         let entries = self.entries.lock();
         // Allocations do not overlap: only the last one that begins at or before the address can
@@ -164,19 +169,20 @@ impl AllocationTable {
         (entry.origin != Origin::Foreign).then_some((allocation, entry.origin))
     }
 
-    /// Returns the allocation of this iface's own that begins at an address.
+    /// Returns the allocation that begins at an address, if this iface made it.
     pub(crate) fn own_at(&self, base: Address) -> Option<Allocation> {
         let entries = self.entries.lock();
         let entry = entries.live.get(&base.0)?;
         entry.allocation.filter(|_| entry.origin != Origin::Foreign)
     }
 
-    /// Disowns an allocation, so that only one of two threads that free it calls the runtime.
-    /// Memory without a callback is removed from the table, and its subscribers are notified.
+    /// Takes the ownership of an allocation out of the table, so that only one of two threads that
+    /// free it calls the runtime. Without a callback, also removes the entry and notifies its
+    /// subscribers.
     ///
     /// # Errors
-    /// InvalidArgument if it does not belong to this iface, or if the other call (`free`,
-    /// `ipc_close`) must release it.
+    /// InvalidArgument if the allocation does not belong to this iface, or if another call releases
+    /// this kind of memory (`free` or `ipc_close`).
     pub(crate) fn take(
         &self,
         operation: &'static str,
@@ -203,14 +209,15 @@ impl AllocationTable {
         Ok(origin)
     }
 
-    /// Returns the number of allocations and page-locked ranges to release.
+    /// Returns the number of allocations and page-locked ranges that the iface must release.
     pub(crate) fn owned(&self) -> usize {
         let entries = self.entries.lock();
         let own = entries.live.values().filter(|entry| entry.origin != Origin::Foreign).count();
         own + entries.page_locked.len()
     }
 
-    /// Subscribes to the live allocation around a range. Returns `None` if there is none.
+    /// Subscribes to the free of the live allocation that contains a range. Returns `None` if there
+    /// is none.
     pub(crate) fn watch(
         &self,
         range: AddressRange,
@@ -227,7 +234,7 @@ impl AllocationTable {
         Some(Subscription(subscription))
     }
 
-    /// Ends a subscription. Waits for a callback that notifies it.
+    /// Ends a subscription. Waits for a callback that is notifying the subscriber.
     pub(crate) fn unwatch(&self, Subscription(subscription): Subscription) {
         let mut entries = self.entries.lock();
         let Some(base) = entries.watched.remove(&subscription) else { return };
@@ -236,12 +243,13 @@ impl AllocationTable {
             Some(entry.watchers.swap_remove(at))
         });
         drop(entries);
-        // Dropped after the lock is released, since it may be the last reference to a cache.
+        // Dropped after the lock is released, since the subscriber may hold the last reference to a
+        // cache.
         drop(unwatched);
     }
 
-    /// Reserves the entry of a range before it is page-locked. Returns false if the table has a
-    /// range at the same first address.
+    /// Adds an entry without a device address for a range that is about to be page-locked. Returns
+    /// false if the table has a range at the same first address.
     pub(crate) fn begin_lock(&self, range: AddressRange) -> bool {
         let mut entries = self.entries.lock();
         let free = !entries.page_locked.contains_key(&range.start().0);
@@ -251,7 +259,8 @@ impl AllocationTable {
         free
     }
 
-    /// Enters the device address of a page-locked range, or removes the reserved entry.
+    /// Enters the device address of a page-locked range. With `None`, removes the entry of a range
+    /// that could not be locked.
     pub(crate) fn end_lock(&self, range: AddressRange, agent_address: Option<usize>) {
         let mut entries = self.entries.lock();
         match agent_address {
@@ -260,7 +269,8 @@ impl AllocationTable {
         };
     }
 
-    /// Removes a page-locked range. Returns `None` if exactly this range is not in the table.
+    /// Removes a page-locked range, and returns its device address. Returns `None` if the table
+    /// does not have exactly this range.
     pub(crate) fn take_page_locked(&self, range: AddressRange) -> Option<usize> {
         let mut entries = self.entries.lock();
         let (locked, agent_address) = *entries.page_locked.get(&range.start().0)?;
@@ -269,7 +279,7 @@ impl AllocationTable {
         Some(agent_address)
     }
 
-    /// Returns the address for devices of a part of a page-locked range.
+    /// Returns the device address of a range that lies in a page-locked range.
     pub(crate) fn page_locked(&self, range: AddressRange) -> Option<usize> {
         let entries = self.entries.lock();
         let (base, (locked, agent_address)) =
@@ -294,9 +304,9 @@ impl Entries {
         AllocationId(self.last_id)
     }
 
-    /// Removes the allocation at `base` and notifies its subscribers. With an identity, only if the
-    /// allocation has that one. The caller drops the entry after releasing the lock, since a
-    /// subscriber may be the last reference to a cache.
+    /// Removes the allocation at `base` and notifies its subscribers. If `id` is given, does so
+    /// only if the allocation has this identity. The caller drops the entry after it releases the
+    /// lock, since a subscriber may hold the last reference to a cache.
     #[must_use]
     fn free(&mut self, base: u64, id: Option<AllocationId>) -> Option<Entry> {
         self.live.get(&base).filter(|entry| id.is_none_or(|id| entry.id == id))?;
@@ -310,13 +320,14 @@ impl Entries {
     }
 }
 
-/// Notifies the subscribers of freed memory. The runtime calls it on the thread that frees.
+/// Notifies the subscribers of freed memory. The runtime calls this function on the thread that
+/// frees.
 ///
 /// # Safety
-/// [`AllocationTable::begin`] made `notice`. It was registered with this function, which the
-/// runtime calls once.
+/// [`AllocationTable::begin`] made `notice`. `notice` was registered with the runtime together with
+/// this function, which the runtime calls once.
 pub(crate) unsafe extern "C" fn on_free(_pointer: *mut c_void, notice: *mut c_void) {
-    // SAFETY: `begin` made it, and only this call frees it: "callbacks are automatically
+    // SAFETY: `begin` made `notice`, and only this call frees it: "callbacks are automatically
     // deregistered when they are invoked".
     let notice = unsafe { Box::from_raw(notice.cast::<Notice>()) };
     if let Some(table) = notice.table.upgrade() {
@@ -325,7 +336,7 @@ pub(crate) unsafe extern "C" fn on_free(_pointer: *mut c_void, notice: *mut c_vo
     }
 }
 
-/// Returns the error for an allocation that is not this iface's own.
+/// Returns the error for an allocation that this iface did not make.
 pub(crate) fn not_live(operation: &'static str, allocation: &Allocation) -> Error {
     Error::new(ErrorKind::InvalidArgument, operation)
         .iface(IfaceKind::ROCR)

@@ -63,7 +63,7 @@ fn nic() -> Nic {
     Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None }
 }
 
-/// Closes the iface. Checks that it left nothing and violated no rule of the headers.
+/// Closes the iface. Checks that it leaked nothing and violated no rule of AMD's headers.
 fn end(runtime: &FakeRuntime, iface: Rocr) {
     iface.close().map_err(Error::from).expect("close");
     assert_eq!(runtime.live(), Live::default());
@@ -75,7 +75,7 @@ fn end(runtime: &FakeRuntime, iface: Rocr) {
 fn every_missing_symbol_is_named() {
     let runtime = FakeRuntime::start(Profile::default());
     for missing in Functions::SYMBOLS {
-        // SAFETY: as in `open`, each function has the signature of its name, and functions live
+        // SAFETY: each function has the signature of its name in AMD's headers, and functions live
         // forever.
         let error = unsafe {
             Functions::from_lookup(|name| runtime.symbol(name).filter(|_| name != *missing))
@@ -204,10 +204,10 @@ fn device_out_of_range_is_an_invalid_argument() {
 
 /// HM-01 HM-02
 ///
-/// Memory that the application allocated (through HIP, for example) is handled like the iface's
-/// own.
+/// The application may allocate through HIP, for example. A query of the first or of the last byte
+/// finds the allocation.
 #[test]
-fn allocation_of_the_application_is_found_at_both_ends() {
+fn every_byte_of_an_application_allocation_is_recognised() {
     let (runtime, iface) = world();
     let base = runtime.allocate(1, 100_000);
     for offset in [0, 1, 4097, 99_999] {
@@ -229,7 +229,7 @@ fn allocation_of_the_application_is_found_at_both_ends() {
 
 /// HM-01
 ///
-/// The rounded length must not make the iface lose the allocation that it must free.
+/// The iface must find the allocation for its free, although the runtime reports a rounded length.
 #[test]
 fn memory_keeps_its_requested_length_if_the_runtime_rounds() {
     let (runtime, iface) = world_of(Profile { rounds_lengths: true, ..Profile::default() });
@@ -319,10 +319,10 @@ fn query_tells_the_kind_of_memory() {
 
 /// HM-01
 ///
-/// The runtime does not return its base, so that the memory must not be registered, neither from a
-/// guessed base nor as host memory.
+/// The runtime does not return the base of such memory. So the memory must not be registered,
+/// neither from a guessed base nor as host memory.
 #[test]
-fn foreign_vmm_memory_is_refused_by_name() {
+fn vmm_memory_of_the_application_is_refused() {
     let (runtime, iface) = world();
     let other = open(&runtime).expect("open");
     let allocation = allocate(&other, AllocationKind::Virtual);
@@ -367,7 +367,7 @@ fn reused_address_has_a_new_identity_and_one_callback() {
     end(&runtime, iface);
 }
 
-/// Counts notifications.
+/// A subscriber that counts its notifications.
 #[derive(Debug, Default)]
 struct Listener(AtomicU64);
 
@@ -417,7 +417,7 @@ fn free_notifies_each_monitor_on_its_own() {
     end(&runtime, other);
 }
 
-/// Checks, when it is dropped, that another thread can use the monitor.
+/// A subscriber that checks, when it is dropped, that another thread can use the monitor.
 #[derive(Debug)]
 struct LastReference(Arc<dyn Monitor>, Arc<AtomicU64>);
 
@@ -447,7 +447,8 @@ impl Drop for LastReference {
 
 /// MON-07
 ///
-/// A subscriber may be the last reference to a cache, which uses the monitor while it is dropped.
+/// A subscriber may hold the last reference to a cache. The cache uses the monitor while it is
+/// dropped.
 #[test]
 fn subscriber_of_freed_memory_is_dropped_without_the_lock() {
     let (runtime, iface) = world();
@@ -719,8 +720,8 @@ fn ipc_handle_opens_in_another_process() {
 
 /// HM-10
 ///
-/// The header asks for the full length of the allocation at both ends. A runtime that answers with
-/// whole pages may count the rounded length as the full one.
+/// Exporting and opening a handle pass the full length of the allocation, which a runtime may round
+/// up to whole pages. The opened allocation has the requested length.
 #[test]
 fn ipc_keeps_the_requested_length_whatever_the_runtime_rounds_to() {
     const ODD: u64 = 5000;
@@ -754,8 +755,8 @@ fn ipc_keeps_the_requested_length_whatever_the_runtime_rounds_to() {
 
 /// REL-01
 ///
-/// Each call of the runtime fails in turn. The round returns an error or works in spite of it, the
-/// next round works, and nothing is left.
+/// Each call of the runtime fails in turn. The work then returns an error, or succeeds without that
+/// call. Afterwards the same work succeeds, and nothing is leaked.
 #[test]
 fn fault_at_any_call_leaks_nothing() {
     let round = |iface: &Rocr| -> Result<()> {

@@ -21,7 +21,7 @@ use hmem_iface_rocr::sys::{
 };
 use trials::{Outcome, Skipped};
 
-/// Parts of names that 7.2 has and 5.2 lacks.
+/// Substrings of the names that ROCm 7.2 has and ROCm 5.2 lacks.
 const LATER: [&str; 11] = [
     "_dmabuf",
     "_vmem_",
@@ -36,7 +36,7 @@ const LATER: [&str; 11] = [
     "STATUS_ERROR_NOT_SUPPORTED",
 ];
 
-/// The C spelling of a type in the table.
+/// Returns the C spelling of a type in the function table.
 fn c_type(rust: &str) -> &'static str {
     match rust {
         "HsaStatus" => "hsa_status_t",
@@ -74,8 +74,8 @@ fn c_type(rust: &str) -> &'static str {
     }
 }
 
-/// Arguments that are plain integers in the table, and enumerations of the same width in the
-/// headers.
+/// Arguments that are integers in the function table and enumerations of the same width in the
+/// headers: function, index and C type.
 const ENUMERATIONS: [(&str, usize, &str); 6] = [
     ("hsa_system_get_info", 0, "hsa_system_info_t"),
     ("hsa_agent_get_info", 1, "hsa_agent_info_t"),
@@ -85,7 +85,7 @@ const ENUMERATIONS: [(&str, usize, &str); 6] = [
     ("hsa_amd_vmem_handle_create", 2, "hsa_amd_memory_type_t"),
 ];
 
-/// A C file that compiles only if the headers agree with this crate.
+/// Returns a C file that compiles only if the headers agree with this crate.
 fn program(headers: &str, release: &str) -> String {
     let has = |name: &str| {
         let mut words = headers.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
@@ -123,7 +123,7 @@ fn program(headers: &str, release: &str) -> String {
         ("hsa_amd_vmem_alloc_handle_t", size_of::<VmemHandle>()),
         ("hsa_amd_memory_access_desc_t", size_of::<AccessDesc>()),
     ] {
-        // Types that 5.2 lacks belong to functions that it lacks.
+        // ROCm 5.2 lacks these types, and the functions that use them.
         if headers.contains(name) {
             same(&format!("sizeof({name})"), size as u64);
         }

@@ -1,5 +1,5 @@
-//! AMD's own runtime without a device. `tests/rocr/run` starts this test through the dynamic loader
-//! of each release; `HMEM_ROCR` names the release.
+//! Tests of AMD's own runtime without a device. `tests/rocr/run` starts this test through the
+//! dynamic loader of each release, and names the release in `HMEM_ROCR`.
 
 #[path = "../../tests/trials/mod.rs"]
 mod trials;
@@ -13,7 +13,7 @@ use trials::{Outcome, Skipped};
 
 const RELEASES: [&str; 4] = ["5.2", "6.1", "6.4", "7.2"];
 
-/// Optional functions that a release lacks, by a part of their names.
+/// Returns substrings of the names of optional functions that a release lacks.
 fn lacks(release: &str) -> &'static [&'static str] {
     match release {
         "5.2" => &["_dmabuf", "_vmem_"],

@@ -1,11 +1,11 @@
-//! Causes of refusals that only this driver has.
+//! Causes of refusals that only the Gaudi drivers have.
 
 use hmem_core::{
     Path,
     cause::{Answer, RefusalCause, Step},
 };
 
-/// EINVAL: the kernel driver's answer for a range that it does not find in the mapping.
+/// `EINVAL`, which the kernel driver returns for a range outside the mapping of device memory.
 const EINVAL: i32 = 22;
 
 /// Causes of refusals that only the Gaudi drivers have.

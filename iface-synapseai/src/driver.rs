@@ -1,4 +1,4 @@
-//! The runtime calls behind the iface.
+//! The driver of the iface: calls of the SynapseAI runtime and of libhl-thunk.
 
 use std::{
     ffi::{CStr, c_int},
@@ -22,9 +22,9 @@ use crate::{
     sys::{DeviceInfo, SYN_DEVICE_GAUDI2, SynStatus, hlthunk, synapse},
 };
 
-/// SynapseAI's number for the one device of a process.
+/// Number of the only device of a process in SynapseAI.
 const DEVICE: u32 = 0;
-/// Bytes of a page of the kernel driver's exports.
+/// Page size of the kernel driver in bytes: it exports whole pages only.
 const PAGE: u64 = 4096;
 /// `O_RDWR | O_CLOEXEC`, the flags that libhl-thunk accepts.
 const EXPORT_FLAGS: u32 = 0o2 | 0o2000000;
@@ -33,17 +33,17 @@ const EXPORT_FLAGS: u32 = 0o2 | 0o2000000;
 #[derive(Debug)]
 pub struct Synapse {
     functions: Arc<synapse::Functions>,
-    /// `Err` with the reason why libhl-thunk cannot be loaded.
+    /// Functions of libhl-thunk, or the reason why it cannot be loaded.
     hlthunk: std::result::Result<hlthunk::Functions, Arc<Error>>,
     staging: Staging,
-    /// Set if the iface may acquire a device.
+    /// True if the iface may acquire a device.
     may_acquire: bool,
-    /// Held while a device is acquired.
+    /// Held while a thread acquires a device, so that no other thread acquires one too.
     acquiring: Mutex<()>,
 }
 
 impl Synapse {
-    /// Initialises the runtime.
+    /// Initialises the runtime, and fails if it finds no device.
     pub(crate) fn start(
         functions: synapse::Functions,
         hlthunk: Result<hlthunk::Functions>,
@@ -82,13 +82,13 @@ impl Synapse {
         })
     }
 
-    /// Returns the device that this process acquired, or `None` without one.
+    /// Returns the device that this process has acquired, or `None` if it has acquired none.
     fn acquired(&self) -> Result<Option<DeviceInfo>> {
         let mut info = DeviceInfo::default();
         // SAFETY: `info` is writable, with room for more members.
         match unsafe { (self.functions.device_get_info)(DEVICE, &mut info) } {
             SynStatus::SUCCESS => Ok(Some(info)),
-            // The codes for a device number that is not in use.
+            // Codes of the runtime for a device that is not acquired.
             SynStatus::INVALID_ARGUMENT
             | SynStatus::NO_DEVICE_FOUND
             | SynStatus::OBJECT_NOT_INITIALIZED
@@ -98,8 +98,8 @@ impl Synapse {
         }
     }
 
-    /// Returns the device that this process acquired. Acquires one first, if it has none and the iface
-    /// may.
+    /// Returns the device that this process has acquired. If it has none and the iface may acquire
+    /// a device, acquires one first.
     fn device(&self) -> Result<DeviceInfo> {
         let _acquiring = self.acquiring.lock();
         let info = match self.acquired()? {
@@ -126,7 +126,8 @@ impl Synapse {
     fn pci_bus_id(&self, info: &DeviceInfo) -> Option<String> {
         let mut text = [0u8; 16];
         let hlthunk = self.hlthunk.as_ref().ok()?;
-        // SAFETY: the runtime's own fd, and a writable buffer of the length that is passed.
+        // SAFETY: the fd is that of the runtime, and the buffer is writable for the length that is
+        // passed.
         let code = unsafe {
             (hlthunk.get_pci_bus_id)(
                 info.fd.cast_signed(),
@@ -155,9 +156,9 @@ fn not_acquired() -> Error {
     )
 }
 
-// SAFETY: nothing else uses a buffer of `synDeviceMalloc` until `synDeviceFree`. A copy names the
-// buffer's bytes, and has ended when the stream was synchronised. An export names whole pages of the
-// mapping of all device memory, and the dma-buf begins with them.
+// SAFETY: the runtime uses a buffer of `synDeviceMalloc` for nothing else until `synDeviceFree`. A
+// copy gets a range of bytes in the buffer, and has ended when the stream was synchronised. An
+// export gets whole pages of the mapping of all device memory, and the dma-buf begins with them.
 unsafe impl Driver for Synapse {
     type Handle = ();
 
@@ -193,7 +194,7 @@ unsafe impl Driver for Synapse {
             Error::new(ErrorKind::OutOfResources, "allocate").iface(IfaceKind::SYNAPSEAI)
         })?;
         let mut address = 0;
-        // SAFETY: `address` is writable; 0 asks for no address of choice.
+        // SAFETY: `address` is writable; with address 0 the runtime chooses one.
         let code = unsafe { (self.functions.device_malloc)(DEVICE, whole, 0, 0, &mut address) };
         check(code, "synDeviceMalloc")?;
         if address == 0 {
@@ -210,12 +211,12 @@ unsafe impl Driver for Synapse {
     }
 
     unsafe fn write(&self, to: &Part<()>, from: Address) -> Result<()> {
-        // SAFETY: the caller promised both sides for the length of the copy.
+        // SAFETY: the caller promised that both sides are valid for the length of the copy.
         unsafe { self.staging.copy(to.address(), Host::Source(from), to.len) }
     }
 
     unsafe fn read(&self, from: &Part<()>, to: Address) -> Result<()> {
-        // SAFETY: the caller promised both sides for the length of the copy.
+        // SAFETY: the caller promised that both sides are valid for the length of the copy.
         unsafe { self.staging.copy(from.address(), Host::Destination(to), from.len) }
     }
 
@@ -232,7 +233,7 @@ unsafe impl Driver for Synapse {
                 .context("globalHbmBaseAddress", base)
                 .remedy("install SynapseAI software of the kernel driver's release")
         })?;
-        // SAFETY: the runtime's own fd; the range is only looked up.
+        // SAFETY: the fd is that of the runtime, and the range is only looked up.
         let fd = unsafe {
             (hlthunk.export_dmabuf_fd)(
                 info.fd.cast_signed(),
@@ -245,7 +246,7 @@ unsafe impl Driver for Synapse {
         if fd < 0 {
             return Err(Error::os(Errno(fd.saturating_neg()), CALL).iface(IfaceKind::SYNAPSEAI));
         }
-        // SAFETY: libhl-thunk made the fd for this call, and does not use it any longer.
+        // SAFETY: libhl-thunk opened the fd for this call, and no longer uses it.
         Ok(DmaBuf { fd: unsafe { OwnedFd::from_raw_fd(fd) }, offset: 0 })
     }
 

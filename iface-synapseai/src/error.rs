@@ -1,17 +1,17 @@
-//! Errors for the runtime's codes. Only this file maps a code to a kind.
+//! Converts codes of the runtime to errors. Only this file maps a code to a kind.
 
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 
 use crate::sys::SynStatus;
 
-/// Returns the error for a missing operation.
+/// Returns the error for an operation that the iface does not support.
 pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
     Error::new(ErrorKind::Unsupported, operation)
         .iface(IfaceKind::SYNAPSEAI)
         .context("reason", reason)
 }
 
-/// Returns the runtime's code as an error, or Ok for success.
+/// Converts a code of the runtime to an error, or to Ok for success.
 pub(crate) fn check(code: SynStatus, operation: &'static str) -> Result<()> {
     let kind = match code {
         SynStatus::SUCCESS => return Ok(()),
@@ -36,7 +36,7 @@ pub(crate) fn check(code: SynStatus, operation: &'static str) -> Result<()> {
     })
 }
 
-/// Adds the runtime's code with its name.
+/// Adds the code of the runtime, and the name of the code, to an error.
 pub(crate) fn coded(error: Error, code: SynStatus) -> Error {
     error.driver_code(code.name().unwrap_or_default(), code.0.into())
 }

@@ -1,4 +1,4 @@
-//! The iface, and the builder that opens it.
+//! The iface type, and the builder that opens it.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,8 @@ use crate::{
     sys::{hlthunk, synapse},
 };
 
-/// Intel Gaudi memory, over `libSynapse.so` and `libhl-thunk.so`. The process's device is device 0.
+/// The iface for Intel Gaudi memory, over `libSynapse.so` and `libhl-thunk.so`. Its only device has
+/// number 0.
 ///
 /// # Examples
 /// ```
@@ -25,10 +26,10 @@ use crate::{
 /// ```
 pub type SynapseAi = Announced<Synapse>;
 
-/// Environment variable that names libhl-thunk, unless the builder names it.
+/// Environment variable with the path of libhl-thunk. A path given to the builder overrides it.
 pub const HLTHUNK_LIBRARY_VARIABLE: &str = "HMEM_HLTHUNK_LIBRARY";
 
-/// Opens [`SynapseAi`] over libraries of choice.
+/// Builder of [`SynapseAi`], which can load other libraries or use functions of the caller.
 ///
 /// # Examples
 /// ```
@@ -57,13 +58,14 @@ impl Builder {
     }
 
     /// Loads libhl-thunk at `path` instead of the one that `HMEM_HLTHUNK_LIBRARY` names or the
-    /// dynamic loader finds. Without it there are no dma-bufs.
+    /// dynamic loader finds. Without libhl-thunk the iface cannot export dma-bufs.
     pub fn hlthunk(mut self, path: impl AsRef<Path>) -> Self {
         self.hlthunk = Some(path.as_ref().to_owned());
         self
     }
 
-    /// Calls these functions instead of loading libSynapse. `None` still loads libhl-thunk.
+    /// Uses these functions instead of loading libSynapse and libhl-thunk. If `hlthunk` is `None`,
+    /// libhl-thunk is loaded.
     pub fn functions(
         mut self,
         synapse: synapse::Functions,
@@ -73,8 +75,8 @@ impl Builder {
         self
     }
 
-    /// Lets the iface acquire a device at the first allocation, if the process has none. Overrides
-    /// `HMEM_SYNAPSEAI_START_RUNTIME`. The default is false.
+    /// Permits the iface to acquire a device at the first allocation, if the process has none.
+    /// Overrides `HMEM_SYNAPSEAI_START_RUNTIME`. The default is false.
     ///
     /// The device stays acquired until the process ends.
     pub fn start_runtime(mut self, start: bool) -> Self {
@@ -82,11 +84,12 @@ impl Builder {
         self
     }
 
-    /// Loads the libraries, initialises SynapseAI and counts the devices. Acquires none.
+    /// Loads the libraries, initialises SynapseAI and counts the devices. Does not acquire a
+    /// device.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`](hmem_core::ErrorKind::Unavailable) without libSynapse, without a
-    /// symbol of it, without a device, or if it does not start. The error names the library, and
+    /// [`ErrorKind::Unavailable`](hmem_core::ErrorKind::Unavailable) if libSynapse, a required
+    /// symbol or a device is absent, or SynapseAI does not start. The error names the library, and
     /// the runtime's code if there is one.
     pub fn open(self) -> Result<SynapseAi> {
         Synapse::open(self).map(Announced::new)

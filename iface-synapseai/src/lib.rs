@@ -1,8 +1,8 @@
 //! Intel Gaudi memory (SynapseAI): Gaudi 2 and later.
 //!
 //! [`SynapseAi`] loads `libSynapse.so` at run time, and `libhl-thunk.so` for dma-bufs. The runtime
-//! has no query for the owner of an address, so the iface recognises the memory that it allocated
-//! and the buffers that the application announced ([`Announced::announce`]).
+//! has no query for the owner of an address, so the iface recognises two kinds of memory: memory
+//! that it allocated, and buffers that the application announced ([`Announced::announce`]).
 //!
 //! # Examples
 //! ```
@@ -35,19 +35,20 @@
 //!
 //! - `sys`, `causes`: the function tables and constants; causes of refusals
 //! - `error`: errors for the runtime's codes
-//! - `staging`: the page-locked buffer and the stream of copies
-//! - `driver`: the runtime calls behind the iface
+//! - `staging`: copies through a page-locked buffer
+//! - `driver`: the driver of the iface, with the calls of the libraries
 //! - `iface`: [`SynapseAi`]
 //!
 //! # The device
 //!
-//! A process acquires one Gaudi device. SynapseAI numbers it 0, and so does the iface. An application
-//! or its framework acquires it. The iface does so at the first allocation, and only with
-//! [`Builder::start_runtime`] or `HMEM_SYNAPSEAI_START_RUNTIME=1`. The device then stays acquired
-//! until the process ends.
+//! A process acquires one Gaudi device. SynapseAI numbers it 0, and so does the iface. The
+//! application or its framework acquires the device. The iface acquires it at the first allocation
+//! only if it is permitted, by [`Builder::start_runtime`] or `HMEM_SYNAPSEAI_START_RUNTIME=1`. The
+//! device then stays acquired until the process ends.
 //!
-//! Close the iface ([`Announced::close`]) before `synDeviceRelease`. Its buffer and stream for copies
-//! belong to the device, and their handles can be those of the next device's objects.
+//! Close the iface ([`Announced::close`]) before `synDeviceRelease`. The buffer and the stream that
+//! the iface keeps for copies belong to the device. After the release, the runtime may reuse their
+//! handles for objects of the next device.
 //!
 //! # References
 //! `synapse_api.h` and `synapse_common_types.h` of the SynapseAI software, `hlthunk.h` of
@@ -55,8 +56,8 @@
 //!
 //! # Things this crate does not do
 //!
-//! It runs no graphs, and has no asynchronous copies. It refuses first-generation Gaudi, where device
-//! addresses can equal host addresses. It has not been tested on a device.
+//! It runs no graphs, and has no asynchronous copies. It refuses first-generation Gaudi, where
+//! device addresses can equal host addresses. It has not been tested on a device.
 
 #![deny(unsafe_code)]
 

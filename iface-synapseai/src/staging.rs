@@ -1,7 +1,7 @@
 //! Copies between host and device memory.
 //!
-//! The device reaches only host memory that is mapped for it, so copies go through a buffer of
-//! `synHostMalloc`. There is one buffer and one stream, which copies use one after the other.
+//! The device reaches only host memory that is mapped for it, so copies go through a buffer that
+//! `synHostMalloc` returned. There is one buffer and one stream. Only one copy runs at a time.
 
 use std::{ffi::c_void, ptr, sync::Arc};
 
@@ -13,17 +13,17 @@ use crate::{
     sys::{DRAM_TO_HOST, DeviceInfo, HOST_TO_DRAM, SynStatus, synapse::Functions},
 };
 
-/// Bytes of the buffer.
+/// Length of the buffer in bytes.
 const BUFFER: u64 = 4 << 20;
 
-/// Copies for one device.
+/// Copies between host memory and one device.
 #[derive(Debug)]
 pub(crate) struct Staging {
     functions: Arc<Functions>,
     lane: Mutex<Lane>,
 }
 
-/// A buffer that the device reaches, and a stream. The first copy creates them.
+/// The page-locked buffer and the stream of copies. The first copy creates both.
 #[derive(Debug, Default)]
 struct Lane {
     buffer: Option<*mut c_void>,
@@ -33,12 +33,12 @@ struct Lane {
 // SAFETY: both are handles of the runtime, which any thread may use.
 unsafe impl Send for Lane {}
 
-/// The direction of a copy, with its host side.
+/// Address in host memory, with the direction of the copy.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Host {
-    /// Copies from host memory.
+    /// The copy reads from this address.
     Source(Address),
-    /// Copies to host memory.
+    /// The copy writes to this address.
     Destination(Address),
 }
 
@@ -50,7 +50,7 @@ impl Staging {
     /// Copies `len` bytes between host memory and device memory at `device`.
     ///
     /// # Safety
-    /// The host side is valid for `len` bytes. The device memory is not freed during the call.
+    /// The host memory is valid for `len` bytes. The device memory is not freed during the call.
     pub(crate) unsafe fn copy(&self, device: Address, host: Host, len: u64) -> Result<()> {
         let mut lane = self.lane.lock();
         let (buffer, stream) = self.prepare(&mut lane)?;
@@ -61,7 +61,7 @@ impl Staging {
             // SAFETY: the piece lies in the caller's memory, on both sides.
             let copied = unsafe { self.piece((buffer, stream), at, host, done, piece) };
             if let Err(error) = copied {
-                // The device may still use them: neither is used again.
+                // The device may still use the buffer and the stream, so no later copy uses them.
                 *lane = Lane::default();
                 tracing::warn!(%error, "the staging buffer of a failed copy is abandoned");
                 return Err(error);
@@ -71,8 +71,11 @@ impl Staging {
         Ok(())
     }
 
+    /// Copies one piece, which fits into the buffer.
+    ///
     /// # Safety
-    /// As [`Staging::copy`], for `len` bytes that are `done` bytes into the host side.
+    /// The caller upholds the safety contract of [`Staging::copy`] for the `len` bytes that begin
+    /// `done` bytes after the start of the host memory.
     unsafe fn piece(
         &self,
         (buffer, stream): (*mut c_void, *mut c_void),
@@ -86,16 +89,16 @@ impl Staging {
         match host {
             Host::Source(from) => {
                 let from = ptr::with_exposed_provenance::<u8>((from.0 + done) as usize);
-                // SAFETY: `len` bytes fit the buffer, and the lane's lock excludes other copies. The
-                // caller promised readable memory.
+                // SAFETY: `len` bytes fit the buffer, and the lane's lock excludes other copies.
+                // The caller promised readable memory.
                 unsafe { ptr::copy_nonoverlapping(from, buffer, len as usize) };
                 self.transfer(stream, staged, len, device.0, HOST_TO_DRAM)
             }
             Host::Destination(to) => {
                 self.transfer(stream, device.0, len, staged, DRAM_TO_HOST)?;
                 let to = ptr::with_exposed_provenance_mut::<u8>((to.0 + done) as usize);
-                // SAFETY: `len` bytes fit the buffer, and the lane's lock excludes other copies. The
-                // caller promised writable memory.
+                // SAFETY: `len` bytes fit the buffer, and the lane's lock excludes other copies.
+                // The caller promised writable memory.
                 unsafe { ptr::copy_nonoverlapping(buffer, to, len as usize) };
                 Ok(())
             }
@@ -110,14 +113,15 @@ impl Staging {
         to: u64,
         direction: i32,
     ) -> Result<()> {
-        // SAFETY: one side is the buffer, the other device memory that the caller keeps allocated.
+        // SAFETY: one side is the buffer of the lane, the other is device memory that the caller
+        // keeps allocated.
         let code = unsafe { (self.functions.mem_copy_async)(stream, from, len, to, direction) };
         check(code, "synMemCopyAsync")?;
-        // SAFETY: the lane's own stream.
+        // SAFETY: the stream belongs to the lane, and nothing destroys it while the lane is locked.
         check(unsafe { (self.functions.stream_synchronize)(stream) }, "synStreamSynchronize")
     }
 
-    /// Returns the buffer and the stream, and creates those that are missing.
+    /// Returns the buffer and the stream. Creates each of them that does not exist.
     fn prepare(&self, lane: &mut Lane) -> Result<(*mut c_void, *mut c_void)> {
         let buffer = match lane.buffer {
             Some(buffer) => buffer,
@@ -153,7 +157,7 @@ impl Staging {
     /// Destroys the stream and frees the buffer. A later copy creates them again.
     ///
     /// # Errors
-    /// The error that the runtime reported. A second call releases the rest.
+    /// The error that the runtime reported. A second call releases the remaining objects.
     pub(crate) fn release(&self) -> Result<()> {
         let mut lane = self.lane.lock();
         if lane.buffer.is_none() && lane.stream.is_none() {
@@ -163,13 +167,14 @@ impl Staging {
         // SAFETY: `info` is writable, with room for more members.
         let code = unsafe { (self.functions.device_get_info)(0, &mut info) };
         if code != SynStatus::SUCCESS {
-            // Both went with the device, and their handles may belong to another owner by now.
+            // The runtime freed both with the device, and may have reused their handles for other
+            // objects.
             tracing::warn!("the device was released before the iface");
             *lane = Lane::default();
             return Ok(());
         }
         if let Some(stream) = lane.stream {
-            // SAFETY: the lane's own stream, on which nothing is in flight.
+            // SAFETY: the stream belongs to the lane, and no copy is in flight on it.
             let code = unsafe { (self.functions.stream_destroy)(stream) };
             check(code, "synStreamDestroy")?;
             lane.stream = None;

@@ -12,7 +12,8 @@ macro_rules! statuses {
         impl SynStatus {
             $(#[doc = concat!("`", $name, "`")] pub const $constant: Self = Self($value);)+
 
-            /// Returns the name in the header.
+            /// Returns the name of the code in `synapse_common_types.h`, or `None` for an unknown
+            /// code.
             #[must_use]
             pub const fn name(self) -> Option<&'static str> {
                 match self.0 {
@@ -50,9 +51,9 @@ statuses! {
     TIMEOUT = "synTimeout" 42,
 }
 
-/// `HOST_TO_DRAM` of `synDmaDir`
+/// `HOST_TO_DRAM` of `synDmaDir`: a copy from host to device memory.
 pub const HOST_TO_DRAM: c_int = 0;
-/// `DRAM_TO_HOST` of `synDmaDir`
+/// `DRAM_TO_HOST` of `synDmaDir`: a copy from device to host memory.
 pub const DRAM_TO_HOST: c_int = 1;
 
 /// `synDeviceGaudi2` of `synDeviceType`. Later devices have higher numbers.
@@ -66,25 +67,25 @@ pub struct DeviceInfo {
     pub sram_base: u64,
     /// First address of the DRAM.
     pub dram_base: u64,
-    /// Bytes of SRAM.
+    /// Size of the SRAM in bytes.
     pub sram_size: u32,
-    /// Bytes of DRAM.
+    /// Size of the DRAM in bytes.
     pub dram_size: u64,
     /// Bit mask of the compute units in use.
     pub tpc_enabled_mask: u64,
-    /// 1 if there is DRAM.
+    /// 1 if the device has DRAM, else 0.
     pub dram_enabled: u8,
-    /// The number of the device in this process.
+    /// Number of the device in this process.
     pub device_id: u32,
-    /// The kernel driver's file.
+    /// Descriptor by which the runtime opened the device's file.
     pub fd: u32,
     /// `synDeviceType`.
     pub device_type: c_int,
-    /// The number of the device on the machine.
+    /// Number of the device on the machine.
     pub device_index: u8,
-    /// First address of the mapping of all device memory, or 0 from older software.
+    /// First address of the mapping of all device memory. Older software writes 0.
     pub global_hbm_base: u64,
-    /// Room for members of newer software.
+    /// Space for members that newer software adds.
     pub reserved: [u64; 23],
 }
 
@@ -96,14 +97,14 @@ const _: () = assert!(std::mem::offset_of!(DeviceInfo, fd) == 48);
 const _: () = assert!(std::mem::offset_of!(DeviceInfo, device_type) == 52);
 const _: () = assert!(std::mem::offset_of!(DeviceInfo, global_hbm_base) == 64);
 
-/// `libSynapse.so`.
+/// Functions of `libSynapse.so`.
 pub mod synapse {
     use hmem_core::IfaceKind;
 
     use super::{DeviceInfo, SynStatus, c_char, c_int, c_void};
 
     hmem_iface_announced::function_table! {
-        /// The functions of libSynapse.so that this crate calls.
+        /// Table of the functions of `libSynapse.so` that this crate calls.
         library "libSynapse.so" of IfaceKind::SYNAPSEAI,
             "install the SynapseAI software (habanalabs-graph), or name its library in \
              HMEM_SYNAPSEAI_LIBRARY (in Rust: SynapseAi::builder().library(path))";
@@ -137,14 +138,15 @@ pub mod synapse {
     }
 }
 
-/// `libhl-thunk.so`.
+/// Functions of `libhl-thunk.so`.
 pub mod hlthunk {
     use hmem_core::IfaceKind;
 
     use super::{c_char, c_int};
 
     hmem_iface_announced::function_table! {
-        /// The functions of libhl-thunk.so that this crate calls. From version 6.3 (2023) on.
+        /// Table of the functions of `libhl-thunk.so` that this crate calls. The library has them
+        /// since version 6.3 (2023).
         library "libhl-thunk.so" of IfaceKind::SYNAPSEAI,
             "install habanalabs-thunk, or name its library in HMEM_HLTHUNK_LIBRARY (in Rust: \
              SynapseAi::builder().hlthunk(path))";

@@ -1,4 +1,4 @@
-//! Opening: typed errors for missing parts, and acquiring a device on request.
+//! Tests of opening: errors for missing parts, and acquiring a device if permitted.
 #![allow(unsafe_code)]
 
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! The function tables and the constants, against Habana's own headers, and libhl-thunk built from
-//! its source, without a device.
+//! Compares the function tables and the constants with Habana's own headers. Calls a real
+//! libhl-thunk, built from its source, without a device.
 #![allow(unsafe_code)]
 
 #[path = "../../tests/accelerators/mod.rs"]
@@ -31,7 +31,8 @@ trials::trials! {
     real_libhlthunk_refuses_a_file_that_is_no_device,
 }
 
-/// The reference implementation is older than `synDeviceGetInfoV2` and `synStreamCreateGeneric`.
+/// Compares the declarations of this crate with Habana's reference implementation. It is too old to
+/// have `synDeviceGetInfoV2` and `synStreamCreateGeneric`, which are not compared.
 fn functions_are_declared_as_in_synapse_api_h() -> Outcome {
     let header = header("synapseai/synapse_api.h")?;
     has(
@@ -58,7 +59,7 @@ fn functions_are_declared_as_in_synapse_api_h() -> Outcome {
 
 fn statuses_have_the_values_of_synapse_common_types_h() -> Outcome {
     let header = header("synapseai/synapse_common_types.h")?;
-    // The reference implementation has the first ones.
+    // The reference implementation has only these codes.
     let named = (0..26).filter_map(|code| Some((SynStatus(code).name()?, code)));
     let named: Vec<_> = named.collect();
     assert!(named.len() >= 16, "{named:?}");
@@ -80,8 +81,8 @@ fn functions_are_declared_as_in_hlthunk_h() -> Outcome {
     Ok(())
 }
 
-/// libhl-thunk returns EINVAL for other flags before it calls the kernel. EBADF shows that it
-/// accepts the flags of this library.
+/// Exports through a file that is no device. EBADF shows that libhl-thunk accepts the flags of this
+/// crate: for other flags it returns EINVAL before it calls the kernel.
 fn real_libhlthunk_refuses_a_file_that_is_no_device() -> Outcome {
     const EBADF: i32 = 9;
     let library = cached("hl-thunk/libhl-thunk.so")?;

@@ -1,4 +1,5 @@
-//! The IPC handle of an allocation: the owner's pid and fd, and the identity to verify.
+//! The IPC handle of an allocation: the owner's pid and fd, and the identity that the opening
+//! process verifies.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -12,7 +13,7 @@ use crate::sys;
 
 const MAGIC: [u8; 4] = *b"hmIP";
 const VERSION: u16 = 1;
-/// Bytes of magic, version, kind, a spare byte, the nine numbers and the checksum.
+/// Length of an encoded handle: magic, version, kind, a spare byte, nine numbers and a checksum.
 const LEN: usize = 4 + 2 + 1 + 1 + 4 * 3 + 8 * 6 + 4;
 const NO_DEVICE: u32 = u32::MAX;
 
@@ -27,7 +28,8 @@ pub(crate) struct HandleBody {
     pub(crate) device: Option<DeviceId>,
     /// Code of the allocation's kind.
     pub(crate) kind: u8,
-    /// Device and inode of the memory file. The fd number may name another file by now.
+    /// Device and inode of the memory file, to detect that the owner has closed the fd and reused
+    /// its number.
     pub(crate) file: (u64, u64),
     /// Offset of the allocation in the file, in bytes.
     pub(crate) offset: u64,
@@ -113,12 +115,12 @@ impl HandleBody {
         let found = found.or_else(|by_path| self.take_fd_over().map_err(|_| by_path));
         let found = found
             .map_err(|error| self.gone("the owner or its fd does not exist").caused_by(error))?;
-        // Opened only after the check: the number may name a device by now, which an open would
-        // wake.
+        // Opened only after the check: the fd number may meanwhile belong to a device file, and
+        // opening that could have side effects.
         if sys::file_identity(found.as_fd())? != self.file {
             return Err(self.gone("the owner's fd names another file by now"));
         }
-        // Reopened in any case, so that this process counts as a user of the file.
+        // Always opened again, so that this process counts as a user of the file.
         let file = sys::reopen(found.as_fd())?;
         // A handle is bytes from another process. A file that shrinks under a mapping ends this
         // process with SIGBUS. The files of allocations are sealed against shrinking, so a file
@@ -146,7 +148,7 @@ impl HandleBody {
             .map_err(|errno| Error::os(errno, "pidfd_getfd").context("pid", self.pid))
     }
 
-    /// Returns the error for an owner, or an allocation, that no longer exists.
+    /// Returns the error for a handle with an owner or allocation that no longer exists.
     pub(crate) fn gone(&self, why: &'static str) -> Error {
         Error::new(ErrorKind::Unavailable, "ipc open")
             .context("why", why)
@@ -156,7 +158,7 @@ impl HandleBody {
     }
 }
 
-/// Returns the pid under which other processes find this process.
+/// Returns the pid by which other processes can find this process in `/proc`.
 pub(crate) fn own_pid() -> u32 {
     std::process::id()
 }

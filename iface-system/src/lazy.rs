@@ -1,4 +1,4 @@
-//! Large arrays of atomics that use memory only where they were written.
+//! Large arrays that use memory only for the elements that were written.
 
 use std::{marker::PhantomData, ops::Deref, slice, sync::atomic::AtomicU32};
 
@@ -9,13 +9,15 @@ use crate::sys::Mapping;
 /// A type for which zeroed memory is a valid value.
 ///
 /// # Safety
-/// All-zero bytes are a valid value, threads may share it, and it needs no drop.
+/// - All-zero bytes are a valid value.
+/// - Several threads may use the value at once.
+/// - The type needs no drop.
 pub(crate) unsafe trait ZeroValid: Sync {}
 
 // SAFETY: any bit pattern is an `AtomicU32`.
 unsafe impl ZeroValid for AtomicU32 {}
 
-/// A fixed number of elements, all zero at first.
+/// An array of fixed length. All elements are zero at first.
 #[derive(Debug)]
 pub(crate) struct LazyArray<T> {
     mapping: Mapping,
@@ -31,8 +33,8 @@ impl<T: ZeroValid> LazyArray<T> {
         Ok(Self { mapping, len, element: PhantomData })
     }
 
-    /// Like [`LazyArray::new`], in pages of about 2 MiB where the kernel has them: for arrays that
-    /// are read at random.
+    /// Like [`LazyArray::new`], but in pages of about 2 MiB if the kernel has them. For arrays with
+    /// random access.
     pub(crate) fn new_in_huge_pages(len: usize) -> Result<Self, Errno> {
         let array = Self::new(len)?;
         if let Err(errno) = array.mapping.prefer_huge_pages() {

@@ -9,16 +9,16 @@ const SAMPLES: u64 = 512;
 
 /// Returns the NUMA node that holds most pages of a range of host memory.
 ///
-/// Up to 512 pages, spread evenly over the range, are queried. If several nodes hold equally many,
-/// the result is the lowest of them.
+/// Up to 512 pages, spread evenly over the range, are queried. If several nodes hold equally many
+/// pages, the result is the lowest of them.
 ///
 /// Pages that have not been touched are on no node yet. If no page of the range has been touched,
 /// the result is the node of the calling thread: with the default memory policy a registration by
 /// this thread puts the pages there.
 ///
 /// # Errors
-/// The error of the kernel, which names the system call: [`NoSys`] where it has no NUMA
-/// nodes, and [`PermissionDenied`] where a container's seccomp filter forbids `move_pages`.
+/// The error of the kernel, which names the system call: [`NoSys`] if it has no NUMA support, and
+/// [`PermissionDenied`] if a container's seccomp filter forbids `move_pages`.
 ///
 /// # References
 /// `move_pages(2)`, `getcpu(2)`

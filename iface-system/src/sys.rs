@@ -38,12 +38,12 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Reserves address space without memory or access.
+    /// Reserves address space without memory or access rights.
     pub(crate) fn reserve(len: usize) -> Result<Self, OsErrno> {
         Self::anonymous(len, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE)
     }
 
-    /// Maps zeroes that use memory only where they are written.
+    /// Maps zeroed private memory. Only written pages use memory.
     pub(crate) fn lazy_zeroes(len: usize) -> Result<Self, OsErrno> {
         Self::anonymous(
             len,
@@ -52,8 +52,8 @@ impl Mapping {
         )
     }
 
-    /// Asks for pages of about 2 MiB for memory that is written from now on. The kernel may have
-    /// none.
+    /// Asks the kernel to use pages of about 2 MiB for memory that is written from now on. The
+    /// kernel may have no such pages.
     pub(crate) fn prefer_huge_pages(&self) -> Result<(), OsErrno> {
         // SAFETY: the range is this mapping, and the call keeps its contents.
         done(unsafe { libc::madvise(self.as_ptr().cast(), self.len, libc::MADV_HUGEPAGE) })
@@ -64,7 +64,7 @@ impl Mapping {
         Self::anonymous(len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
     }
 
-    /// Maps memory in pages of 2 MiB; `len` is a multiple of that.
+    /// Maps memory in pages of 2 MiB. `len` is a multiple of 2 MiB.
     pub(crate) fn huge_pages(len: usize) -> Result<Self, OsErrno> {
         const HUGE_2MB: u32 = 21 << 26;
         let flags = MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::from_bits_retain(HUGE_2MB);
@@ -77,7 +77,7 @@ impl Mapping {
         Self::from_kernel(start, len)
     }
 
-    /// Maps `len` bytes of `fd` from `offset`, shared.
+    /// Maps `len` bytes of `fd` from `offset` as a shared mapping.
     pub(crate) fn shared(fd: BorrowedFd<'_>, offset: u64, len: usize) -> Result<Self, OsErrno> {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice touches no existing one.
@@ -131,7 +131,8 @@ impl Mapping {
         placed(unsafe { libc::mmap(at, len, prot, flags, fd.as_raw_fd(), offset) })
     }
 
-    /// Removes access and memory of `len` bytes at `offset` again.
+    /// Undoes [`Mapping::place_shared`] for `len` bytes at `offset`: they have neither memory nor
+    /// access rights then.
     pub(crate) fn place_nothing(&self, offset: u64, len: usize) -> Result<(), OsErrno> {
         let at = self.inside(offset, len)?;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
@@ -140,7 +141,8 @@ impl Mapping {
         placed(unsafe { libc::mmap(at, len, libc::PROT_NONE, flags, -1, 0) })
     }
 
-    /// Returns the memory of private zeroes to the kernel; they read as zero again.
+    /// Returns the pages of a mapping by [`Mapping::lazy_zeroes`] to the kernel. The bytes read as
+    /// zero again.
     pub(crate) fn discard(&self, offset: u64, len: usize) -> Result<(), OsErrno> {
         let at = self.inside(offset, len)?;
         // SAFETY: `inside` has checked that the range lies in this mapping. Its users accept
@@ -202,13 +204,14 @@ pub(crate) fn file_identity(fd: BorrowedFd<'_>) -> Result<(u64, u64)> {
     Ok((stat.st_dev, stat.st_ino))
 }
 
-/// Opens the file behind an fd of this process again, for reading and writing. Unlike a duplicate,
-/// the new fd counts for [`is_open_elsewhere`].
+/// Opens the file of an fd again, for reading and writing. Unlike a duplicate of the fd, the new fd
+/// counts for [`is_open_elsewhere`].
 pub(crate) fn reopen(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     open(&format!("/proc/self/fd/{}", fd.as_raw_fd()), OFlags::RDWR)
 }
 
-/// Finds a file without opening it, so that nothing happens to a device.
+/// Returns an `O_PATH` fd of a file. This does not open the file, so that a device file has no side
+/// effects.
 pub(crate) fn find_path(path: &str) -> Result<OwnedFd> {
     open(path, OFlags::PATH)
 }
@@ -218,12 +221,13 @@ fn open(path: &str, flags: OFlags) -> Result<OwnedFd> {
         .map_err(|errno| Error::os(errno, "open").context("path", path))
 }
 
-/// Returns true if any process has the file open for writing other than by `memfd_create`, or has
-/// it mapped. A read lease is granted exactly when none has.
+/// Returns true if a process has opened the memory file for writing again, or has it mapped. The fd
+/// from `memfd_create` does not count. The kernel grants a read lease only if there is no such
+/// process.
 ///
-/// Returns true if this cannot be found out. A process that opens the file while the lease exists
-/// waits until it ends. The kernel then sends `SIGURG` to this process (set when the file was
-/// made), which is ignored by default.
+/// Also returns true if this cannot be determined. The lease ends before this function returns. A
+/// process that opens the file meanwhile waits for that, and the kernel sends `SIGURG` to this
+/// process, which is ignored by default ([`sealed_memfd`] chose the signal).
 pub(crate) fn is_open_elsewhere(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: a plain fcntl on a borrowed, open fd; the argument is a lease type.
     if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK) } != 0 {
@@ -236,13 +240,13 @@ pub(crate) fn is_open_elsewhere(fd: BorrowedFd<'_>) -> bool {
     false
 }
 
-/// Returns the pages of a part of a file to the kernel; the part reads as zero again.
+/// Returns the pages of a part of a file to the kernel. The part reads as zero again.
 pub(crate) fn punch_hole(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Result<(), OsErrno> {
     rustix::fs::fallocate(fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)
 }
 
-/// Copies bytes of a file to a host address. An address that cannot be written is `EFAULT`, not a
-/// signal.
+/// Copies bytes of a file to a host address. An address that cannot be written fails with `EFAULT`
+/// instead of a signal.
 ///
 /// # Safety
 /// The caller allows overwriting the host range.
@@ -261,8 +265,8 @@ pub(crate) unsafe fn read_at(fd: BorrowedFd<'_>, offset: u64, to: Address, len: 
     .map_err(|errno| Error::os(errno, "pread").context("address", to).context("length", len))
 }
 
-/// Copies bytes from a host address to a file. An address that cannot be read is `EFAULT`, not a
-/// signal.
+/// Copies bytes from a host address to a file. An address that cannot be read fails with `EFAULT`
+/// instead of a signal.
 pub(crate) fn write_at(fd: BorrowedFd<'_>, offset: u64, from: Address, len: u64) -> Result<()> {
     transfer(len, |done| {
         // SAFETY: the kernel checks the addresses and only reads them.
@@ -305,16 +309,18 @@ fn file_offset(offset: u64) -> libc::off_t {
     offset as libc::off_t
 }
 
-/// Returns a host address as a pointer, for the kernel or for a caller that promised its validity.
+/// Converts a host address to a pointer. Only the kernel, or code that knows the address to be
+/// valid, may dereference it.
 pub(crate) fn host_ptr(address: Address) -> *mut u8 {
     ptr::with_exposed_provenance_mut(address.0 as usize)
 }
 
-/// Copies bytes that a NIC or another process may write meanwhile. The two runs may overlap.
+/// Copies bytes that a NIC or another process may write at the same time. The two ranges may
+/// overlap.
 ///
 /// It calls the C library's memmove instead of `ptr::copy`. `ptr::copy` is an access of the Rust
-/// abstract machine, for which a race is undefined behaviour. The compiler knows nothing of a call
-/// into foreign code, so that racing bytes are merely unspecified.
+/// abstract machine, for which a race is undefined behaviour. The compiler knows nothing about
+/// foreign code, so that racing bytes are only unspecified.
 ///
 /// # Safety
 /// `from` is readable and `to` is writable for `len` bytes.
@@ -323,7 +329,7 @@ pub(crate) unsafe fn copy_bytes(from: *const u8, to: *mut u8, len: usize) {
     unsafe { libc::memmove(to.cast(), from.cast(), len) };
 }
 
-/// Returns a host word that its owner may change at any time.
+/// Returns a reference to a word that another process may change at any time.
 ///
 /// # Safety
 /// `word` is aligned, and stays mapped for `'a`.
@@ -337,7 +343,7 @@ pub(crate) fn page_size() -> u64 {
     rustix::param::page_size() as u64
 }
 
-/// `linux/udmabuf.h`: `struct udmabuf_create`.
+/// `struct udmabuf_create` of `linux/udmabuf.h`.
 #[repr(C)]
 #[derive(Debug)]
 struct UdmabufCreate {
@@ -347,7 +353,7 @@ struct UdmabufCreate {
     size: u64,
 }
 
-/// `linux/udmabuf.h`: `UDMABUF_FLAGS_CLOEXEC`.
+/// `UDMABUF_FLAGS_CLOEXEC` of `linux/udmabuf.h`.
 const UDMABUF_FLAGS_CLOEXEC: u32 = 1;
 
 struct CreateUdmabuf(UdmabufCreate);
@@ -371,7 +377,7 @@ unsafe impl Ioctl for CreateUdmabuf {
     }
 }
 
-/// The kernel's device that makes dma-bufs from memory files.
+/// The open `/dev/udmabuf`, which creates dma-bufs from memory files.
 #[derive(Debug)]
 pub(crate) struct Udmabuf(OwnedFd);
 
@@ -386,7 +392,7 @@ impl Udmabuf {
             })
     }
 
-    /// Makes a dma-buf of a page-aligned part of a memory file.
+    /// Creates a dma-buf of a page-aligned part of a memory file.
     pub(crate) fn create(&self, memfd: BorrowedFd<'_>, offset: u64, size: u64) -> Result<OwnedFd> {
         let create = UdmabufCreate {
             memfd: memfd.as_raw_fd() as u32,

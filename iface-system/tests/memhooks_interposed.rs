@@ -1,4 +1,5 @@
-//! The self-test detects a program's own `munmap` that precedes the C library's. MON-03, MON-04.
+//! Tests that the self-test detects a program's own `munmap` in place of the C library's: MON-03,
+//! MON-04.
 #![allow(missing_docs)]
 
 #[path = "monitors/mod.rs"]
@@ -14,7 +15,8 @@ cases! {
     slow:
 }
 
-/// Replaces `munmap` as a preloaded allocator or profiler does: by a raw system call.
+/// Overrides the C library's `munmap`, as a preloaded allocator or profiler does, and makes a raw
+/// system call.
 #[unsafe(no_mangle)]
 extern "C" fn munmap(at: *mut libc::c_void, len: usize) -> libc::c_int {
     // SAFETY: the caller of munmap is responsible for its range.

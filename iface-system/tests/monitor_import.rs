@@ -1,4 +1,4 @@
-//! The import monitor, which the application drives: MON-08.
+//! Tests of the import monitor, to which the application reports changes: MON-06, MON-08.
 
 #[path = "monitors/mod.rs"]
 mod monitors;

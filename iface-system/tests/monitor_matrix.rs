@@ -1,7 +1,7 @@
 //! MON-01: the table of `docs/monitors.md` matches the behaviour.
 //!
-//! Each column is one process. It applies the cause of each line to subscribed memory, and compares
-//! the monitor's events with the table.
+//! Each column of the table is tested in a process of its own. The process makes the change of each
+//! line to subscribed memory, and compares the monitor's notifications with the table.
 #![allow(missing_docs)]
 
 #[path = "monitors/mod.rs"]
@@ -33,7 +33,7 @@ cases! {
     /// MON-01
     memhooks_and_userfaultfd_match_the_table,
     /// MON-01
-    huge_pages_are_watched_whole_by_the_net,
+    huge_pages_are_watched_whole_by_userfaultfd,
     /// MON-01
     import_matches_the_table;
     slow:
@@ -43,10 +43,11 @@ const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
 const ANONYMOUS: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 const COLUMNS: [&str; 4] = ["memhooks", "userfaultfd", "memhooks+userfaultfd", "import"];
 
-/// Memory, and an action that changes it.
+/// A line of the table: its name, and a function that returns memory and an action that changes the
+/// memory.
 type Row = (&'static str, fn() -> (*mut libc::c_void, Box<dyn FnOnce()>));
 
-/// Maps four pages, with an action on them.
+/// Maps four pages. Returns their address, and the action `act` on them, to run later.
 fn with_map(
     act: impl FnOnce(*mut libc::c_void) + 'static,
 ) -> (*mut libc::c_void, Box<dyn FnOnce()>) {
@@ -234,7 +235,7 @@ const ROWS: [Row; 21] = [
     }),
 ];
 
-/// Returns the lines of the documented table: a name, and a word for each column.
+/// Returns the lines of the documented table: the name of a change, and one word for each monitor.
 fn documented() -> Vec<(String, Vec<String>)> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/monitors.md");
     let text = fs::read_to_string(path).expect("docs/monitors.md is there");
@@ -257,7 +258,8 @@ fn the_table_has_these_lines_and_columns() {
     assert_eq!(documented, ROWS.map(|(name, _)| name));
 }
 
-/// Applies the cause of each line under a monitor, and compares the events with its column.
+/// Makes the change of each line under a monitor, and compares the notifications with the monitor's
+/// column.
 fn column(name: &str, monitor: &dyn Monitor, report: &dyn Fn(AddressRange)) {
     let index = COLUMNS.iter().position(|column| *column == name).expect("a column");
     assert_eq!(monitor.name(), name);
@@ -321,8 +323,8 @@ fn memhooks_and_userfaultfd_match_the_table() {
     assert!(monitor.why_uffd_refusals().unwrap().contains("System V"));
 }
 
-/// No huge page of the machine is used: the test touches and reserves none.
-fn huge_pages_are_watched_whole_by_the_net() {
+/// Uses no huge pages: the test reserves and touches none.
+fn huge_pages_are_watched_whole_by_userfaultfd() {
     const HUGE: usize = 2 << 20;
     let monitor = Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
     let flags = ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_HUGETLB | 21 << libc::MAP_HUGE_SHIFT;

@@ -1,4 +1,4 @@
-//! The copy engine: HM-03, HM-14.
+//! Tests of the copy engine: HM-03, HM-14.
 
 mod support;
 
@@ -12,7 +12,7 @@ use support::*;
 
 /// HM-03
 ///
-/// Every size class from one byte to 64 MiB, unaligned by odd numbers on both sides.
+/// Covers every size class from one byte to 64 MiB. Both addresses are odd.
 #[test]
 fn copies_of_every_size_class_round_trip() {
     let simulated = simulated();
@@ -72,7 +72,8 @@ fn gather_of_uneven_ranges_copies_each_to_its_place() {
 
 /// HM-03
 ///
-/// Within one allocation, whichever way the two ranges overlap, and across its segments.
+/// The two ranges lie in one allocation, overlap in either direction, and extend over several
+/// segments.
 #[test]
 fn overlapping_copies_move_as_memmove_does() {
     let simulated = Simulated::builder().segment_len(4096).build().unwrap();
@@ -130,7 +131,7 @@ fn a_copy_past_the_allocation_is_refused_and_moves_nothing() {
 
 /// HM-03
 ///
-/// A driver answers a bad host address with an error instead of ending the process.
+/// A bad host address fails with an error of the driver and does not end the process.
 #[test]
 fn unmapped_host_address_fails_only_the_copy() {
     let simulated = simulated();

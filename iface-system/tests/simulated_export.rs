@@ -1,4 +1,4 @@
-//! Exports to NICs: HM-06, HM-07, HM-08, HM-09, and the P2P matrix.
+//! Tests of exports to NICs: HM-06, HM-07, HM-08, HM-09, and the P2P matrix.
 
 mod support;
 
@@ -11,7 +11,7 @@ use hmem_core::{
 use hmem_iface_system::{AddressReuse, DmaBufKind, P2pMatrix, Simulated};
 use support::*;
 
-/// Serialises the tests, because fds are counted for the whole process.
+/// The lock that lets one test run at a time, because the tests count the fds of the whole process.
 static TURN: Mutex<()> = Mutex::new(());
 
 fn turn() -> std::sync::MutexGuard<'static, ()> {

@@ -1,4 +1,4 @@
-//! Each driver call fails once, and no resource leaks.
+//! Tests that no resource leaks when a driver call fails.
 
 mod support;
 
@@ -12,7 +12,7 @@ use hmem_core::{
 use hmem_iface_system::{Call, FreeDetection, Simulated};
 use support::*;
 
-/// Serialises the tests, because fds are counted for the whole process.
+/// The lock that lets one test run at a time, because the tests count the fds of the whole process.
 static TURN: Mutex<()> = Mutex::new(());
 
 fn turn() -> std::sync::MutexGuard<'static, ()> {

@@ -1,4 +1,4 @@
-//! Allocations of other processes, opened in real processes: HM-10.
+//! Tests that open allocations of other processes: HM-10.
 
 mod support;
 
@@ -11,7 +11,7 @@ use hmem_core::{AllocationKind, ErrorKind, Iface, IfaceExt, IfaceKind, iface::Ip
 use hmem_iface_system::{AddressReuse, SIMULATED, Simulated, System};
 use support::*;
 
-/// Serialises the tests, because fds are counted for the whole process.
+/// The lock that lets one test run at a time, because the tests count the fds of the whole process.
 static TURN: Mutex<()> = Mutex::new(());
 
 fn turn() -> std::sync::MutexGuard<'static, ()> {
@@ -29,7 +29,8 @@ fn close(iface: &dyn Iface, allocation: &hmem_core::Allocation) -> hmem_core::Re
 
 const LEN: usize = 100_000;
 
-/// The child's side: opens the handle, verifies the content, writes, closes, and counts its fds.
+/// Runs in a child process: opens the handle, verifies the content, writes, closes, and counts its
+/// fds.
 #[test]
 fn child_that_opens_a_handle() {
     let Some(input) = child_input() else { return };
@@ -85,7 +86,7 @@ fn another_process_opens_and_closes_without_leaks() {
     assert!(open_fds() <= fds, "and the owner leaks nothing either");
 }
 
-/// The child's side: exports, reports that, and ends when its input ends.
+/// Runs in a child process: exports an allocation, prints the handle, and ends when its input ends.
 #[test]
 fn child_that_exports() {
     let Some(kind) = child_input() else { return };
@@ -133,7 +134,7 @@ fn opened_memory_outlives_the_owner_process() {
 
 /// HM-10
 ///
-/// A handle names an allocation, not a position in a file.
+/// A new allocation reuses the freed one's place in the file. The old handle must not open it.
 #[test]
 fn freed_allocation_cannot_be_opened_after_reuse() {
     let _turn = turn();
@@ -153,7 +154,8 @@ fn freed_allocation_cannot_be_opened_after_reuse() {
 
 /// HM-10
 ///
-/// An fd number that names another file by now is not opened.
+/// The owner has closed the fd in the handle and reused its number for another file. Opening the
+/// handle must fail.
 #[test]
 fn handle_with_a_reused_fd_number_is_unavailable() {
     let _turn = turn();

@@ -1,4 +1,4 @@
-//! Lookup of the allocation at an address: HM-01, HM-02, HM-05.
+//! Tests of lookups of the allocation at an address: HM-01, HM-02, HM-05.
 
 mod support;
 

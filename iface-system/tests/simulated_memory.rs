@@ -1,4 +1,4 @@
-//! Allocation kinds, the CPU's access to each, and absence of leaks: HM-13.
+//! Tests of allocation kinds, the CPU's access to each, and the absence of leaks: HM-13.
 
 mod support;
 
@@ -10,7 +10,8 @@ use hmem_core::{
 use hmem_iface_system::{AddressReuse, Simulated};
 use support::*;
 
-/// Serialises the tests, because fds and memory are counted for the whole process.
+/// The lock that lets one test run at a time, because the tests count the fds and memory of the
+/// whole process.
 static TURN: Mutex<()> = Mutex::new(());
 
 fn turn() -> std::sync::MutexGuard<'static, ()> {
@@ -24,7 +25,7 @@ fn pointer(allocation: &hmem_core::Allocation) -> *mut u8 {
 const CPU_BLIND: [AllocationKind; 3] =
     [AllocationKind::Device, AllocationKind::StreamOrdered, AllocationKind::Virtual];
 
-/// HM-13, the child's side: dereferences a device address.
+/// Dereferences a device address in a child process: HM-13.
 #[test]
 fn child_that_dereferences_a_device_address() {
     let Some(kind) = child_input() else { return };

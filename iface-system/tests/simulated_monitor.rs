@@ -1,4 +1,4 @@
-//! Detection of frees: MON-07, MON-08.
+//! Tests of the detection of frees: MON-07, MON-08.
 
 mod support;
 
@@ -25,7 +25,7 @@ fn with_style(free_detection: FreeDetection) -> Arc<Simulated> {
     Arc::new(builder.build().unwrap())
 }
 
-/// Records the ranges of notifications.
+/// An invalidator that records the ranges of notifications.
 #[derive(Debug, Default)]
 struct RangeRecorder(Mutex<Vec<AddressRange>>);
 
@@ -56,7 +56,7 @@ impl Invalidator for RangeRecorder {
     fn open_gate(&self) {}
 }
 
-/// Runs a closure of the test at each notification.
+/// An invalidator that runs a closure at each notification.
 struct RunOnNotify<F>(F);
 
 impl<F> fmt::Debug for RunOnNotify<F> {
@@ -141,7 +141,7 @@ fn callback_notifies_exactly_the_freed_ranges_subscribers() {
 
 /// MON-07
 ///
-/// No lock is held that the callback could need, even for unusual callbacks.
+/// The iface holds no lock that a callback could need, whatever the callback calls.
 #[test]
 fn callback_runs_before_the_free_and_may_use_the_iface() {
     let simulated = with_style(FreeDetection::Callback);

@@ -1,5 +1,5 @@
-//! Tests for stale hits. Without a monitor they occur, which proves the test. With a monitor, no
-//! cause that it detects leads to one.
+//! Tests for stale hits. Without a monitor they occur, which shows that the test can detect them.
+//! With a monitor, no change that it detects leads to a stale hit.
 //!
 //! A registration here remembers the content at registration, as a NIC remembers its pages. New
 //! memory reads as zero until its owner writes the round's number. So a registration with the
@@ -38,7 +38,7 @@ cases! {
     discarded_page_is_no_stale_hit_in_many_rounds,
 }
 
-/// Registers by reading a word, which fails for unmapped memory.
+/// A back end that registers memory by recording its first word. Fails for unmapped memory.
 struct SnapshotBackend(Option<Arc<dyn Monitor>>);
 
 impl CacheBackend for SnapshotBackend {
@@ -84,7 +84,7 @@ impl CacheBackend for SnapshotBackend {
     }
 }
 
-/// Replaces the page at an address by another, which reads as zero.
+/// A function that replaces the page at an address by another page, which reads as zero.
 type Replace = fn(*mut libc::c_void);
 
 const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
@@ -157,8 +157,8 @@ fn raw_map_at(at: *mut libc::c_void) {
     assert_eq!(mapped as usize, at.addr());
 }
 
-/// Counts stale hits: rounds in which the owner's lookup returned a registration of an earlier
-/// round. Also counts invalidated entries.
+/// Runs rounds of changes and lookups. Returns the number of stale hits (rounds in which the lookup
+/// returned a registration of an earlier round), and the number of invalidated entries.
 fn stale_hits(
     monitor: Option<Arc<dyn Monitor>>,
     replace: Replace,
@@ -197,7 +197,7 @@ fn stale_hits(
     (stale, cache.statistics().all_invalidations())
 }
 
-/// Ends the second thread, even if the first panics.
+/// A guard that ends the second thread, even if the first thread panics.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -262,8 +262,8 @@ fn memhooks_and_userfaultfd_leave_no_stale_hits() {
 
 const DISCARDS: [(&str, Replace); 2] = [HOOKED[1], RAW[1]];
 
-/// Counts stale hits in rounds in which one thread discards a cached page while another looks it up
-/// all the time: lookups after the discard that return the old page's registration.
+/// Counts stale hits: lookups after a discard that return the registration of the old page. In each
+/// round one thread discards a cached page while another thread looks it up continuously.
 fn stale_after_discards(monitor: &Arc<dyn Monitor>, discard: Replace, rounds: u64) -> u64 {
     let cache = Cache::new(SnapshotBackend(Some(Arc::clone(monitor))), Limits::default()).unwrap();
     let at = map(page());

@@ -1,4 +1,4 @@
-//! The iface of host memory: allocation, copies, exports and unsupported operations.
+//! Tests of the iface of host memory: allocation, copies, exports and unsupported operations.
 
 mod support;
 

@@ -1,7 +1,7 @@
-//! The userfaultfd monitor: MON-02, MON-05, MON-06.
+//! Tests of the userfaultfd monitor: MON-02, MON-05, MON-06, MON-10.
 //!
-//! Each case runs in a process of its own. This machine must have userfaultfd. If it is refused,
-//! the first case shows that the refusal is explained, and the others fail.
+//! Each case runs in a process of its own. The machine must support userfaultfd. If the kernel
+//! refuses it, only the first case passes, which tests the error.
 #![allow(missing_docs)]
 
 #[path = "monitors/mod.rs"]
@@ -81,7 +81,7 @@ fn refuse_by_seccomp() {
     }
 }
 
-/// Drops root, so that `/dev/userfaultfd` cannot be opened either.
+/// Drops the privileges of root, so that `/dev/userfaultfd` cannot be opened either.
 fn give_up_root() {
     // SAFETY: restricts this process, which is the case's own.
     unsafe {
@@ -124,7 +124,7 @@ fn interrupted_calls_are_retried() {
     }
 }
 
-/// The log warnings of one thread.
+/// A log subscriber that records the warnings of one thread.
 #[derive(Clone, Default)]
 struct Warnings(Arc<Mutex<Vec<String>>>);
 
@@ -189,8 +189,8 @@ fn unprivileged_users_can_watch() {
     monitor.unsubscribe(subscription);
 }
 
-/// Fails unless the changes arrived. A thread that unmaps continues when the event is read; once
-/// the gate is open again, every subscriber was notified.
+/// Fails unless the recorder is notified of `causes`. A thread that unmaps continues when its event
+/// is read. Once the gate is open again, every subscriber was notified.
 fn expect_notified(recorder: &Recorder, here: AddressRange, causes: &[InvalidationCause]) {
     while recorder.about(here).len() < causes.len() {
         thread::yield_now();
@@ -201,7 +201,7 @@ fn expect_notified(recorder: &Recorder, here: AddressRange, causes: &[Invalidati
 }
 
 fn no_fault_of_the_application_waits() {
-    /// Stops the monitor's thread during a notification.
+    /// An invalidator that stops the monitor's thread during a notification.
     #[derive(Debug)]
     struct Stopping {
         inside: AtomicBool,
@@ -589,8 +589,8 @@ fn dropping_during_unmaps_blocks_no_thread() {
     }
 }
 
-/// A cache of one entry, which is valid from its registration until it is invalidated, and does not
-/// hit behind a closed gate.
+/// A cache with one entry. The entry is valid from its registration until it is invalidated. A
+/// lookup does not hit while the gate is closed.
 #[derive(Debug, Default)]
 struct OneEntry {
     start: AtomicU64,
@@ -631,7 +631,7 @@ impl Invalidator for OneEntry {
     }
 }
 
-/// Counts hits on an entry of unmapped memory: those of the thread that unmapped, and those of
+/// Returns the numbers of stale hits: those of the thread that unmapped the memory, and those of
 /// another thread that mapped the address again.
 fn stale_hits(monitor: &dyn Monitor, rounds: usize) -> (u64, u64) {
     let page = page();
@@ -677,7 +677,8 @@ fn stale_hits(monitor: &dyn Monitor, rounds: usize) -> (u64, u64) {
     (own, other)
 }
 
-/// The documented window exists, for other threads only, and not under memhooks.
+/// The window that the documentation of userfaultfd describes exists for other threads only, and
+/// not with memhooks.
 fn another_thread_can_hit_what_was_there_before() {
     let rounds = 20_000;
     let monitor = UserFaultFd::start().unwrap();

@@ -14,7 +14,7 @@ use crate::{
     sys::{self, ContextHandle, DeviceMemoryDescription, ExportDescription, HostMemoryDescription},
 };
 
-/// Allocates and frees memory of the driver.
+/// Allocates and frees memory by calls of the driver.
 #[derive(Debug)]
 pub(crate) struct DeviceAllocator {
     pub(crate) memory: Arc<Memory>,
@@ -86,7 +86,8 @@ impl DeviceAllocator {
         })
     }
 
-    /// Allocates memory. `next` is null or an [`ExportDescription`].
+    /// Allocates memory. `next` extends the description of the memory: null, or an
+    /// [`ExportDescription`].
     fn call_with(
         &self,
         context: ContextHandle,
@@ -99,9 +100,9 @@ impl DeviceAllocator {
         let on_device = DeviceMemoryDescription { next, ..DeviceMemoryDescription::default() };
         let on_host = HostMemoryDescription { next, ..HostMemoryDescription::default() };
         let mut base = ptr::null_mut();
-        // SAFETY: the caller keeps the context, which belongs to the device's driver. Each
-        // description has its type, and its chain ends with `next`. `base` is writable. With an
-        // alignment of 0 the driver chooses one.
+        // SAFETY: the caller keeps the context alive, and it belongs to the device's driver. Each
+        // description has its type in `stype`, and its chain ends with `next`. `base` is writable.
+        // With an alignment of 0 the driver chooses one.
         let (code, call) = unsafe {
             match request.kind {
                 AllocationKind::Host => (

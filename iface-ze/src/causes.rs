@@ -1,11 +1,11 @@
-//! Causes of refusals by this driver, and general causes with remedies for this driver.
+//! Causes of refusals by Level Zero, and general causes of refusals, with remedies for Level Zero.
 
 use hmem_core::{
     ErrorKind, Path,
     cause::{Answer, RefusalCause, Step},
 };
 
-/// Causes of refusals by Level Zero's driver.
+/// Causes of refusals that only Level Zero has.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "ze-not-exportable",

@@ -21,11 +21,11 @@ use crate::{
     sys::ZeResult,
 };
 
-/// Copies memory. The lanes are shared with each copy in flight.
+/// Copies memory. Each copy in flight holds a reference to the lanes.
 #[derive(Debug)]
 pub(crate) struct Copier(Arc<Lanes>);
 
-/// One side of a copy.
+/// Kind of memory on one side of a copy.
 #[derive(Clone, Copy, Debug)]
 enum Side<'a> {
     Device(&'a DeviceEntry),
@@ -37,13 +37,14 @@ enum Side<'a> {
     Unknown,
 }
 
-/// Route of a copy.
+/// The way in which a copy runs.
 enum Route<'a> {
-    /// The CPU has made the copy.
+    /// The CPU has already copied the bytes.
     Done,
-    /// The device accesses both sides.
+    /// This device copies, since it can access both sides.
     Direct(&'a DeviceEntry),
-    /// The copy runs through a buffer of each device: from the first, or to the second.
+    /// The copy runs through a lane's buffer of the source device, of the destination device, or of
+    /// both. `None` is a side in host memory.
     Buffered(Option<&'a DeviceEntry>, Option<&'a DeviceEntry>),
 }
 
@@ -52,16 +53,18 @@ impl Copier {
         Self(Arc::new(Lanes::new(memory)))
     }
 
-    /// Returns the number of asynchronous copies whose events were not dropped yet.
+    /// Returns the number of asynchronous copies with an event that is not dropped yet.
     pub(crate) fn in_flight(&self) -> usize {
         Arc::strong_count(&self.0) - 1
     }
 
-    /// Destroys the lanes. The next copy creates new ones.
+    /// Destroys the idle [lanes](Lane). The next copy creates new ones.
     pub(crate) fn release(&self) -> Result<()> {
         self.0.release()
     }
 
+    /// Copies `len` bytes, and waits for the end of the copy.
+    ///
     /// # Safety
     /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
@@ -77,7 +80,8 @@ impl Copier {
         copied.map_err(|error| copy.described(error))
     }
 
-    /// Returns the route of a copy. The CPU copies at once if it can access both sides.
+    /// Returns the route of a copy. If the CPU can access both sides, this method copies
+    /// the bytes itself.
     ///
     /// # Safety
     /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
@@ -127,8 +131,8 @@ impl Copier {
         })
     }
 
-    /// Returns one side of a copy. Fails if the side begins in an allocation and does not lie
-    /// within it.
+    /// Returns the kind of memory on one side of a copy. Fails if the side begins in an allocation
+    /// and reaches beyond its end.
     fn side(&self, address: Address, len: u64) -> Result<Side<'_>> {
         let range = AddressRange::new(address, len)?;
         let Some(found) = self.0.memory.find(address)? else { return Ok(Side::Unknown) };
@@ -187,8 +191,8 @@ impl CopyEngine for Copier {
 }
 
 impl Copier {
-    /// Starts a copy by a device. `plan` gets the lane's buffer, and returns the copy for the
-    /// device and the copy that the CPU makes afterwards.
+    /// Starts a copy by a device. `plan` receives the address of the lane's buffer. It returns the
+    /// copy for the device, and the copy that the CPU makes afterwards.
     fn begin(
         &self,
         entry: &DeviceEntry,
@@ -213,11 +217,11 @@ impl Copier {
     }
 }
 
-/// A copy on a lane. Dropping it waits for the end of the copy, so that its memory is not freed
-/// meanwhile.
+/// A copy that runs on a lane. Dropping the value waits for the end of the copy, so that the memory
+/// is not freed meanwhile.
 struct CopyInFlight {
     lanes: Arc<Lanes>,
-    /// The lane until the copy has ended, and the copy that the CPU makes then.
+    /// The lane and the copy that the CPU makes afterwards, or `None` after the end of the copy.
     running: RefCell<Option<(Lane, Option<CopyRange>)>>,
     result: RefCell<Result<()>>,
 }

@@ -17,22 +17,22 @@ use crate::{
     },
 };
 
-/// One root device.
+/// A root device: a GPU that is not a part of another device.
 #[derive(Debug)]
 pub(crate) struct DeviceEntry {
     pub(crate) description: Device,
     pub(crate) handle: DeviceHandle,
-    /// Sub-devices. Their memory counts as memory of this device.
+    /// Handles of the sub-devices. Their memory counts as memory of this device.
     parts: Vec<DeviceHandle>,
-    /// Index of its driver among the drivers with a context.
+    /// Index of the device's driver in [`Driver::contexts`].
     pub(crate) driver: usize,
-    /// Supported types of exports, as `ZE_EXTERNAL_MEMORY_TYPE_FLAG_*` bits.
+    /// Types of exports that the device supports, as `ZE_EXTERNAL_MEMORY_TYPE_FLAG_*` bits.
     pub(crate) exports: u32,
-    /// Supported types of imports, in the same bits.
+    /// Types of imports that the device supports, as `ZE_EXTERNAL_MEMORY_TYPE_FLAG_*` bits.
     imports: u32,
     /// UUID of the device, which is the same in every process.
     pub(crate) uuid: [u8; 16],
-    /// Ordinal of the queue group for copies.
+    /// Ordinal of the queue group that runs copies.
     pub(crate) copy_group: u32,
 }
 
@@ -48,7 +48,7 @@ impl DeviceEntry {
     }
 }
 
-/// The functions, the devices and the contexts of this iface.
+/// The opened driver: functions, devices and contexts of this iface.
 #[derive(Debug)]
 pub(crate) struct Driver {
     pub(crate) functions: Functions,
@@ -60,7 +60,8 @@ pub(crate) struct Driver {
 
 impl Driver {
     pub(crate) fn start(functions: Functions) -> Result<Self> {
-        // SAFETY: the flag is defined in the header; any thread may call it any number of times.
+        // SAFETY: the header defines the flag, and any thread may make the call any number of
+        // times.
         let code = unsafe { (functions.init)(sys::ZE_INIT_FLAG_GPU_ONLY) };
         if code != ZeResult::ZE_RESULT_SUCCESS {
             return Err(coded(unavailable("zeInit", functions.library()), code).remedy(
@@ -89,7 +90,7 @@ impl Driver {
         Ok(driver)
     }
 
-    /// Adds the GPUs of one driver, and a context if it has a GPU.
+    /// Adds the GPUs of one driver. If the driver has a GPU, creates a context.
     fn add(&mut self, index: u32, driver: DriverHandle) -> Result<()> {
         let number = self.contexts.read().len();
         let mut found = Vec::new();
@@ -126,12 +127,12 @@ impl Driver {
         })
     }
 
-    /// Returns the root device of a handle, which may be a sub-device.
+    /// Returns the root device for a handle of a root device or sub-device.
     pub(crate) fn device_of(&self, handle: DeviceHandle) -> Option<&DeviceEntry> {
         self.devices.iter().find(|entry| entry.handle == handle || entry.parts.contains(&handle))
     }
 
-    /// Calls a function with the context of a driver, which is not destroyed during the call.
+    /// Calls a function with the context of a driver. The context is not destroyed during the call.
     ///
     /// # Errors
     /// BadState if the iface was closed; otherwise the result of the call.
@@ -153,15 +154,15 @@ impl Driver {
     pub(crate) fn release(&self) -> Result<()> {
         let mut contexts = self.contexts.write();
         while let Some(context) = contexts.last() {
-            // SAFETY: `add` created it, no other code has it, and it leaves the list once
-            // destroyed.
+            // SAFETY: `add` created the context, no other code has it, and the list loses it once
+            // it is destroyed.
             check(unsafe { (self.functions.context_destroy)(*context) }, "zeContextDestroy")?;
             contexts.pop();
         }
         Ok(())
     }
 
-    /// Returns the entry of a device, or `None` if it is no GPU.
+    /// Returns the entry for a device, or `None` if the device is not a GPU.
     fn describe(
         &self,
         handle: DeviceHandle,
@@ -171,7 +172,8 @@ impl Driver {
         let functions = &self.functions;
         let mut properties = DeviceProperties::default();
         check(
-            // SAFETY: its driver listed the device; the structure has its type and ends the chain.
+            // SAFETY: the driver listed the device. The structure has its type in `stype` and ends
+            // the chain.
             unsafe { (functions.device_get_properties)(handle, &mut properties) },
             "zeDeviceGetProperties",
         )?;
@@ -180,7 +182,8 @@ impl Driver {
         }
         let mut external = DeviceExternalMemoryProperties::default();
         check(
-            // SAFETY: its driver listed the device; the structure has its type and ends the chain.
+            // SAFETY: the driver listed the device. The structure has its type in `stype` and ends
+            // the chain.
             unsafe { (functions.device_get_external_memory_properties)(handle, &mut external) },
             "zeDeviceGetExternalMemoryProperties",
         )?;
@@ -205,10 +208,11 @@ impl Driver {
     /// Returns the PCI address of a device, or `None` if its driver does not know it.
     ///
     /// A driver without the extension returns UNSUPPORTED_FEATURE. Intel's driver returns
-    /// UNINITIALIZED for a device on no PCI bus.
+    /// UNINITIALIZED for a device that is not on a PCI bus.
     fn pci_bus_id(&self, handle: DeviceHandle) -> Option<String> {
         let mut pci = PciProperties::default();
-        // SAFETY: its driver listed the device; the structure has its type and ends the chain.
+        // SAFETY: the driver listed the device. The structure has its type in `stype` and ends the
+        // chain.
         let code = unsafe { (self.functions.device_pci_get_properties)(handle, &mut pci) };
         match check(code, "zeDevicePciGetPropertiesExt") {
             Ok(()) => Some(format!(
@@ -222,29 +226,29 @@ impl Driver {
         }
     }
 
-    /// Returns the sum of the device's memories.
+    /// Returns the total size of the device's memories in bytes.
     fn memory_of(&self, handle: DeviceHandle) -> Result<u64> {
         let empty = DeviceMemoryProperties::default();
         let memories = list(empty, "zeDeviceGetMemoryProperties", |count, into| {
-            // SAFETY: its driver listed the device; `list` passes valid pointers.
+            // SAFETY: the driver listed the device, and `list` passes valid pointers.
             unsafe { (self.functions.device_get_memory_properties)(handle, count, into) }
         })?;
         Ok(memories.iter().map(|memory| memory.total_size).fold(0, u64::saturating_add))
     }
 
-    /// Returns the queue group for copies: a group of copy engines if there is one, or else any
-    /// group that copies.
+    /// Returns the ordinal of the queue group for copies: a group of copy engines if the device has
+    /// one, or else any group that supports copies.
     fn copy_group(&self, handle: DeviceHandle) -> Result<u32> {
         const CALL: &str = "zeDeviceGetCommandQueueGroupProperties";
         let groups = list(QueueGroupProperties::default(), CALL, |count, into| {
-            // SAFETY: its driver listed the device; `list` passes valid pointers.
+            // SAFETY: the driver listed the device, and `list` passes valid pointers.
             unsafe { (self.functions.device_get_queue_groups)(handle, count, into) }
         })?;
         let copy = sys::ZE_COMMAND_QUEUE_GROUP_PROPERTY_FLAG_COPY;
         let both = copy | sys::ZE_COMMAND_QUEUE_GROUP_PROPERTY_FLAG_COMPUTE;
         let engines = groups.iter().position(|group| group.flags & both == copy);
         let any = || groups.iter().position(|group| group.flags & copy != 0);
-        // Every group of compute queues copies, whatever its flags.
+        // Every group of compute queues supports copies, even without the flag for copies.
         Ok(engines.or_else(any).unwrap_or(0) as u32)
     }
 
@@ -264,7 +268,7 @@ impl Driver {
 
     fn sub_devices(&self, device: DeviceHandle) -> Result<Vec<DeviceHandle>> {
         list(DeviceHandle::NULL, "zeDeviceGetSubDevices", |count, into| {
-            // SAFETY: its driver listed the device; `list` passes valid pointers.
+            // SAFETY: the driver listed the device, and `list` passes valid pointers.
             unsafe { (self.functions.device_get_sub_devices)(device, count, into) }
         })
     }
@@ -278,8 +282,8 @@ impl Drop for Driver {
     }
 }
 
-/// Returns a list of the driver: queries the count, then that many elements. `get` receives a
-/// pointer to a writable count, and null or a pointer to that many elements.
+/// Queries a list of the driver: first its length, then its elements. `get` receives a pointer to a
+/// writable count, and either null or a pointer to that many elements.
 fn list<T: Clone>(
     empty: T,
     operation: &'static str,
@@ -295,7 +299,7 @@ fn list<T: Clone>(
     Ok(elements)
 }
 
-/// Returns the text that a driver wrote, up to its NUL.
+/// Converts a C string that the driver wrote, up to its NUL.
 fn text(buffer: [c_char; ZE_MAX_DEVICE_NAME]) -> String {
     let bytes = buffer.map(|character| character as u8);
     match CStr::from_bytes_until_nul(&bytes) {

@@ -14,7 +14,7 @@ pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
     Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::ZE).context("reason", reason)
 }
 
-/// Converts the driver's code to an error, or to Ok for success.
+/// Converts a code of the driver to an error, or to Ok for success.
 pub(crate) fn check(code: ZeResult, operation: &'static str) -> Result<()> {
     let kind = match code {
         ZeResult::ZE_RESULT_SUCCESS => return Ok(()),
@@ -72,7 +72,7 @@ fn remedy(code: ZeResult) -> Option<&'static str> {
     })
 }
 
-/// Adds the driver's code and its name to an error.
+/// Adds a code of the driver, and the name of the code, to an error.
 pub(crate) fn coded(error: Error, code: ZeResult) -> Error {
     error.driver_code(code.name().unwrap_or_default(), code.0.into())
 }

@@ -3,8 +3,8 @@
 //! A dma-buf is one buffer of the kernel driver. It begins where the allocation begins, with two
 //! exceptions: small allocations that the driver took from a pool, and physical memory that the
 //! application mapped in part. These are refused, because no call returns their offset in the
-//! buffer. Memory that spans several tiles has several buffers, and the driver exports only the
-//! first: the size of the dma-buf shows it.
+//! buffer. Memory that spans several tiles of a GPU has several buffers. The driver exports only
+//! the first, so that the dma-buf is smaller than the allocation.
 
 use std::{
     ffi::c_int,
@@ -39,8 +39,9 @@ pub(crate) struct Exporter {
 
 const OPERATION: &str = Facet::DmaBuf.operation();
 
-/// Held from the export until the fd is returned to the driver. A driver may have one fd for each
-/// allocation, shared by all ifaces, and `zeMemPutIpcHandle` may not get one handle twice at once.
+/// Held from an export until the fd is returned to the driver. A driver may have one fd for each
+/// allocation, which all ifaces share. Two threads must not pass one handle to `zeMemPutIpcHandle`
+/// at the same time.
 static EXPORTING: Mutex<()> = Mutex::new(());
 
 impl DmaBufExporter for Exporter {
@@ -67,7 +68,7 @@ impl DmaBufExporter for Exporter {
 }
 
 impl Exporter {
-    /// Returns the allocation around a range, if its kind can be exported.
+    /// Returns the allocation that contains a range, if its kind can be exported.
     fn exportable(&self, range: AddressRange) -> Result<FoundAllocation<'_>> {
         let outside = || {
             Error::new(ErrorKind::OutOfBounds, OPERATION)
@@ -91,7 +92,7 @@ impl Exporter {
         }
     }
 
-    /// Exports the whole allocation. The caller owns the fd.
+    /// Exports a whole allocation as a dma-buf. The caller owns the fd.
     pub(crate) fn export_whole(&self, found: &FoundAllocation<'_>) -> Result<OwnedFd> {
         let driver = &self.memory.driver;
         let entry = found.device.ok_or_else(|| {
@@ -125,15 +126,15 @@ impl Exporter {
             own
         });
         let fd = fd.map_err(|error| error.device(id))?;
-        // If the memory was freed meanwhile, the fd number may belong to another file.
+        // If the memory was freed meanwhile, another file may have the number of the fd.
         let still = self.memory.find(base)?.map(|now| now.allocation);
         if still != Some(found.allocation) {
             return Err(Error::new(ErrorKind::OutOfBounds, OPERATION)
                 .iface(IfaceKind::ZE)
                 .remedy("the memory was freed while it was exported"));
         }
-        // The buffer of memory that the application allocated may begin before the memory. It is
-        // larger then.
+        // The buffer of the application's memory may begin before the memory. The buffer is then
+        // larger than the memory.
         let size = size_of_file(fd.as_fd()).unwrap_or(u64::MAX);
         if !found.owned && size - len >= found.page_size.max(1) {
             return Err(lacks(
@@ -154,14 +155,14 @@ pub(crate) fn exports_dma_bufs(driver: &Driver) -> bool {
     driver.devices.iter().any(|entry| entry.exports_dma_bufs())
 }
 
-/// Result of an export by the driver.
+/// Values that the driver returned for an export.
 struct Answer {
     fd: c_int,
-    /// Number that the driver assigns to the allocation.
+    /// Number of the exported allocation, which the driver assigns.
     allocation: u64,
 }
 
-/// Exports the allocation at an address by the driver.
+/// Calls the driver to export the allocation at an address.
 fn ask(driver: &Driver, context: ContextHandle, base: Address) -> Result<Answer> {
     let mut export = ExportFd {
         flags: sys::ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF,
@@ -174,27 +175,30 @@ fn ask(driver: &Driver, context: ContextHandle, base: Address) -> Result<Answer>
     };
     let mut device = DeviceHandle::NULL;
     let get = driver.functions.mem_get_alloc_properties;
-    // SAFETY: the caller keeps the context. The structures have their types, and the second one
-    // ends the chain. `device` is writable, and the address is only looked up.
+    // SAFETY: the caller keeps the context alive. The structures have their types in `stype`, and
+    // the second one ends the chain. `device` is writable, and the address is only looked up.
     let code = unsafe { get(context, pointer(base), &mut properties, &mut device) };
     check(code, "zeMemGetAllocProperties")?;
     Ok(Answer { fd: export.fd, allocation: properties.id })
 }
 
-/// The driver's fd of an export.
+/// A dma-buf with the fd that the driver returned for an export.
 struct Exported {
     fd: c_int,
-    /// Number that the driver assigns to the allocation.
+    /// Number of the exported allocation, which the driver assigns.
     allocation: u64,
     /// Size of the dma-buf in bytes.
     size: u64,
 }
 
 impl Exported {
+    /// Checks that the fd which the driver returned is a dma-buf.
+    ///
     /// # Errors
-    /// Unsupported if the fd is no dma-buf. Then there is nothing to return to the driver.
+    /// Unsupported if the fd is not a dma-buf. Such an fd must not be returned to the driver.
     fn of(Answer { fd, allocation }: Answer) -> Result<Self> {
-        // SAFETY: the number is not negative. If it is no open fd, the calls on it return an error.
+        // SAFETY: the number is not negative. If no file has this number, the calls on it return an
+        // error.
         let file = (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) });
         match file.and_then(size_of_file) {
             Some(size) => Ok(Self { fd, allocation, size }),
@@ -203,7 +207,7 @@ impl Exported {
         }
     }
 
-    /// Returns a duplicate that the caller owns.
+    /// Returns a duplicate of the fd. The caller owns the duplicate.
     fn duplicate(&self, len: u64) -> Result<OwnedFd> {
         if self.size < len {
             return Err(lacks(OPERATION, "the dma-buf is smaller than the memory")
@@ -222,12 +226,13 @@ impl Exported {
         })
     }
 
-    /// Returns the fd to the driver, which counts exports and closes the fd with the last one.
+    /// Returns the fd to the driver. The driver counts the exports of an allocation, and closes the
+    /// fd when the last one is returned.
     fn give_back(self, driver: &Driver, context: ContextHandle, base: Address) {
         let (put, from_fd) = (driver.functions.put_ipc_handle, driver.functions.ipc_handle_from_fd);
         let given = put.zip(from_fd).is_some_and(|(put, from_fd)| {
             let mut handle = IpcMemoryHandle::default();
-            // SAFETY: the caller keeps the context, the fd is from an export, and `handle` is
+            // SAFETY: the caller keeps the context alive, the fd is from an export, and `handle` is
             // writable. The second call gets the handle that the first one wrote.
             let code = unsafe {
                 match from_fd(context, self.fd as u64, &mut handle) {
@@ -244,10 +249,10 @@ impl Exported {
         }
     }
 
-    /// Closes the fd if the caller owns it. Before Level Zero 1.6 a driver has no call that takes
-    /// an fd back. Some drivers make an fd for each export, which the caller owns; others keep one
-    /// fd for each allocation. A second export shows which, unless other memory is at the address
-    /// by then.
+    /// Closes the fd if the caller owns it. A driver before Level Zero 1.6 has no call to return an
+    /// fd. Some of these drivers open an fd for each export, which the caller owns. Others keep one
+    /// fd for each allocation. A second export shows the difference: it returns another fd or the
+    /// same one. If other memory is at the address by then, no fd is closed.
     fn close_if_own(self, driver: &Driver, context: ContextHandle, base: Address) -> Result<()> {
         let again = Self::of(ask(driver, context, base)?)?;
         if again.fd != self.fd && again.allocation == self.allocation {
@@ -261,8 +266,8 @@ impl Exported {
     }
 }
 
-/// Returns the size of a dma-buf, or of a memory file that stands for one. Returns `None` for any
-/// other file, such as standard input.
+/// Returns the size of a dma-buf, or of a memory file (memfd), which the fake driver exports
+/// instead. Returns `None` for any other file, such as standard input.
 fn size_of_file(fd: BorrowedFd<'_>) -> Option<u64> {
     let stat = rustix::fs::fstat(fd).ok()?;
     let file_type = FileType::from_raw_mode(stat.st_mode);

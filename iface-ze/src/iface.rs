@@ -1,4 +1,4 @@
-//! The iface: opens the driver and holds a component for each facet.
+//! The iface type, which opens the driver and combines the components of the crate.
 
 use std::{
     path::{Path, PathBuf},
@@ -24,7 +24,7 @@ use crate::{
     sys::Functions,
 };
 
-/// Level Zero memory, over the loader library.
+/// The iface for oneAPI Level Zero memory, over the loader library.
 ///
 /// # Examples
 /// ```
@@ -47,7 +47,7 @@ pub struct LevelZero {
     memory: Arc<Memory>,
 }
 
-/// Opens [`LevelZero`] over a driver library of choice.
+/// Builder of [`LevelZero`], which can load another library or use functions of the caller.
 ///
 /// # Examples
 /// ```
@@ -80,7 +80,7 @@ impl Builder {
         self
     }
 
-    /// Calls these functions instead of loading a library.
+    /// Uses these functions instead of loading a library.
     pub fn functions(mut self, functions: Functions) -> Self {
         self.source = Source::Functions(Box::new(functions));
         self
@@ -134,14 +134,14 @@ impl LevelZero {
         Self::builder().open()
     }
 
-    /// Returns a builder, which can open another library or injected functions.
+    /// Returns a builder, which can load another library or use functions of the caller.
     pub fn builder() -> Builder {
         Builder { source: Source::Found }
     }
 
     /// Destroys the command lists and contexts of this iface.
     ///
-    /// Dropping the iface does the same, and logs a refusal.
+    /// Dropping the iface also destroys them. If the driver refuses, the drop logs the error.
     ///
     /// # Errors
     /// - [`ErrorKind::Busy`] while memory of this iface is allocated or opened, or a copy is in
@@ -172,12 +172,13 @@ impl LevelZero {
     }
 }
 
-// SAFETY: `query` returns the driver's present answer about an address: an exact range, and a
-// number that the driver assigns to one allocation. Memory of a pool, which shares a number, is
-// never cached. Allocations are the driver's, of the requested length, and stay until the table's
-// entry is removed. Copies check both sides first and run on lanes that one copy uses at a time; a
-// failed copy has ended. A dma-buf is the allocation's own buffer, which the kernel keeps while it
-// is registered; if that buffer may begin elsewhere, the export is refused.
+// SAFETY: `query` asks the driver about an address each time, and returns an exact range and a
+// number that the driver assigns to only one allocation. The allocations of a pool share a number,
+// so the application's memory in a pool is never cached. The driver makes the allocations with the
+// requested length, and they stay until the table's entry is removed. Copies check both sides
+// first. They run on lanes that only one copy uses at a time, and a failed copy has ended. A
+// dma-buf is the buffer of the allocation, which the kernel keeps while it is registered. If the
+// buffer may begin elsewhere than the allocation, the export is refused.
 unsafe impl Iface for LevelZero {
     fn kind(&self) -> IfaceKind {
         IfaceKind::ZE

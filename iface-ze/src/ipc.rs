@@ -1,8 +1,8 @@
-//! Exchange of allocations with other processes. The importing process duplicates the dma-buf of
-//! the exporting process and imports it.
+//! Exchange of allocations with other processes. The importing process duplicates the fd of a
+//! dma-buf from the exporting process, and imports the dma-buf.
 //!
-//! Level Zero's own handles are not used: in drivers before 2025 they contain an fd number, which
-//! means another file in another process.
+//! Level Zero's own handles are not used. In drivers before 2025 they contain an fd number, and the
+//! same number means another file in another process.
 
 use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
@@ -24,26 +24,27 @@ use crate::{
     sys::{self, DeviceMemoryDescription, ImportFd},
 };
 
-/// Exports allocations to other processes, and opens theirs.
+/// Exports allocations to other processes, and opens allocations of other processes.
 #[derive(Debug)]
 pub(crate) struct IpcExchange {
     pub(crate) memory: Arc<Memory>,
     pub(crate) exporter: Exporter,
 }
 
-/// First bytes of a handle. The last of them is the version of the format.
+/// First four bytes of a handle. The fourth byte is the version of the format.
 const MAGIC: [u8; 4] = *b"HMZ\x01";
-/// Magic, pid, fd, file system, inode, length, device, checksum.
+/// Length of a handle in bytes: magic, pid, fd, file system, inode, length, device, checksum.
 const LEN: usize = 4 + 4 + 4 + 8 + 8 + 8 + 16 + 4;
 
-/// Fields of a handle.
+/// Contents of a handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Body {
-    /// Process that exported the memory.
+    /// Process id of the process that exported the memory.
     pid: u32,
-    /// Number of the dma-buf's fd in that process.
+    /// Number of the dma-buf's fd in the exporting process.
     fd: u32,
-    /// File system and inode of the dma-buf, since the fd number may belong to another file by now.
+    /// File system and inode of the dma-buf. They show whether the fd number now belongs to another
+    /// file.
     file: (u64, u64),
     len: u64,
     /// UUID of the device, which is the same in every process.
@@ -81,7 +82,7 @@ impl Body {
         })
     }
 
-    /// Duplicates the dma-buf from the process that exported it.
+    /// Duplicates the dma-buf's fd from the process that exported the memory.
     fn dma_buf(&self) -> Result<OwnedFd> {
         let gone = |why: &'static str| {
             Error::new(ErrorKind::Unavailable, "ipc_open")
@@ -190,7 +191,7 @@ impl Ipc for IpcExchange {
 }
 
 impl IpcExchange {
-    /// Imports the memory of a dma-buf. The caller keeps the fd.
+    /// Imports the memory of a dma-buf. The caller still owns the fd afterwards.
     fn import(
         &self,
         entry: &DeviceEntry,
@@ -208,8 +209,9 @@ impl IpcExchange {
         let driver = &self.memory.driver;
         driver.with_context(entry.driver, |context| {
             let allocate = driver.functions.mem_alloc_device;
-            // SAFETY: `with_context` keeps the context, which belongs to the device's driver. The
-            // descriptions have their types, and the second one ends the chain. `base` is writable.
+            // SAFETY: `with_context` keeps the context alive, and it belongs to the device's
+            // driver. The descriptions have their types in `stype`, and the second one ends the
+            // chain. `base` is writable.
             let code = unsafe {
                 allocate(context, &description, len as usize, 0, entry.handle, &mut base)
             };
@@ -219,13 +221,13 @@ impl IpcExchange {
     }
 }
 
-/// Returns true if a device both exports and imports dma-bufs.
+/// Returns true if one of the devices both exports and imports dma-bufs.
 pub(crate) fn has_ipc(driver: &Driver) -> bool {
     let both = |entry: &DeviceEntry| entry.exports_dma_bufs() && entry.imports_dma_bufs();
     driver.devices.iter().any(both)
 }
 
-/// Returns file system and inode of a file.
+/// Returns the file system and the inode of a file, which together identify it.
 fn identity(fd: BorrowedFd<'_>) -> Result<(u64, u64)> {
     let stat =
         rustix::fs::fstat(fd).map_err(|errno| Error::os(errno, "fstat").iface(IfaceKind::ZE))?;

@@ -1,7 +1,7 @@
-//! Lanes: resources of one copy by a device.
+//! Lanes: the driver objects that a device needs for one copy.
 //!
-//! A [`Lane`] is an immediate command list, an event and a buffer of the driver's host memory. One
-//! copy at a time uses it. Lanes are kept for the next copy.
+//! A [`Lane`] is an immediate command list, an event and a buffer of the driver's host memory. Only
+//! one copy at a time uses a lane. After the copy the lane is kept for the next one.
 
 use std::{ffi::c_void, ptr, sync::Arc};
 
@@ -21,14 +21,14 @@ use crate::{
 /// Length of a lane's buffer in bytes.
 pub(crate) const BUFFER: u64 = 1 << 20;
 
-/// Lanes that are not in use.
+/// Idle lanes, which no copy uses.
 #[derive(Debug)]
 pub(crate) struct Lanes {
     pub(crate) memory: Arc<Memory>,
     spare: Mutex<Vec<Lane>>,
 }
 
-/// The command list and the event of one copy at a time.
+/// The command list, event and buffer of one copy at a time.
 #[derive(Debug)]
 pub(crate) struct Lane {
     device: DeviceHandle,
@@ -36,13 +36,13 @@ pub(crate) struct Lane {
     list: CommandListHandle,
     pool: EventPoolHandle,
     pub(crate) event: EventHandle,
-    /// First address of the buffer, or 0.
+    /// First address of the buffer, or 0 if the lane has none.
     pub(crate) buffer: u64,
     /// True from the start of a copy until its end was observed.
     busy: bool,
 }
 
-/// Sides and length of a copy.
+/// Addresses and length of a copy.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CopyRange {
     pub(crate) to: Address,
@@ -61,7 +61,7 @@ impl Lanes {
         Self { memory, spare: Mutex::default() }
     }
 
-    /// Takes a spare lane of a device, or makes one.
+    /// Takes an idle lane of a device, or creates a lane.
     pub(crate) fn take(&self, entry: &DeviceEntry) -> Result<Lane> {
         let mut spare = self.spare.lock();
         if let Some(at) = spare.iter().position(|lane| lane.device == entry.handle) {
@@ -105,9 +105,9 @@ impl Lanes {
         };
         let (mut device, mut buffer) = (lane.device, ptr::null_mut());
         self.memory.driver.with_context(lane.driver, |context| {
-            // SAFETY: `with_context` keeps the context, which belongs to the device's driver. The
-            // descriptions have their types and end their chains. Each output is writable, and one
-            // device is passed.
+            // SAFETY: `with_context` keeps the context alive, and it belongs to the device's
+            // driver. The descriptions have their types in `stype` and end their chains. Each
+            // output is writable, and one device is passed.
             unsafe {
                 let create = functions.command_list_create_immediate;
                 check(
@@ -129,11 +129,12 @@ impl Lanes {
         Ok(())
     }
 
-    /// Destroys a lane on which no copy runs. After an error the lane holds the remaining objects.
+    /// Destroys the objects of a lane on which no copy runs. After an error, the objects that were
+    /// not destroyed stay in the lane.
     fn destroy(&self, lane: &mut Lane) -> Result<()> {
         let functions = &self.memory.driver.functions;
-        // SAFETY: each object is this lane's own, no copy uses it any longer, and it leaves the
-        // lane once destroyed.
+        // SAFETY: each object belongs to this lane only, no copy uses it any longer, and the lane
+        // forgets it once it is destroyed.
         unsafe {
             if lane.event != EventHandle::NULL {
                 check((functions.event_destroy)(lane.event), "zeEventDestroy")?;
@@ -155,7 +156,7 @@ impl Lanes {
         Ok(())
     }
 
-    /// Destroys the spare lanes.
+    /// Destroys the idle lanes.
     pub(crate) fn release(&self) -> Result<()> {
         let mut spare = self.spare.lock();
         while let Some(lane) = spare.last_mut() {
@@ -165,16 +166,16 @@ impl Lanes {
         Ok(())
     }
 
-    /// Starts a copy by the device. The caller has looked up both sides.
+    /// Starts a copy by the device. The caller has checked that the device can access both sides.
     pub(crate) fn start(&self, lane: &mut Lane, copy: CopyRange) -> Result<()> {
         let to = ptr::with_exposed_provenance_mut::<c_void>(copy.to.0 as usize);
         let from = ptr::with_exposed_provenance::<c_void>(copy.from.0 as usize);
         let (append, len) = (self.memory.driver.functions.append_memory_copy, copy.len as usize);
         // SAFETY: the lane has one user at a time. Both sides are memory of the device or host
-        // memory of its driver, and the caller of `Iface::copy` keeps them. They do not overlap. No
-        // event is waited for. Memory of the application belongs to another context than the list:
-        // the specification requires one context, and Intel's driver accepts memory of all
-        // contexts.
+        // memory of its driver, and the caller of `Iface::copy` keeps them allocated. The sides do
+        // not overlap. The copy waits for no event. Memory of the application belongs to another
+        // context than the list: the specification requires one context, and Intel's driver accepts
+        // memory of all contexts.
         let code = unsafe { append(lane.list, to, from, len, lane.event, 0, ptr::null_mut()) };
         check(code, "zeCommandListAppendMemoryCopy")?;
         lane.busy = true;
@@ -192,7 +193,7 @@ impl Lanes {
         check(unsafe { (functions.event_host_reset)(lane.event) }, "zeEventHostReset")
     }
 
-    /// Returns a lane. After an error of its last copy the lane is destroyed.
+    /// Puts a lane back into the list of idle lanes. If its last copy failed, destroys the lane.
     pub(crate) fn leave(&self, mut lane: Lane, failed: Option<&Error>) {
         let Some(refused) = failed else {
             self.spare.lock().push(lane);
@@ -209,13 +210,13 @@ impl Lanes {
         }
     }
 
-    /// Copies on a lane, and waits for the end.
+    /// Copies on a lane, and waits for the end of the copy.
     pub(crate) fn run(&self, lane: &mut Lane, copy: CopyRange) -> Result<()> {
         self.start(lane, copy)?;
         self.finish(lane)
     }
 
-    /// Runs work on a lane of a device.
+    /// Calls a function with an idle lane of a device.
     pub(crate) fn with_lane(
         &self,
         entry: &DeviceEntry,
@@ -227,7 +228,7 @@ impl Lanes {
         result
     }
 
-    /// Copies through the buffers of lanes, and waits for the end.
+    /// Copies through the buffers of lanes, and waits for the end of the copy.
     ///
     /// # Safety
     /// The caller upholds the safety contract of [`hmem_core::Iface::copy`]. A side without a
@@ -282,8 +283,8 @@ impl Drop for Lanes {
 /// Copies by the CPU.
 ///
 /// # Safety
-/// Both sides are host memory that is valid for `len` bytes, and the destination is not referenced
-/// elsewhere. They may overlap.
+/// Both sides are host memory that is valid for `len` bytes, and nothing else refers to the
+/// destination. The sides may overlap.
 pub(crate) unsafe fn copy_host(to: Address, from: Address, len: u64) {
     let to = ptr::with_exposed_provenance_mut::<u8>(to.0 as usize);
     let from = ptr::with_exposed_provenance::<u8>(from.0 as usize);

@@ -25,11 +25,11 @@
 //! - `sys`, `causes`: function table, layouts and constants; the causes of the driver's refusals
 //! - `error`: driver codes as errors
 //! - `driver`: the opened driver, its devices and contexts
-//! - `memory`: the allocation around an address, and the table of memory to release
+//! - `memory`: the allocation that contains an address, and the table of memory to release
 //! - `lanes`: command lists, events and buffers for copies
 //! - `allocate`, `copy`, `export`, `monitor`: one facet each
 //! - `ipc`: exchange of allocations with other processes
-//! - `iface`: [`LevelZero`], which holds the components
+//! - `iface`: [`LevelZero`], which combines the components
 //!
 //! # Devices
 //!

@@ -23,48 +23,49 @@ use crate::{
     sys::{self, ContextHandle, DeviceHandle, MemoryAllocationProperties, ZeResult},
 };
 
-/// Looks up allocations, and keeps the table of memory to release.
+/// Looks up allocations by address, and records the memory that the iface must release.
 #[derive(Debug)]
 pub(crate) struct Memory {
     pub(crate) driver: Arc<Driver>,
     owned: Mutex<HashMap<u64, Owned>>,
 }
 
-/// Memory that this iface allocated or opened, by its first address.
+/// Memory that this iface allocated or opened.
 #[derive(Debug)]
 pub(crate) struct Owned {
     id: AllocationId,
-    /// Number that the driver assigns to it; for memory of a pool, that of the pool.
+    /// Number that the driver assigns to the allocation. Allocations of one pool share the number
+    /// of the pool.
     driver_id: u64,
     pooled: bool,
-    /// Number of its driver.
+    /// Index of the memory's driver in [`Driver::contexts`].
     pub(crate) driver: usize,
-    /// True for memory of another process, which this iface opened.
+    /// True if the memory belongs to another process, and this iface opened it.
     pub(crate) imported: bool,
-    /// The dma-buf that handles for other processes name, after the first export of a handle. It
-    /// stays open until the memory is freed.
+    /// The dma-buf to which IPC handles refer. It exists from the first export of a handle until
+    /// the memory is freed.
     pub(crate) shared: Option<Arc<OwnedFd>>,
 }
 
-/// An allocation as the driver describes it.
+/// An allocation, with its device, driver, page size and pool.
 #[derive(Debug)]
 pub(crate) struct FoundAllocation<'a> {
     pub(crate) allocation: Allocation,
-    /// Device that holds it; `None` for host and shared memory.
+    /// Device on which the memory was allocated; `None` for host and shared memory.
     pub(crate) device: Option<&'a DeviceEntry>,
-    /// Number of its driver.
+    /// Index of the memory's driver in [`Driver::contexts`].
     pub(crate) driver: usize,
     /// Page size of the memory in bytes.
     pub(crate) page_size: u64,
-    /// True if the driver took the memory from a pool, which has one number for all its
-    /// allocations.
+    /// True if the driver took the memory from a pool. All
+    /// allocations of a pool share one number.
     pub(crate) pooled: bool,
     /// True if this iface allocated or opened the memory.
     pub(crate) owned: bool,
     driver_id: u64,
 }
 
-/// Answer of the driver about one address.
+/// Values that the driver returned for an address.
 struct Answer {
     kind: u32,
     id: u64,
@@ -77,7 +78,7 @@ impl Memory {
         Self { driver, owned: Mutex::default() }
     }
 
-    /// Returns the allocation around an address, or `None` if no driver knows the address.
+    /// Returns the allocation that contains an address, or `None` if no driver knows the address.
     pub(crate) fn find(&self, address: Address) -> Result<Option<FoundAllocation<'_>>> {
         // Layers of the loader refuse the null pointer as an invalid argument.
         if address.0 == 0 {
@@ -109,10 +110,10 @@ impl Memory {
         };
         let (mut base, mut len) = (ptr::null_mut(), 0usize);
         let get = self.driver.functions.mem_get_address_range;
-        // SAFETY: the caller keeps the context; `base` and `len` are writable. The address is only
-        // looked up.
+        // SAFETY: the caller keeps the context alive; `base` and `len` are writable. The address is
+        // only looked up.
         match unsafe { get(context, pointer(address), &mut base, &mut len) } {
-            // A part of a pool that belongs to no allocation.
+            // The address is in a part of a pool that belongs to no allocation.
             ZeResult::ZE_RESULT_ERROR_ADDRESS_NOT_FOUND => return Ok(None),
             code => check(code, "zeMemGetAddressRange")?,
         }
@@ -160,8 +161,9 @@ impl Memory {
         }))
     }
 
-    /// Returns true if the driver took a range from a pool: the bytes next to it have the same
-    /// number. Intel's driver does so for small allocations that were not allocated to be exported.
+    /// Returns true if the driver took a range from a pool: then the bytes next to it have the same
+    /// allocation number. Intel's driver uses pools for small allocations that were not requested
+    /// to be exportable.
     fn is_pooled(&self, context: ContextHandle, range: AddressRange, id: u64) -> Result<bool> {
         for next in [range.start().0.checked_add(range.len()), range.start().0.checked_sub(1)] {
             let Some(next) = next.filter(|next| *next != 0) else { continue };
@@ -177,21 +179,20 @@ impl Memory {
         let mut properties = MemoryAllocationProperties::default();
         let mut device = DeviceHandle::NULL;
         let get = self.driver.functions.mem_get_alloc_properties;
-        // SAFETY: the caller keeps the context; the structure has its type and ends the chain;
-        // `device` is writable. The address is only looked up, never dereferenced.
+        // SAFETY: the caller keeps the context alive. The structure has its type in `stype` and
+        // ends the chain. `device` is writable. The address is only looked up, never dereferenced.
         let code = unsafe { get(context, pointer(address), &mut properties, &mut device) };
         check(code, "zeMemGetAllocProperties")?;
         let MemoryAllocationProperties { kind, id, page_size, .. } = properties;
         Ok(Answer { kind, id, page_size, device })
     }
 
-    /// Returns the number of allocations to release.
+    /// Returns the number of allocations that the iface must release.
     pub(crate) fn len(&self) -> usize {
         self.owned.lock().len()
     }
 
-    /// Adds memory that the driver has just allocated to the table, and returns it as an
-    /// allocation.
+    /// Adds new memory of the driver to the table, and returns the memory as an allocation.
     pub(crate) fn enter(
         &self,
         driver: usize,
@@ -225,7 +226,7 @@ impl Memory {
     /// Removes an allocation, so that only one of two threads that free it calls the driver.
     ///
     /// # Errors
-    /// InvalidArgument if it is not in the table.
+    /// InvalidArgument if the allocation is not in the table.
     pub(crate) fn take(
         &self,
         operation: &'static str,
@@ -240,13 +241,13 @@ impl Memory {
         owned.ok_or_else(|| not_live(operation, allocation))
     }
 
-    /// Puts an allocation back that the driver refused to free.
+    /// Adds an allocation to the table again, after the driver refused to free it.
     pub(crate) fn put_back(&self, allocation: &Allocation, owned: Owned) {
         self.owned.lock().insert(allocation.base().0, owned);
     }
 
-    /// Returns the dma-buf by which an allocation of this iface is shared, and exports it the first
-    /// time.
+    /// Returns the dma-buf by which other processes open an allocation of this iface. The first
+    /// call exports the allocation.
     pub(crate) fn share(
         &self,
         allocation: &Allocation,
@@ -266,13 +267,13 @@ impl Memory {
         Ok(Arc::clone(owned.shared.get_or_insert(fd)))
     }
 
-    /// Frees memory of the driver.
+    /// Frees memory that the driver allocated or imported.
     pub(crate) fn free(&self, driver: usize, base: Address) -> Result<()> {
         self.driver.with_context(driver, |context| {
             let pointer = ptr::with_exposed_provenance_mut(base.0 as usize);
             // SAFETY: the driver allocated the memory. It is freed once: the caller removed the
-            // table's entry, or has not made one. The caller of the facet promises that nothing
-            // uses it.
+            // table's entry, or has not made one. The caller of `Allocator::free` or
+            // `Ipc::ipc_close` promises that nothing uses the memory.
             check(unsafe { (self.driver.functions.mem_free)(context, pointer) }, "zeMemFree")
         })
     }
@@ -287,9 +288,9 @@ impl Drop for Memory {
     }
 }
 
-/// Returns the identity of memory that this iface did not allocate. Each driver counts from 1. The
-/// driver's number in the top bits keeps allocations of two drivers apart, and the address keeps
-/// allocations of one pool apart.
+/// Returns the identity of memory that this iface did not allocate. Each driver numbers its
+/// allocations from 1. The index of the driver, in the top bits, distinguishes allocations of two
+/// drivers. The address distinguishes allocations of one pool.
 fn identity(driver: usize, number: u64, in_pool: Option<AddressRange>) -> AllocationId {
     let place = in_pool.map_or(0, |range| range.start().0.rotate_left(8) >> 8);
     AllocationId((number ^ place) & (u64::MAX >> 8) | (driver as u64) << 56)

@@ -2,8 +2,8 @@
 //!
 //! The driver has no callback for frees. It numbers allocations, and no two allocations of a driver
 //! have the same number. So one query at each cache hit shows whether the registered memory is
-//! still at its address. Memory that the application got from a pool of the driver has the number
-//! of the pool, and is registered uncached.
+//! still at its address. If the application allocated memory and the driver took it from a pool, it
+//! has the number of the pool. Such memory is registered uncached.
 
 use std::sync::{Arc, Weak};
 
@@ -15,7 +15,7 @@ use hmem_core::{
 
 use crate::memory::Memory;
 
-/// Starts monitors of Level Zero memory.
+/// Creates monitors of Level Zero memory.
 #[derive(Debug)]
 pub(crate) struct Monitors {
     pub(crate) memory: Arc<Memory>,
@@ -31,7 +31,7 @@ impl MonitorSource for Monitors {
     }
 }
 
-/// A monitor of Level Zero memory. It does not keep its iface open.
+/// A monitor of Level Zero memory. The monitor does not keep the iface open.
 #[derive(Debug)]
 struct IdentityMonitor {
     memory: Weak<Memory>,

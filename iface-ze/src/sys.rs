@@ -1,6 +1,7 @@
 //! Function table of libze_loader.so.1, and layouts and constants of `ze_api.h`, written by hand.
 //!
-//! Public, so that other functions can be injected with [`Functions::from_lookup`].
+//! The module is public, so that an application or test can pass other functions with
+//! [`Functions::from_lookup`].
 //!
 //! ```
 //! use hmem_iface_ze::sys::{Functions, ZeResult};
@@ -23,7 +24,7 @@ use std::{
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
-/// `ze_result_t`: result of a call of Level Zero.
+/// `ze_result_t`: result code of the functions of Level Zero.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ZeResult(pub u32);
@@ -31,7 +32,7 @@ pub struct ZeResult(pub u32);
 macro_rules! codes {
     ($($name:ident = $code:literal,)+) => {
         impl ZeResult {
-            /// All codes with a name.
+            /// All codes that have a name.
             pub const ALL: &[Self] = &[$(Self($code)),+];
 
             $(
@@ -114,7 +115,7 @@ macro_rules! handles {
         }
 
         // SAFETY: a handle is opaque, and this crate never dereferences it. The specification
-        // allows the use of its object from any thread.
+        // allows any thread to use the object of the handle.
         unsafe impl Send for $name {}
         // SAFETY: the handle has no state in this process. If the specification allows an object in
         // only one thread at a time, its owner in this crate ensures that.
@@ -129,7 +130,7 @@ handles! {
     DeviceHandle,
     /// `ze_context_handle_t`
     ContextHandle,
-    /// `ze_command_list_handle_t`: used by one thread at a time.
+    /// `ze_command_list_handle_t`: only one thread at a time may use the list.
     CommandListHandle,
     /// `ze_event_pool_handle_t`
     EventPoolHandle,
@@ -137,19 +138,20 @@ handles! {
     EventHandle,
 }
 
-/// Size of a structure and offsets of its fields, by their names in `ze_api.h`.
+/// Layout of a structure: names in `ze_api.h`, size and offsets of its fields.
 #[derive(Clone, Copy, Debug)]
 pub struct Layout {
-    /// Name of the structure.
+    /// Name of the structure in `ze_api.h`.
     pub name: &'static str,
     /// Size in bytes.
     pub size: usize,
-    /// Fields with their offsets.
+    /// Names of the fields in `ze_api.h`, with their offsets.
     pub fields: &'static [(&'static str, usize)],
 }
 
-/// Declares structures of `ze_api.h`. Each begins with its type and the next structure of its
-/// chain. The default has the type, no next structure, and zeros.
+/// Declares structures of `ze_api.h`. Each begins with the fields `stype`, its type, and `pNext`,
+/// the next structure of a chain. The default value has the right type, no next structure, and
+/// zeros.
 macro_rules! structures {
     ($(
         $name:ident = $c:literal: $(#[doc = $doc:literal])* $stype:ident {
@@ -243,7 +245,7 @@ structures! {
     }
 
     PciProperties = "ze_pci_ext_properties_t":
-        /// With its address and speed.
+        /// Address of a device on the PCI bus, and the speed of its link.
         ZE_STRUCTURE_TYPE_PCI_EXT_PROPERTIES {
         domain = "address.domain": u32,
         bus = "address.bus": u32,
@@ -269,20 +271,20 @@ structures! {
     }
 
     ExportDescription = "ze_external_memory_export_desc_t":
-        /// Says at allocation how the memory will be exported.
+        /// Passed at an allocation: the types of export that the memory must support.
         ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_EXPORT_DESC {
         flags = "flags": u32,
     }
 
     ExportFd = "ze_external_memory_export_fd_t":
-        /// Asks for an fd of an allocation.
+        /// Passed at a query: requests an fd of the allocation, and receives it.
         ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_EXPORT_FD {
         flags = "flags": u32,
         fd = "fd": c_int,
     }
 
     ImportFd = "ze_external_memory_import_fd_t":
-        /// Allocates the memory of an fd.
+        /// Passed at an allocation: maps the memory of an fd instead of new memory.
         ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_IMPORT_FD {
         flags = "flags": u32,
         fd = "fd": c_int,
@@ -376,7 +378,7 @@ constants! {
     ZE_STRUCTURE_TYPE_PCI_EXT_PROPERTIES = 0x1_0008,
 }
 
-/// Looks up a required function.
+/// Looks up a required function, or returns an error that names it.
 macro_rules! required {
     ($library:expr, $lookup:expr, $symbol:ident, $type:ty) => {{
         let address = $lookup(stringify!($symbol))
@@ -393,7 +395,7 @@ macro_rules! functions {
         required { $($field:ident: $symbol:ident($($argument:ty),*);)+ }
         optional { $($optional:ident: $optional_symbol:ident($($optional_argument:ty),*);)+ }
     ) => {
-        /// The functions of libze_loader.so.1 that this crate calls.
+        /// Table of the functions of `libze_loader.so.1` that this crate calls.
         #[derive(Clone, Debug)]
         pub struct Functions {
             library: Arc<str>,
@@ -417,6 +419,8 @@ macro_rules! functions {
                 $((stringify!($optional_symbol), &[$(stringify!($optional_argument)),*]),)+
             ];
 
+            /// Fills the table with the functions that `lookup` returns.
+            ///
             /// # Safety
             /// The caller upholds the safety contract of [`Functions::from_lookup`].
             unsafe fn fill(
@@ -517,8 +521,9 @@ impl Functions {
     /// The library stays loaded for the rest of the process.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] naming the library, with the loader's reason, or with the first
-    /// symbol that it lacks.
+    /// [`ErrorKind::Unavailable`] if the dynamic loader refuses the library, or if the library
+    /// lacks a required symbol. The error names the library, and the loader's reason or the first
+    /// missing symbol.
     pub fn load(path: &Path) -> Result<Self> {
         let library = path.display().to_string();
         // SAFETY: loading runs the library's initialisers; the caller names the Level Zero loader,
@@ -535,18 +540,17 @@ impl Functions {
                     .map(|address| address.as_raw_ptr().cast_const().cast())
             })
         }?;
-        // Dropping the handle would unload the driver under the threads, callbacks and exit
-        // handlers that it leaves behind, and crash the process.
+        // Dropping the handle would unload the library. Its threads, callbacks and exit handlers
+        // would then crash the process.
         std::mem::forget(loaded);
         Ok(functions)
     }
 
-    /// Fills the table from a lookup closure. A test passes the functions of its own driver, for
-    /// example.
+    /// Fills the table with the functions that a closure returns, such as those of a fake driver.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup` has
-    /// nothing.
+    /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup`
+    /// returns `None`.
     ///
     /// # Safety
     /// Each address that `lookup` returns is a function with the signature that `ze_api.h` declares

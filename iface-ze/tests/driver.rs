@@ -50,7 +50,7 @@ fn query(iface: &LevelZero, address: u64) -> Option<Allocation> {
     iface.query(Address(address)).expect("query")
 }
 
-/// Returns the number of open fds without those of the driver.
+/// Returns the number of open fds of this process, without those that the fake driver holds.
 fn open_fds(driver: &FakeDriver) -> usize {
     std::fs::read_dir("/proc/self/fd").expect("the fds").count() - driver.files()
 }
@@ -65,7 +65,7 @@ fn every_missing_symbol_is_named() {
     let driver = FakeDriver::start(Profile::default());
     for missing in Functions::SYMBOLS {
         let lookup = |name: &'static str| driver.symbol(name).filter(|_| name != *missing);
-        // SAFETY: as in `open`, each function has the signature of its name, and functions live
+        // SAFETY: each function has the signature of its name in `ze_api.h`, and functions live
         // forever.
         let error = unsafe { Functions::from_lookup(lookup) }.expect_err("a symbol is missing");
         assert_eq!(error.kind(), ErrorKind::Unavailable);
@@ -73,7 +73,7 @@ fn every_missing_symbol_is_named() {
     }
     for missing in Functions::OPTIONAL_SYMBOLS {
         let lookup = |name: &'static str| driver.symbol(name).filter(|_| name != *missing);
-        // SAFETY: as in `open`, each function has the signature of its name, and functions live
+        // SAFETY: each function has the signature of its name in `ze_api.h`, and functions live
         // forever.
         unsafe { Functions::from_lookup(lookup) }.expect("it works without");
     }
@@ -121,7 +121,7 @@ fn device_numbers_follow_libfabric() {
     let allocation = iface.allocate(&request).expect("allocate");
     assert_eq!(allocation.device, Some(request.device));
     assert_eq!(query(&iface, allocation.base().0), Some(allocation));
-    // Each driver counts its own allocations from 1.
+    // Each driver numbers its own allocations from 1.
     let other = iface.allocate(&self::request(AllocationKind::Device)).expect("allocate");
     assert_ne!(other.id, allocation.id);
     for allocation in [allocation, other] {
@@ -214,7 +214,7 @@ fn pooled_memory_of_the_application_is_recognised() {
     assert!(!monitor.valid(&found).expect("asked"));
 }
 
-/// Ignores notifications: identities show changes.
+/// A subscriber that ignores notifications, since identities show the changes.
 #[derive(Debug)]
 struct Nobody;
 
@@ -234,7 +234,8 @@ impl hmem_core::monitor::Invalidator for Nobody {
 
 /// HM-01 MON-07
 ///
-/// Small host memory of the iface comes from a pool too. The table of the iface detects its frees.
+/// The driver takes small host allocations of the iface from a pool too. The iface's table of its
+/// own allocations shows when one is freed.
 #[test]
 fn pooled_memory_of_the_iface_has_its_own_identities() {
     let (_driver, iface) = start(Profile::default());
@@ -259,7 +260,8 @@ fn pooled_memory_of_the_iface_has_its_own_identities() {
 /// HM-06
 ///
 /// The driver exports whole allocations, so that the offset in the dma-buf is the offset in the
-/// allocation. Every fd is released, by the calls that the release of the driver has.
+/// allocation. Every fd is released, with new drivers (by the call that returns an fd) and with old
+/// ones (without it).
 #[test]
 fn exports_are_owned_fds_and_every_fd_is_released() {
     // The last profile is an old driver behind a new loader.
@@ -296,7 +298,8 @@ fn exports_are_owned_fds_and_every_fd_is_released() {
 
 /// HM-06
 ///
-/// A driver may close the only fd of an allocation when the fd is returned.
+/// A driver may share one fd among the exports of an allocation, and close it when one export gives
+/// it back. So a second export waits until the first one has given it back.
 #[test]
 fn concurrent_exports_of_one_allocation_are_serialised() {
     let (driver, iface) = start(Profile { first_put_closes: true, ..Profile::default() });
@@ -317,8 +320,9 @@ fn concurrent_exports_of_one_allocation_are_serialised() {
     assert_eq!(driver.live().exports, 0, "the driver has every fd back");
 }
 
-/// A function of the driver that simulates a race. At the second export the memory is freed first,
-/// a file gets the number of its fd, and other memory gets its address.
+/// Replacement for a function of the driver, which simulates a race with a free. Before the second
+/// export it frees the memory, opens a file with the number of the memory's fd, and allocates other
+/// memory at the address.
 mod replaced {
     use std::{
         ffi::c_void,
@@ -333,7 +337,7 @@ mod replaced {
         ZeResult,
     };
 
-    /// The file that has the number of the first export's fd.
+    /// The file with the number that the fd of the first export had.
     pub(super) static FILE: Mutex<Option<OwnedFd>> = Mutex::new(None);
     static FIRST: Mutex<Option<i32>> = Mutex::new(None);
 
@@ -380,9 +384,9 @@ mod replaced {
 
 /// HM-06
 ///
-/// If the driver has no call that takes fds back, a second export shows whether the caller owns the
-/// first fd. If other memory is at the address by then, the numbers differ and neither fd may be
-/// closed.
+/// If the driver has no call to return an fd, a second export shows whether the caller owns the
+/// first fd. If other memory is at the address by then, the numbers of the allocations differ, and
+/// neither fd may be closed.
 #[test]
 fn fds_stay_open_if_the_memory_is_replaced_during_its_export() {
     let absent = vec!["zeMemGetIpcHandleFromFileDescriptorExp", "zeMemPutIpcHandle"];
@@ -392,7 +396,7 @@ fn fds_stay_open_if_the_memory_is_replaced_during_its_export() {
         "zeMemGetAllocProperties" => Some(replaced::properties as *const ()),
         _ => driver.symbol(name),
     };
-    // SAFETY: as in `open`, each function has the signature of its name, and functions live
+    // SAFETY: each function has the signature of its name in `ze_api.h`, and functions live
     // forever.
     let functions = unsafe { Functions::from_lookup(lookup) }.expect("the table");
     let iface = LevelZero::builder().functions(functions).open().expect("open");
@@ -473,7 +477,8 @@ fn host_and_shared_memory_are_not_exported_as_device_memory() {
 
 /// HM-09
 ///
-/// Level Zero has only the default mapping. The PCIe mapping is not listed, and is refused by name.
+/// Level Zero has only the default mapping. The PCIe mapping is not listed. An export with it is
+/// refused, and the error names the mapping.
 #[test]
 fn pcie_mapping_is_unsupported_and_not_listed() {
     let (driver, iface) = start(Profile::default());
@@ -507,8 +512,8 @@ fn memory_freed_without_the_iface_is_unknown_and_not_exported() {
 
 /// HM-03
 ///
-/// The fake counts copies with undefined behaviour: of memory that the device cannot access, and of
-/// overlapping sides.
+/// The fake counts copies with undefined behaviour: copies of memory that the device cannot access,
+/// and copies with overlapping sides.
 #[test]
 fn copies_pass_the_device_accessible_memory_only() {
     let (driver, iface) = start(Profile { drivers: 2, ..Profile::default() });
@@ -556,7 +561,8 @@ fn copies_pass_the_device_accessible_memory_only() {
 
 /// HM-03
 ///
-/// Only the lane with a copy in flight is waited for, of the two lanes of a copy between devices.
+/// A copy between devices has two lanes. After a failed wait, only the lane with a copy in flight
+/// is waited for again.
 #[test]
 fn failed_wait_between_devices_is_repeated_once() {
     let (driver, iface) = start(Profile::default());
@@ -640,7 +646,7 @@ fn ipc_handle_of_freed_memory_or_of_another_iface_is_refused() {
 
 /// HM-10
 ///
-/// The handle opens in a child process, which the test allows to trace its parent.
+/// A child process opens the handle. The test allows the child to trace its parent.
 #[test]
 fn ipc_handle_opens_in_another_process() {
     const NAME: &str = "ipc_handle_opens_in_another_process";
@@ -707,7 +713,7 @@ fn close_with_live_memory_is_busy_and_returns_the_iface() {
 /// REL-01
 ///
 /// Every call of the driver fails in turn, at its first use and at later ones. The caller gets the
-/// error, nothing is left, and the same work then succeeds.
+/// error and nothing is leaked. Then the same work succeeds.
 #[test]
 fn fault_at_every_call_leaves_nothing_and_the_next_call_works() {
     let codes = [
@@ -730,7 +736,8 @@ fn fault_at_every_call_leaves_nothing_and_the_next_call_works() {
                 driver.heal();
                 let live = driver.live();
                 assert_eq!(live.undefined, 0, "{symbol} {nth}");
-                // Objects that the driver refuses to destroy or to take back stay.
+                // Objects that the driver refuses to destroy remain, and so do fds that it refuses
+                // to take back.
                 let destroys = symbol.contains("Destroy") || symbol.contains("Free");
                 let gives_back = symbol.contains("Ipc");
                 if !destroys {
@@ -754,7 +761,7 @@ fn fault_at_every_call_leaves_nothing_and_the_next_call_works() {
     }
 }
 
-/// Opens, allocates, copies, exports, shares and closes. Releases everything whichever call fails.
+/// Opens, allocates, copies, exports, shares and closes. Releases everything even if a call fails.
 fn everything(driver: &FakeDriver) -> Result<()> {
     let iface = open(driver)?;
     let done = work(&iface);
@@ -762,7 +769,7 @@ fn everything(driver: &FakeDriver) -> Result<()> {
         Ok(()) => done,
         Err(rejected) => {
             let (iface, error) = (rejected.value, rejected.error);
-            // Retries the close, as dropping does.
+            // Dropping the iface retries the close.
             drop(iface);
             done.and(Err(error))
         }

@@ -10,7 +10,7 @@ use hmem_iface_ze::sys::{
     ZeResult,
 };
 
-/// Names that Level Zero 1.4 lacks.
+/// Result codes of this crate that the header of Level Zero 1.4 does not have yet.
 const SINCE_1_4: [&str; 4] = [
     "ZE_RESULT_ERROR_SURVIVABILITY_MODE_DETECTED",
     "ZE_RESULT_ERROR_ADDRESS_NOT_FOUND",
@@ -18,7 +18,7 @@ const SINCE_1_4: [&str; 4] = [
     "ZE_RESULT_WARNING_ACTION_REQUIRED",
 ];
 
-/// The C spelling of an argument's type in the table.
+/// Returns the C spelling of an argument's type in the function table.
 fn c_type(rust: &str) -> String {
     if let Some(target) = rust.strip_prefix("*mut ") {
         return format!("{} *", c_type(target));
@@ -59,7 +59,8 @@ fn has(header: &str, name: &str) -> bool {
     header.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').any(|word| word == name)
 }
 
-/// C code with one pointer to each function of the header, of the type in the table.
+/// Returns C code with a pointer to each function. A pointer has the type in the function table and
+/// so compiles only if the header agrees.
 fn signatures(header: &str) -> String {
     let mut code = String::new();
     for (symbol, arguments) in Functions::SIGNATURES {
@@ -75,7 +76,7 @@ fn signatures(header: &str) -> String {
     code
 }
 
-/// Expressions for the C compiler, with the values of this crate.
+/// Returns C expressions, each with the value that this crate has for it.
 fn questions(header: &str, release: &str) -> BTreeMap<String, i128> {
     let mut ours = BTreeMap::new();
     let codes = ZeResult::ALL.iter().map(|code| (code.name().expect("named"), code.0));
@@ -151,7 +152,7 @@ fn compare(release: &str) {
     if let Err(errors) = compile(&folder, &header, &code, &arguments) {
         panic!("{release}: a signature differs from the header:\n{errors}");
     }
-    // A check of the check: with one argument changed the code does not compile.
+    // This shows that the check works: with one changed argument the code does not compile.
     let wrong = code.replace(
         "p_zeMemFree)(ze_context_handle_t, void *)",
         "p_zeMemFree)(ze_context_handle_t, int)",

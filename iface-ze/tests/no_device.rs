@@ -1,8 +1,8 @@
-//! Behaviour of the real loader of two releases, and of Intel's driver, without a device.
-//! `HMEM_ZE=driver` makes their absence a failure.
+//! Tests of the real loader of two releases, and of Intel's driver, without a device. With
+//! `HMEM_ZE=driver`, a missing loader or driver is a failure.
 //!
-//! The newer release needs the C library of its packages, so that this test starts itself through
-//! the dynamic loader in the folder of the release.
+//! The newer release needs the C library of its own packages. So this test starts itself again
+//! through the dynamic loader in the folder of the release.
 
 mod support;
 
@@ -13,7 +13,7 @@ use hmem_iface_ze::{LevelZero, sys::Functions};
 
 const RELEASE: &str = "HMEM_ZE_RELEASE";
 
-/// Runs the test of this name in a process of its own for each release.
+/// Runs the named test once for each release, in a new process.
 fn each(name: &str, show: impl Fn(&str)) {
     if let Ok(release) = std::env::var(RELEASE) {
         return show(&release);

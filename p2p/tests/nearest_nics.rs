@@ -19,7 +19,7 @@ fn named(name: &str, pci_bus_id: Option<String>) -> Nic {
     Nic { provider: "verbs".into(), name: name.into(), pci_bus_id }
 }
 
-/// The RDMA devices of a machine as a provider lists them.
+/// Returns the RDMA devices of a machine as NICs, like a provider lists them.
 fn nics(topology: &Topology) -> Vec<Nic> {
     let nic = |rdma: &hmem_p2p::topology::RdmaDevice| {
         named(&rdma.name, rdma.bus_id.map(|id| id.to_string()))
@@ -27,7 +27,7 @@ fn nics(topology: &Topology) -> Vec<Nic> {
     topology.rdma().iter().map(nic).collect()
 }
 
-/// The accelerators in the order of their addresses.
+/// Returns the accelerators of a machine, ordered by address.
 fn gpus(topology: &Topology) -> Vec<Locality> {
     topology.accelerators().map(|gpu| Locality::Device(gpu.bus_id)).collect()
 }
@@ -41,7 +41,7 @@ fn names(choice: &NearestNics) -> Vec<String> {
     choice.chosen().iter().map(|nic| nic.nic.name.clone()).collect()
 }
 
-/// The first choice of every GPU, with its distance.
+/// Returns the first chosen NIC for each GPU, with its distance.
 fn first_of_each(topology: &Topology) -> Vec<String> {
     let nics = nics(topology);
     let first = |memory| {
@@ -54,8 +54,8 @@ fn first_of_each(topology: &Topology) -> Vec<String> {
 
 /// P2P-05
 ///
-/// On the first machine each pair of GPUs shares a pair of NICs. One GPU is nearer to one of the
-/// NICs, so the other GPU starts with the other NIC.
+/// On the first machine, two GPUs share two NICs. One of the NICs is nearer to one GPU, so the
+/// other GPU starts with the other NIC.
 #[test]
 fn every_gpu_starts_with_its_own_near_nic() {
     let dgx = first_of_each(&open("dgx-a100"));
@@ -72,7 +72,7 @@ fn every_gpu_starts_with_its_own_near_nic() {
 
 /// P2P-05
 ///
-/// Two ports of one card are equally near to all eight GPUs, or to those of one socket.
+/// Two ports of one card are equally near to all eight GPUs, or to the GPUs of one socket.
 #[test]
 fn devices_that_share_nics_start_with_different_nics() {
     let server = open("switch-acs");
@@ -121,7 +121,7 @@ fn host_memory_prefers_nics_of_its_node_in_the_given_order() {
 
 /// P2P-05
 ///
-/// NICs with an unknown distance come last, in the given order, with the reason.
+/// NICs with an unknown distance come last, in the order of the list, each with the reason.
 #[test]
 fn nics_at_an_unknown_distance_come_last() {
     let dgx = open("dgx-a100");
@@ -194,7 +194,7 @@ fn invalid_choices_are_typed_errors() {
 proptest! {
     /// P2P-05
     ///
-    /// Compares with a naive oracle over any subset of NICs in any order:
+    /// Compares the choice with a naive oracle, for random subsets of NICs in random order:
     ///
     /// - No NIC outside the choice is nearer than a chosen one.
     /// - The order is by distance and hops.

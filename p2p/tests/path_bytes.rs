@@ -16,7 +16,7 @@ use path_support::{
 
 const LEN: usize = 300_000;
 
-/// A path to a kind of memory, and the setup that selects it.
+/// A path, the kind of memory it reaches, and the setup that selects it.
 struct Way {
     kind: AllocationKind,
     expected: (Path, DmaBufMapping),
@@ -58,7 +58,7 @@ fn ways() -> Vec<Way> {
     ways
 }
 
-/// Runs `play` over every path, with the target's region and key.
+/// Runs `play` over each path. `play` gets the target's region and key.
 fn over_every_way(mut play: impl FnMut(&Wire<'_>, &Target, &RemoteKey)) {
     for way in ways() {
         for policy in way.policies {
@@ -89,7 +89,7 @@ fn over_every_way(mut play: impl FnMut(&Wire<'_>, &Target, &RemoteKey)) {
     }
 }
 
-/// Registered memory of any kind.
+/// The registered target of a transfer: device or host memory.
 enum Target {
     Host(OwnedRegion<Vec<u8>>),
     Device(OwnedRegion<hmem_core::DeviceBuffer>),

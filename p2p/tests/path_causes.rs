@@ -26,7 +26,7 @@ use path_support::{
     vendor::{Refuse, Vendor, causes_of},
 };
 
-/// A fact source with fixed facts.
+/// A fact source that always returns the same facts.
 #[derive(Debug)]
 struct FixedFacts(Facts);
 
@@ -36,17 +36,18 @@ impl FactSource for FixedFacts {
     }
 }
 
-/// One registration on a machine that refuses it.
+/// A setup in which a registration is refused for one cause.
 struct Scene {
     iface: IfaceKind,
     kind: AllocationKind,
     imports: Imports,
     facts: Facts,
-    /// Breaks the iface.
+    /// Configures the failures of the iface.
     iface_breaks: fn(&mut Vendor),
-    /// Error numbers with which the NIC refuses registrations, in order.
+    /// Errno values with which the NIC refuses successive registrations.
     nic_answers: &'static [i32],
-    /// Refuses the export of several segments as a whole. Memory then has segments of one page.
+    /// Set to refuse exports of several segments as one dma-buf. The memory then has segments of
+    /// one page.
     whole: Option<Refuse>,
     unexportable: bool,
     /// Length of the registration in bytes.
@@ -78,7 +79,7 @@ impl Scene {
         Self::of(IfaceKind::CUDA)
     }
 
-    /// Returns the traces of a registration and of an explanation.
+    /// Registers once and explains once, and returns both traces.
     fn play(&self) -> Vec<Trace> {
         let memory =
             Simulated::builder().window(1 << 32).dma_buf(DmaBufKind::MemFd).peer_memory(true);
@@ -129,18 +130,18 @@ impl Scene {
     }
 }
 
-/// The ifaces with causes of their own.
+/// The ifaces that have causes of their own.
 const VENDORS: [IfaceKind; 5] =
     [IfaceKind::CUDA, IfaceKind::ROCR, IfaceKind::ZE, IfaceKind::NEURON, IfaceKind::SYNAPSEAI];
 
-/// Returns every cause with its iface, the general causes first.
+/// Returns all causes, general causes first. A vendor's cause comes with its iface.
 fn causes() -> impl Iterator<Item = (Option<IfaceKind>, &'static RefusalCause)> {
     let of = |kind: IfaceKind| causes_of(kind).iter().map(move |cause| (Some(kind), cause));
     CAUSES.iter().map(|cause| (None, cause)).chain(VENDORS.into_iter().flat_map(of))
 }
 
-/// Returns the facts of a machine with NVIDIA's closed kernel modules. The file is written once, as
-/// other tests read it at the same time.
+/// Returns the facts of a machine with NVIDIA's closed kernel modules. Writes the machine's files
+/// only once, since other tests read them at the same time.
 fn closed_modules() -> Facts {
     static ROOT: LazyLock<PathBuf> = LazyLock::new(|| {
         let root = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("closed-modules");
@@ -170,13 +171,13 @@ fn cuda(name: &'static str, code: i64) -> Error {
     Error::new(kind, "cuMemGetHandleForAddressRange").iface(IfaceKind::CUDA).driver_code(name, code)
 }
 
-/// Returns an error of ROCr's export.
+/// Returns an error as ROCr's export reports it.
 fn hsa(kind: ErrorKind, name: &'static str, code: i64) -> Option<Error> {
     let error = Error::new(kind, "hsa_amd_portable_export_dmabuf_v2").iface(IfaceKind::ROCR);
     Some(error.driver_code(name, code))
 }
 
-/// Moves a scene to ROCr.
+/// Changes a scene to use ROCr as the iface.
 fn rocr(scene: Scene) -> Scene {
     Scene { iface: IfaceKind::ROCR, ..scene }
 }
@@ -193,7 +194,7 @@ fn out_of_reach() -> Option<Error> {
     Some(Error::os(Errno(524), "export dma-buf"))
 }
 
-/// Returns registrations that meet each cause, by its name.
+/// Returns scenes with the name of the cause that each must have.
 fn scenes() -> Vec<(&'static str, Scene)> {
     let nic = |nic_answers| Scene { nic_answers, ..Scene::cuda() };
     let broken = |iface_breaks| Scene { iface_breaks, ..Scene::cuda() };
@@ -474,8 +475,8 @@ fn every_cause_is_named_in_its_registration_and_explanation() {
     assert!(unmet.is_empty(), "causes without a scene: {unmet:?}");
 }
 
-/// Errors of NICs, devices and system calls that a container's limits keep from being used, with
-/// the facts about the machine and the words that the cause must name.
+/// Returns errors that a container's limits cause: for NICs, for devices and for system calls. Each
+/// comes with the facts about the machine and the words that the cause must contain.
 fn limits() -> [(&'static str, Step, Error, Facts, &'static str); 7] {
     let nodes = |nodes: &[&str]| nodes.iter().map(|node| (*node).to_owned()).collect();
     let all = nodes(&["/dev/dri/renderD128", "/dev/infiniband/uverbs0", "/dev/nvidia0"]);
@@ -556,9 +557,9 @@ fn limits_of_a_container_are_causes_of_what_is_unavailable() {
 
 /// DIAG-03
 ///
-/// If each segment alone is refused too, the refusal is not about the number of segments. It then
-/// has the cause of a range of one segment. In this test the segments work, so that nothing else is
-/// refused.
+/// If each segment alone is refused too, the number of segments is not the cause. The refusal then
+/// has the cause of a range of one segment. In this test single segments succeed, so nothing else
+/// is refused.
 #[test]
 fn refused_whole_range_export_has_the_cause_of_a_segment() {
     let known = Facts::default;
@@ -671,8 +672,8 @@ fn page() -> String {
     page.lines().map(wrapped).collect()
 }
 
-/// Returns the causes in the order of the search. Leaves out rows by which an iface only adds error
-/// codes or wording to a general cause.
+/// Returns the causes in the order of the search. Leaves out causes of ifaces that only add error
+/// codes or other wording to a general cause.
 fn by_rank() -> Vec<(Option<IfaceKind>, &'static RefusalCause)> {
     let mut all: Vec<_> = causes().collect();
     all.sort_by_key(|(_, cause)| cause.rank);
@@ -680,7 +681,7 @@ fn by_rank() -> Vec<(Option<IfaceKind>, &'static RefusalCause)> {
     all
 }
 
-/// Wraps a line at 100 columns. Lines of a list item are indented.
+/// Wraps a line at 100 columns. Continuation lines of a list item are indented.
 fn wrapped(line: &str) -> String {
     let indent = if line.starts_with("- ") { "\n  " } else { "\n" };
     let mut lines = String::new();
@@ -757,7 +758,8 @@ fn tables_are_complete_and_consistent() {
     }
 }
 
-/// The causes in the order of the original single table. The first that fits is the probable one.
+/// The order of the causes when they were in one table. The first cause that fits is the probable
+/// one.
 const ORDER: [&str; 34] = [
     "file-descriptors",
     "kernel-without-dma-buf",
@@ -795,8 +797,8 @@ const ORDER: [&str; 34] = [
     "nic-takes-no-copies",
 ];
 
-/// Returns refusals with each answer that a cause names. A driver's code has the kind that
-/// `hmem-iface-cuda` gives it.
+/// Returns an error for each error code that a cause lists. A driver's code gets the error kind
+/// that `hmem-iface-cuda` assigns to it.
 fn answered() -> Vec<Error> {
     let mut errors = vec![Error::new(ErrorKind::Driver, "call")];
     for answer in causes().flat_map(|(_, cause)| cause.answers) {
@@ -828,7 +830,7 @@ fn answered() -> Vec<Error> {
     errors
 }
 
-/// Returns machines with no known fact, with one known fact, and with all facts known.
+/// Returns machines with no known fact, with one known fact each, and with all facts known.
 fn machines() -> Vec<Facts> {
     let unknown = Facts::default;
     let nodes =
@@ -864,7 +866,7 @@ fn machines() -> Vec<Facts> {
 
 /// DIAG-03
 ///
-/// The rows of an iface interleave with the general ones.
+/// The causes of an iface and the general causes are merged by rank.
 #[test]
 fn ranks_keep_the_order_of_the_single_table_for_every_refusal() {
     for (at, name) in ORDER.into_iter().enumerate() {

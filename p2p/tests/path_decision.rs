@@ -140,7 +140,7 @@ fn odd_buffers_do_not_demote_ordinary_buffers() {
 
 /// P2P-01
 ///
-/// A page that may still be registered is leaked, and its result says nothing about other buffers.
+/// A page that may still be registered is leaked. Its probe decides nothing for other buffers.
 #[test]
 fn page_that_stays_registered_is_leaked_and_decides_nothing() {
     for (refusals, leaked) in [(1, 0), (2, 1)] {

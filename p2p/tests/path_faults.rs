@@ -21,12 +21,12 @@ use path_support::{
 };
 
 const LEN: u64 = 70_000;
-/// Bytes of the transfer, in two physical segments.
+/// Bytes that each transfer moves. They lie in two physical segments.
 static BYTES: LazyLock<Vec<u8>> =
     LazyLock::new(|| (0..SEGMENT + 617).map(|at| (at * 13) as u8).collect());
 const SEGMENT: u64 = 16 << 10;
 
-/// A path, and the setup that selects it.
+/// A path and the setup that selects it.
 #[derive(Clone, Copy, Debug)]
 struct Way {
     path: Path,
@@ -102,17 +102,17 @@ impl Way {
     }
 }
 
-/// Reports of one run from opening the NIC to closing the region.
+/// Errors and decisions of one run, from opening the NIC to closing the region.
 #[derive(Debug, Default)]
-struct Said {
-    /// Errors of the failed calls.
+struct RunReport {
+    /// Texts of the errors that the calls returned.
     errors: Vec<String>,
-    /// The decisions, with the refused paths.
+    /// The decisions of the registrations, with the refused paths.
     decisions: Vec<Arc<Decision>>,
 }
 
-impl Said {
-    /// Returns whether the injected failure is in an error or in a trace.
+impl RunReport {
+    /// Returns whether the injected failure appears in an error or in a decision.
     fn mentions_the_fault(&self) -> bool {
         let injected = |text: &str| text.contains("EIO (5)");
         let traced = |decision: &Arc<Decision>| {
@@ -126,55 +126,59 @@ impl Said {
     }
 }
 
-/// Retries a failed close, as the owner of a region must.
-fn insist<T>(said: &mut Said, value: T, close: impl Fn(T) -> Result<(), Rejected<T>>) {
+/// Closes a value, and tries again after a failure, as its owner must.
+fn close_with_retry<T>(
+    report: &mut RunReport,
+    value: T,
+    close: impl Fn(T) -> Result<(), Rejected<T>>,
+) {
     if let Err(Rejected { value, error }) = close(value) {
-        said.errors.push(error.to_string());
+        report.errors.push(error.to_string());
         close(value).map_err(Error::from).expect("the second close works");
     }
 }
 
-/// Opens, allocates, registers twice, transfers, closes and frees.
-fn live(bench: &Bench, way: &Way) -> Said {
-    let mut said = Said::default();
+/// Runs a full life cycle: opens, allocates, registers twice, transfers, closes and frees.
+fn live(bench: &Bench, way: &Way) -> RunReport {
+    let mut report = RunReport::default();
     // A closure, so that an early return drops everything.
     let result = (|| -> Result<()> {
         let near = bench.try_domain("loop0", P2pPolicy::Enabled)?;
         let far = bench.try_domain("loop0", way.policy)?;
         let request = AllocRequest { len: LEN, device: DeviceId(0), kind: way.kind };
         let memory = bench.device.allocate(&request)?;
-        let used = use_memory(bench, [&near, &far], memory.range, &mut said);
+        let used = use_memory(bench, [&near, &far], memory.range, &mut report);
         // SAFETY: every region of the memory is closed, and no reference to it exists.
         if let Err(error) = unsafe { bench.device.free(&memory) } {
-            said.errors.push(error.to_string());
+            report.errors.push(error.to_string());
             // SAFETY: the first free failed, so the memory is still allocated, without regions or
             // references.
             unsafe { bench.device.free(&memory) }.expect("the second free works");
         }
-        insist(&mut said, near, Domain::close);
-        insist(&mut said, far, Domain::close);
+        close_with_retry(&mut report, near, Domain::close);
+        close_with_retry(&mut report, far, Domain::close);
         used
     })();
     if let Err(error) = result {
-        said.errors.push(error.to_string());
+        report.errors.push(error.to_string());
     }
-    said
+    report
 }
 
 fn use_memory(
     bench: &Bench,
     [near, far]: [&Domain; 2],
     range: hmem_core::AddressRange,
-    said: &mut Said,
+    report: &mut RunReport,
 ) -> Result<()> {
     let attr = [range];
     let attr = MrAttr::new(&attr, REMOTE | LOCAL);
     for _ in 0..2 {
         // SAFETY: the memory is freed after its regions are closed, and no reference to it exists.
         let region = unsafe { far.regattr(&attr, MrFlags::empty()) }?;
-        said.decisions.push(Arc::clone(region.decision()?));
+        report.decisions.push(Arc::clone(region.decision()?));
         let moved = transfer(bench, [near, far], &region);
-        insist(said, region, MemoryRegion::close);
+        close_with_retry(report, region, MemoryRegion::close);
         moved?;
     }
     Ok(())
@@ -194,7 +198,7 @@ fn transfer(bench: &Bench, [near, far]: [&Domain; 2], region: &MemoryRegion) -> 
     wire.close()
 }
 
-/// Returns the counts of a NIC and a device without live objects.
+/// Returns the object counts of a NIC and a device when nothing is open.
 fn nothing() -> LiveObjects {
     LiveObjects::default()
 }
@@ -207,7 +211,8 @@ fn held(bench: &Bench) -> LiveObjects {
     live
 }
 
-/// Runs with one fault. Returns `false` if the run makes no such call.
+/// Runs the life cycle with one injected failure. Returns `false` if the failing call did not
+/// occur.
 fn survive(
     bench: &Bench,
     way: &Way,
@@ -220,19 +225,19 @@ fn survive(
     assert_eq!(held(bench), nothing());
     let (before, made) = (bench.residue(), calls(bench));
     arm(bench);
-    let said = live(bench, way);
+    let report = live(bench, way);
     let fired = calls(bench) >= made + nth;
     bench.device.faults().clear();
     bench.faults.clear();
-    let context = format!("{way:?}, fault at call {nth} of {what}: {said:?}");
+    let context = format!("{way:?}, fault at call {nth} of {what}: {report:?}");
     if fired {
         // The page of a probe is optional: a failure to allocate it is not reported.
         assert!(
-            said.mentions_the_fault() || !way.reachable,
+            report.mentions_the_fault() || !way.reachable,
             "the fault was not reported: {context}"
         );
     } else {
-        assert!(said.errors.is_empty(), "{context}");
+        assert!(report.errors.is_empty(), "{context}");
     }
     let after = (held(bench), bench.residue_after(&before));
     assert_eq!((after.0, &after.1), (nothing(), &before), "leaked: {context}");
@@ -247,7 +252,7 @@ fn survive(
     fired
 }
 
-/// Fails every call of a kind in turn.
+/// Runs the life cycle once for each call of a kind, and fails that call.
 fn each(way: &Way, what: &str, arm: impl Fn(&Bench, u64), calls: impl Fn(&Bench) -> u64) -> u64 {
     let bench = way.bench();
     bench.faults.count();
@@ -280,7 +285,8 @@ fn every_fault(way: &Way) {
     assert!(hit >= 12, "{way:?}: only {hit} kinds of call were made");
 }
 
-/// Makes a test of each path. An entry's doc comment with its acceptance ids becomes the test's.
+/// Generates one test for each path. The doc comment of an entry, with its acceptance ids, becomes
+/// the doc comment of the test.
 macro_rules! over_ways {
     ($($(#[$meta:meta])* $name:ident: $at:literal,)+) => {$(
         $(#[$meta])*

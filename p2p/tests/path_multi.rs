@@ -17,7 +17,7 @@ use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_loopback::{Call as NicCall, Loopback};
 use path_support::{
     ALL_IMPORTS, Bench, PAGE, REMOTE, alone,
-    recording::Handed,
+    recording::RegisteredAs,
     wire::{LOCAL, Wire},
 };
 
@@ -81,7 +81,7 @@ fn one_export_of_each_segment_serves_every_nic() {
                 let of = |nic: &str| {
                     last.iter().filter(|(name, _)| name == nic).map(|(_, fd)| *fd).collect()
                 };
-                let fds: Vec<Vec<Handed>> = NICS.iter().map(|nic| of(nic)).collect();
+                let fds: Vec<Vec<RegisteredAs>> = NICS.iter().map(|nic| of(nic)).collect();
                 assert!(
                     fds.iter().all(|fd| *fd == fds[0] && fd.len() == segments as usize),
                     "{fds:?}"
@@ -179,7 +179,7 @@ fn a_fault_at_any_call_of_any_nic_leaves_nothing_registered() {
     }
 }
 
-/// Registers with one fault. Returns `false` if there is no such call.
+/// Registers with one injected failure. Returns `false` if the failing call did not occur.
 fn breaks(
     imports: Imports,
     warm: bool,
@@ -289,8 +289,8 @@ fn refused_close_returns_the_open_regions() {
 
 /// VRB-08
 ///
-/// The exports are released after the last NIC. Its decision, or the error of its registration,
-/// records errors of the release.
+/// The exports are released after the last NIC has registered. An error of that release is recorded
+/// in the decision of the last NIC, or in the error of its registration.
 #[test]
 fn refused_release_of_an_export_is_in_the_trace_of_the_last_nic() {
     let _alone = alone();

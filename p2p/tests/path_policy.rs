@@ -14,13 +14,14 @@ use hmem_core::{
 use hmem_iface_system::{Call, DmaBufKind, FreeDetection, P2pMatrix, Simulated};
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_loopback::Loopback;
-use path_support::{Bench, PAGE, REMOTE, close, recording::Handed, register};
+use path_support::{Bench, PAGE, REMOTE, close, recording::RegisteredAs, register};
 
-/// One combination of device, NIC and policy.
+/// A combination of device, NIC and policy.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     style: FreeDetection,
-    /// Exports of the device: dma-bufs, dma-bufs with the PCIe mapping, and peer memory.
+    /// Set for each kind of export that the device supports: dma-bufs, dma-bufs with the PCIe
+    /// mapping, and peer memory.
     exports: [bool; 3],
     reachable: bool,
     imports: Imports,
@@ -52,7 +53,7 @@ impl Case {
         cases
     }
 
-    /// Returns the expected result, derived from the documented policies.
+    /// Returns the result that the documented policies require.
     fn expected(&self) -> Result<(Path, DmaBufMapping), &'static str> {
         let [dma_buf, pcie, peer_memory] = self.exports;
         let direct = if dma_buf && self.imports.dma_buf && self.reachable {
@@ -131,10 +132,10 @@ impl Case {
                     );
                     let given = match path {
                         Path::DmaBuf => {
-                            handed.iter().any(|handed| matches!(handed, Handed::DmaBuf(_)))
+                            handed.iter().any(|handed| matches!(handed, RegisteredAs::DmaBuf(_)))
                         }
-                        Path::PeerMemory => handed.contains(&Handed::DeviceAddress),
-                        _ => handed.contains(&Handed::Copies),
+                        Path::PeerMemory => handed.contains(&RegisteredAs::DeviceAddress),
+                        _ => handed.contains(&RegisteredAs::Copies),
                     };
                     assert!(given, "{case:?}: {handed:?}");
                     close(region);
@@ -158,7 +159,10 @@ impl Case {
                 }
             }
             if case.policy == P2pPolicy::Required {
-                assert!(!handed.contains(&Handed::Copies), "{case:?}: copied instead of failing");
+                assert!(
+                    !handed.contains(&RegisteredAs::Copies),
+                    "{case:?}: copied instead of failing"
+                );
             }
             if case.is_off() {
                 assert!(
@@ -177,7 +181,7 @@ impl Case {
 
 /// P2P-02
 ///
-/// Domains of every policy share one selector.
+/// Domains with different policies share one path selector.
 #[test]
 fn remembered_path_holds_for_its_policy_only() {
     for disabled in [false, true] {
@@ -231,7 +235,7 @@ fn cpu_accessible_memory_is_host_pages_under_every_policy() {
         }
         let host = domain.register(vec![0u8; 100], REMOTE).unwrap();
         assert_eq!(host.decision().unwrap().path, Path::PlainHost);
-        assert_eq!(bench.record.handed(), vec![Handed::HostPages; 5]);
+        assert_eq!(bench.record.handed(), vec![RegisteredAs::HostPages; 5]);
     }
 }
 
@@ -265,7 +269,7 @@ fn application_dma_buf_is_refused_without_direct_access() {
             assert!(handed.is_empty(), "{handed:?}");
         } else {
             assert_eq!(region.unwrap().decision().unwrap().path, Path::DmaBuf);
-            assert_eq!(handed, [Handed::DmaBuf(std::os::fd::AsRawFd::as_raw_fd(&export.fd))]);
+            assert_eq!(handed, [RegisteredAs::DmaBuf(std::os::fd::AsRawFd::as_raw_fd(&export.fd))]);
         }
         bench.device.release_dma_buf(export).unwrap();
     }

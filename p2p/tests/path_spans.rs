@@ -27,7 +27,7 @@ use hmem_p2p::path::{DefaultPathSelector, ExplainRequest};
 use hmem_provider_loopback::{Call as NicCall, Loopback};
 use path_support::{
     ALL_IMPORTS, Bench, PAGE, REMOTE, alone, close,
-    recording::Handed,
+    recording::RegisteredAs,
     vendor::{Refuse, Vendor},
     wire::{LOCAL, Wire},
 };
@@ -36,7 +36,7 @@ use path_support::{
 const STEP: u64 = 4 * PAGE;
 const IMPORTS: Imports = Imports { pcie_mapping_first: false, peer_memory: false, ..ALL_IMPORTS };
 
-/// Memory with a physical segment for every four pages.
+/// Device memory in which each four pages are a physical segment.
 struct Segmented {
     bench: Bench,
     vendor: Arc<dyn Iface>,
@@ -47,7 +47,7 @@ fn segmented(breaks: impl FnOnce(&mut Vendor)) -> Segmented {
     segmented_for(IMPORTS, breaks)
 }
 
-/// Like [`segmented`], for NICs that try the PCIe mapping first.
+/// Creates memory like [`segmented`], for NICs that try the PCIe mapping first.
 fn segmented_pcie_first(breaks: impl FnOnce(&mut Vendor)) -> Segmented {
     segmented_for(Imports { pcie_mapping_first: true, ..IMPORTS }, breaks)
 }
@@ -96,7 +96,8 @@ impl Segmented {
         registered.map_err(Error::from).unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// Moves bytes in both directions through the key, across every seam.
+    /// Checks that bytes move in both directions through the key, across each border of two
+    /// segments.
     fn moves(&self, region: &OwnedRegion<DeviceBuffer>) {
         let len = region.range().len() as usize;
         let bytes: Vec<u8> = (0..len).map(|at| (at * 31 + (at >> 8) * 7) as u8).collect();
@@ -112,8 +113,8 @@ impl Segmented {
     }
 }
 
-fn dma_bufs(handed: &[Handed]) -> usize {
-    assert!(handed.iter().all(|one| matches!(one, Handed::DmaBuf(_))), "{handed:?}");
+fn dma_bufs(handed: &[RegisteredAs]) -> usize {
+    assert!(handed.iter().all(|one| matches!(one, RegisteredAs::DmaBuf(_))), "{handed:?}");
     handed.iter().copied().map(|one| format!("{one:?}")).collect::<BTreeSet<_>>().len()
 }
 
@@ -200,7 +201,8 @@ fn segments_are_registered_if_the_nic_refuses_the_whole_range() {
 
 /// P2P-01
 ///
-/// The NIC refuses the whole range of several buffers. The next buffer still gets a single key.
+/// The NIC refuses the whole-range export of one range. The next range is still tried as a whole,
+/// and gets a single key.
 #[test]
 fn refused_whole_range_does_not_affect_other_buffers() {
     let _alone = alone();
@@ -292,7 +294,7 @@ fn remembered_decision_has_no_layout_of_another_range() {
 
 /// P2P-03
 ///
-/// Every registration over the remembered path says why the PCIe mapping was not used.
+/// Each registration over the remembered path records why the PCIe mapping was not used.
 #[test]
 fn remembered_path_keeps_the_refusal_of_the_first_mapping() {
     let _alone = alone();
@@ -326,8 +328,8 @@ fn remembered_path_keeps_the_refusal_of_the_first_mapping() {
 
 /// P2P-03
 ///
-/// A refusal under the PCIe mapping may concern the mapping, the whole range or the memory. The
-/// other refusals tell which.
+/// A refusal with the PCIe mapping may be caused by the mapping, the whole range or the memory. The
+/// other refusals of the search show the cause.
 #[test]
 fn pcie_mapping_is_the_cause_only_if_the_default_works() {
     type Breaks = fn(&mut Vendor);
@@ -377,7 +379,7 @@ fn pcie_mapping_is_the_cause_only_if_the_default_works() {
 
 /// P2P-03
 ///
-/// The default mapping is remembered, so it is tried and refused first.
+/// The default mapping is the remembered one, so it is tried and refused first.
 #[test]
 fn pcie_mapping_is_not_the_cause_after_the_default_failed() {
     static NONE_ANY_LONGER: AtomicBool = AtomicBool::new(false);
@@ -475,8 +477,8 @@ fn refused_whole_range_export_is_tried_once_for_all_nics() {
 
 /// HM-07
 ///
-/// The driver is not called for a range with parts that the iface marks as not exportable. The
-/// error names the first of them.
+/// If the iface marks parts of a range as not exportable, the driver is not called. The error names
+/// the first of these parts.
 #[test]
 fn range_with_an_unexportable_segment_is_not_exported_whole() {
     let _alone = alone();
@@ -494,7 +496,7 @@ fn range_with_an_unexportable_segment_is_not_exported_whole() {
 
 /// HM-07
 ///
-/// One dma-buf is also one key with verbs.
+/// A range that is exported as one dma-buf has a single verbs key.
 #[test]
 fn range_of_several_segments_has_one_verbs_key() {
     use hmem_core::{DomainAttr, MrMode};

@@ -28,7 +28,7 @@ fn nic(topology: &Topology, name: &str) -> BusId {
     topology.rdma_named(name).and_then(|nic| nic.bus_id).unwrap_or_else(|| panic!("no {name}"))
 }
 
-/// Returns the distances from each GPU, ordered by address, to the NICs of these names.
+/// Returns the distances from each GPU to the NICs with these names. GPUs are ordered by address.
 fn matrix(topology: &Topology, nics: impl Fn(usize) -> String, count: usize) -> Vec<String> {
     let row = |gpu: BusId| {
         let to = |column| topology.path(gpu, nic(topology, &nics(column))).unwrap().distance.name();
@@ -39,7 +39,7 @@ fn matrix(topology: &Topology, nics: impl Fn(usize) -> String, count: usize) -> 
 
 /// P2P-05
 ///
-/// NVIDIA/nccl#1505 publishes rows 0 to 4; 5 to 7 follow from the box's symmetry
+/// NVIDIA/nccl#1505 publishes rows 0 to 4. Rows 5 to 7 follow from the symmetry of the machine
 /// (fixtures/topology/README.md).
 #[test]
 fn a_dgx_a100_has_its_published_distances() {
@@ -66,7 +66,7 @@ fn a_dgx_a100_has_its_published_distances() {
 
 /// P2P-05
 ///
-/// NVIDIA/nccl#1453 publishes every row.
+/// NVIDIA/nccl#1453 publishes all rows of the matrix.
 #[test]
 fn an_hgx_h100_has_its_published_distances() {
     let published = [
@@ -90,7 +90,7 @@ fn an_hgx_h100_has_its_published_distances() {
 
 /// P2P-05
 ///
-/// lattice/quda#669 publishes the whole matrix, distances between GPUs included.
+/// lattice/quda#669 publishes the whole matrix, including the distances between GPUs.
 #[test]
 fn a_two_socket_server_has_its_published_distances() {
     let published = [
@@ -116,7 +116,7 @@ fn a_two_socket_server_has_its_published_distances() {
 
 /// P2P-05
 ///
-/// NVIDIA/nccl-tests#29 publishes rows 0 to 6.
+/// NVIDIA/nccl-tests#29 publishes rows 0 to 6 of the matrix.
 #[test]
 fn server_with_nics_behind_a_switch_has_published_distances() {
     let server = open("switch-acs");
@@ -139,8 +139,8 @@ fn server_with_nics_behind_a_switch_has_published_distances() {
 
 /// P2P-05
 ///
-/// Devices without any structure between them are as far apart as the host bridge
-/// (NVIDIA/nccl#1674).
+/// A virtual machine shows devices without switches or bridges. Their distance is then that of one
+/// host bridge (NVIDIA/nccl#1674).
 #[test]
 fn flat_virtual_machine_is_one_host_bridge() {
     let vm = open("cloud-vm");
@@ -201,7 +201,7 @@ fn the_nearest_nic_and_the_nearest_devices_are_found() {
 
 /// P2P-05
 ///
-/// The driver's ordinals depend on the environment. Addresses do not, in any spelling.
+/// A driver's device numbers depend on the environment. PCI addresses do not, in any notation.
 #[test]
 fn renumbered_devices_have_the_same_nearest_nic() {
     let dgx = open("dgx-a100");
@@ -217,7 +217,7 @@ fn renumbered_devices_have_the_same_nearest_nic() {
 
 /// P2P-05, DIAG-03
 ///
-/// Effects of ACS and the IOMMU on a pair are listed with the pair.
+/// Paths and findings name the ports that redirect traffic, and the state of the IOMMU.
 #[test]
 fn ports_that_redirect_are_named() {
     let server = open("two-socket-acs");
@@ -262,7 +262,7 @@ fn ports_that_redirect_are_named() {
 
 /// DIAG-03
 ///
-/// The facts for causes include the ACS redirection between the two functions.
+/// The facts about a refusal include ACS redirection between the device and the NIC.
 #[test]
 fn facts_of_a_refusal_include_acs() {
     let nic =
@@ -292,7 +292,7 @@ fn facts_of_a_refusal_include_acs() {
 
 /// P2P-05, DIAG-03
 ///
-/// Causes depend on BARs, links, modules and kernel options.
+/// Causes of refusals depend on BARs, links, modules and kernel options.
 #[test]
 fn facts_that_causes_depend_on_are_read() {
     let dgx = open("dgx-a100");
@@ -320,7 +320,8 @@ fn facts_that_causes_depend_on_are_read() {
     );
 }
 
-/// Compares the recordings with their descriptions. `HMEM_BLESS=1` writes the recordings.
+/// Compares the recordings with the descriptions that they are made from. `HMEM_BLESS=1` writes the
+/// recordings.
 #[test]
 fn recordings_match_their_descriptions() {
     for name in MACHINES {
@@ -350,7 +351,7 @@ fn holds(haystack: &[u8], needle: &[u8]) -> bool {
 
 /// P2P-05
 ///
-/// A recording is safe to publish.
+/// A recording holds nothing that identifies the machine, so it can be published.
 #[test]
 fn a_recording_holds_no_serial_number_address_or_host_name() {
     for name in MACHINES {
@@ -386,7 +387,7 @@ fn a_recording_holds_no_serial_number_address_or_host_name() {
 
 /// P2P-05
 ///
-/// A recording equals the machine, packed or not, recorded once or twice.
+/// A recording gives the same topology as the machine, packed or unpacked, recorded once or twice.
 #[test]
 fn recording_equals_the_machine() {
     for name in MACHINES {
@@ -403,7 +404,7 @@ fn recording_equals_the_machine() {
 
 /// P2P-05
 ///
-/// Any machine that runs the test.
+/// A recording of the machine that runs the test gives the same topology as the machine.
 #[test]
 fn recording_equals_the_running_machine() {
     let here = Topology::read().unwrap();
@@ -425,7 +426,7 @@ fn refused(folder: &Folder) -> (ErrorKind, String) {
 
 /// REL-03
 ///
-/// The error names each malformed file.
+/// The error for a malformed file names the file.
 #[test]
 fn malformed_file_is_named_with_a_remedy() {
     let gpu = "sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0";
@@ -464,7 +465,8 @@ fn malformed_file_is_named_with_a_remedy() {
 
 /// REL-03
 ///
-/// Entries that vanish during the read, links outside the tree, and entries that are not files.
+/// The error names the path if a file is missing, a link leads outside the tree, or an entry is not
+/// an ordinary file.
 #[test]
 fn vanished_files_and_foreign_links_are_named() {
     let vanished = |path: &str| {
@@ -515,7 +517,7 @@ fn vanished_files_and_foreign_links_are_named() {
 
 /// REL-03
 ///
-/// A recording is cut off at any byte.
+/// A recording that was cut off at any byte is an error.
 #[test]
 fn truncated_recording_is_refused() {
     let whole = fs::read(recording("laptop")).unwrap();

@@ -1,7 +1,8 @@
 //! The local and the remote side of a transfer.
 //!
-//! A transfer holds the regions of both sides from its first check until its last byte, so that
-//! deregistration waits for it. It checks all bytes of both sides before it moves any.
+//! A transfer keeps guards of the regions of both sides from its first check until its last byte
+//! has moved, so that deregistration waits for the transfer. All checks of both sides come before
+//! the first byte moves.
 
 use std::sync::Arc;
 
@@ -18,7 +19,8 @@ use super::{
     window::BindingGuard,
 };
 
-/// The regions and memory of a transfer's local side, held until the value is dropped.
+/// Guards of the regions on a transfer's local side. No region is deregistered until the value is
+/// dropped.
 pub(super) struct LocalSide {
     holds: Few<LocalHold>,
 }
@@ -30,7 +32,7 @@ enum LocalHold {
 }
 
 impl LocalSide {
-    /// Holds the regions of the parts, which must grant `right`.
+    /// Takes guards of the regions of the parts. Fails unless each region grants `right`.
     #[inline]
     pub(super) fn hold(
         endpoint: &EndpointState,
@@ -50,7 +52,7 @@ impl LocalSide {
         Ok(Self { holds })
     }
 
-    /// Adds the bytes of the parts to `into`.
+    /// Appends the spans of memory that the parts cover to `into`.
     #[inline]
     pub(super) fn spans<'a>(&'a self, parts: &[LocalPart], into: &mut Few<Span<'a>>) -> Result<()> {
         for (hold, part) in self.holds.iter().zip(parts.iter()) {
@@ -68,19 +70,20 @@ impl LocalSide {
     }
 }
 
-/// The regions of a transfer's remote side, held until the value is dropped.
+/// Guards of the regions on a transfer's remote side. No region is deregistered until the value is
+/// dropped.
 pub(super) struct RemoteSide {
     holds: Few<RemoteHold>,
 }
 
 struct RemoteHold {
     region: RegionGuard,
-    /// The binding, if the key is a window's.
+    /// A guard of the binding, if the key belongs to a window.
     window: Option<BindingGuard>,
 }
 
 impl RemoteSide {
-    /// Holds the regions that the keys of the parts name.
+    /// Takes guards of the regions that the keys of the parts name.
     ///
     /// Each key must grant `initiator` at least one right in `any_of`, through `target`.
     #[inline]
@@ -97,7 +100,7 @@ impl RemoteSide {
         Ok(Self { holds })
     }
 
-    /// Adds the bytes of the parts to `into`.
+    /// Appends the spans of memory that the parts cover to `into`.
     #[inline]
     pub(super) fn spans<'a>(
         &'a self,
@@ -110,7 +113,8 @@ impl RemoteSide {
         Ok(())
     }
 
-    /// Uses up single-use keys. A request that names the same key twice uses it once.
+    /// Marks the single-use keys of the request as used. Fails if an earlier request used one of
+    /// them. A request that names a key twice counts as one use.
     #[inline]
     pub(super) fn spend(&self) -> Result<()> {
         let holds = self.holds.as_slice();
@@ -126,8 +130,8 @@ impl RemoteSide {
         Ok(())
     }
 
-    /// Makes a write or atomic persistent in regions with RMA_PMEM, and then counts it once for
-    /// each region.
+    /// Makes the bytes of a write or atomic persistent in regions with RMA_PMEM. Then increments
+    /// the counters of each region once.
     #[inline]
     pub(super) fn persist_and_count(
         &self,
@@ -152,7 +156,7 @@ impl RemoteSide {
 }
 
 impl RemoteHold {
-    /// Adds the bytes of a part to `into`.
+    /// Appends the spans of memory that the part covers to `into`.
     #[inline]
     fn spans<'a>(&'a self, part: &RemotePart, into: &mut Few<Span<'a>>) -> Result<()> {
         if part.len == 0 {
@@ -166,7 +170,7 @@ impl RemoteHold {
     }
 }
 
-/// Holds the region of a local descriptor.
+/// Takes a guard of the region of a local descriptor. Fails unless the region grants `right`.
 #[inline]
 fn hold_local(endpoint: &EndpointState, token: Token, right: Access) -> Result<RegionGuard> {
     let domain = &endpoint.domain;
@@ -183,7 +187,8 @@ fn hold_local(endpoint: &EndpointState, token: Token, right: Access) -> Result<R
     Ok(region)
 }
 
-/// Holds the region that a key names. The key must grant at least one right in `any_of`.
+/// Takes guards of the region and window that a key names. The key must grant at least one right in
+/// `any_of`.
 #[inline]
 fn hold_key(
     initiator: &EndpointState,
@@ -253,7 +258,8 @@ fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Region
     Ok(())
 }
 
-/// Checks that the region may be accessed through this endpoint of its domain.
+/// Checks that the region is not bound to another endpoint of its domain. In ENDPOINT mode, the
+/// region must be bound to this one.
 #[inline]
 fn check_endpoint(region: &Region, endpoint: &EndpointState) -> Result<()> {
     match region.endpoint() {

@@ -1,11 +1,12 @@
 //! The computation of atomics, and the locks that make them atomic.
 //!
-//! - On mapped memory the NIC uses the CPU's atomics, which are atomic with the application's too.
+//! - On mapped memory the NIC uses the CPU's atomic instructions. Its atomics and those of the
+//!   application are then atomic with each other.
 //! - On other memory the NIC reads, computes and writes under a lock. Its atomics are then atomic
 //!   with each other only.
 //!
-//! Both take the lock, so that all atomics of the NIC are atomic with each other. The position in
-//! the page selects the lock, because it is the same in all mappings of a page.
+//! Both take a lock, so that all atomics of the NIC are atomic with each other. The offset in the
+//! page selects the lock, because the offset is the same in all mappings of a page.
 
 #![allow(unsafe_code)]
 
@@ -105,7 +106,7 @@ mod integer {
 const _: () =
     assert!(cfg!(target_endian = "little"), "elements are kept in the low bytes of a word");
 
-/// Returns the bytes of an element as a number, zero-extended.
+/// Converts the bytes of an element to a number, zero-extended.
 pub(super) fn word(bytes: &[u8]) -> u64 {
     let mut word = [0; 8];
     word[..bytes.len()].copy_from_slice(bytes);
@@ -128,7 +129,7 @@ pub(super) fn check_alignment(span: &Span<'_>, size: u64) -> Result<()> {
         .remedy("align the target of an atomic to the size of its elements"))
 }
 
-/// An operation on one element.
+/// An atomic operation on one element.
 pub(super) struct Element {
     pub(super) op: AtomicOp,
     pub(super) datatype: AtomicType,
@@ -195,7 +196,7 @@ mod tests {
 
     use super::*;
 
-    /// Another way to say the same, over wide integers.
+    /// Like `apply`, but computed with wide integers, as a reference to compare with.
     fn naive(op: AtomicOp, datatype: AtomicType, target: u64, operand: u64, compare: u64) -> u64 {
         let bits = 8 * datatype.size() as u32;
         let signed = matches!(datatype, AtomicType::I32 | AtomicType::I64);

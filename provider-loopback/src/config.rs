@@ -7,7 +7,7 @@ use hmem_core::{
 
 use super::Faults;
 
-/// The pages that a host region uses after the application changes its mappings.
+/// The choice of pages that a host region uses after the application has changed its mappings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Memory {
     /// The pages that are mapped at the time of each transfer, like a NIC with on-demand paging.
@@ -15,8 +15,9 @@ pub enum Memory {
     Follow,
     /// The pages that were mapped at registration, like most hardware.
     ///
-    /// The NIC pins them as io_uring registered buffers, so that a stale region moves stale bytes.
-    /// At registration every page must be mapped and writable.
+    /// The NIC pins these pages as io_uring registered buffers. If the mapping changes, transfers
+    /// through the region thus move stale bytes. At registration every page must be mapped and
+    /// writable.
     Pinned,
 }
 
@@ -44,7 +45,7 @@ pub(super) struct Config {
     pub(super) unexpected_bytes: u64,
 }
 
-/// The number of regions that a NIC can hold: 24 bits of index.
+/// The maximum number of regions of a NIC: an index has 24 bits.
 pub(super) const MAX_REGIONS: u64 = 1 << 24;
 
 impl Default for Config {

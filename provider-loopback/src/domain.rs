@@ -35,7 +35,7 @@ pub(super) struct DomainState {
     pub(super) wake: Arc<Wake>,
     pub(super) mapped: MappedKeys,
     pub(super) windows: Windows,
-    /// Pins host memory, in pinned mode.
+    /// The pinner of host memory, or `None` unless the NIC pins pages ([`super::Memory::Pinned`]).
     pub(super) pinner: Option<Pinner>,
     /// The process that opened the domain. A forked child must not use the domain: a thread of the
     /// parent, which the child does not have, may hold any of its locks.

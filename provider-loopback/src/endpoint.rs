@@ -41,7 +41,8 @@ pub(super) struct EndpointState {
     tx_counter: Option<Arc<Counter>>,
     rx_counter: Option<Arc<Counter>>,
     posted: Mutex<VecDeque<Work>>,
-    /// Held while requests of this endpoint execute, which keeps their order.
+    /// The execution lock. A thread holds it while it executes requests of this endpoint, so that
+    /// they execute in order.
     ///
     /// Re-entrant, because a copy engine that a request calls may close this endpoint on the same
     /// thread. The cell is borrowed while requests execute, so that execution does not nest.
@@ -50,7 +51,8 @@ pub(super) struct EndpointState {
     peers: RwLock<Peers>,
 }
 
-/// The endpoints that an endpoint has resolved. A [`PeerId`] is an index in the list.
+/// The peers of an endpoint: the endpoints that it has resolved. A [`PeerId`] is an index in the
+/// list.
 #[derive(Debug, Default)]
 struct Peers {
     known: Vec<(u64, Weak<EndpointState>)>,
@@ -98,7 +100,7 @@ impl EndpointState {
         self.life.is_closed()
     }
 
-    /// Adds a peer. Returns the same number for the same endpoint.
+    /// Adds a peer and returns its number. An endpoint that was added before keeps its number.
     pub(super) fn add_peer(&self, peer: &Arc<Self>) -> PeerId {
         let mut peers = self.peers.write();
         let next = peers.known.len();
@@ -112,7 +114,7 @@ impl EndpointState {
     /// Returns the endpoint of a peer.
     ///
     /// # Errors
-    /// Unreachable if the peer is closed or was not resolved.
+    /// Unreachable: the peer is closed or was not resolved.
     #[inline]
     pub(super) fn peer(&self, peer: PeerId) -> Result<Arc<Self>> {
         let known = |peers: &Peers| peers.known.get(peer.0 as usize)?.1.upgrade();
@@ -166,7 +168,7 @@ impl EndpointState {
         Ok(())
     }
 
-    /// Removes and returns the next posted request, and whether there are more.
+    /// Removes the next posted request. Returns the request, and true if there are more.
     ///
     /// The caller holds `running`.
     pub(super) fn next_posted(&self) -> Option<(Work, bool)> {
@@ -204,10 +206,11 @@ impl EndpointState {
         self.rx.push(completion);
     }
 
-    /// Closes the endpoint. Waits for the request that executes, and cancels the others.
+    /// Closes the endpoint. Waits for the executing request, and cancels the requests that have not
+    /// started.
     ///
     /// # Errors
-    /// Busy while a type 2A window is bound to it, unless `force` is set.
+    /// Busy: a type 2A window is bound to the endpoint, and `force` is not set.
     pub(super) fn close(&self, force: bool) -> Result<()> {
         if !self.life.close(force)? {
             return Ok(());
@@ -225,7 +228,7 @@ impl EndpointState {
         Ok(())
     }
 
-    /// Completes every receive as canceled, and wakes waiting senders, whose sends then fail.
+    /// Completes every receive as canceled, and wakes waiting senders. Their sends then fail.
     pub(super) fn cancel_receives(&self) {
         // Waits for a message that is being delivered.
         let _delivery = self.inbox.lock_delivery();
@@ -246,10 +249,11 @@ impl fmt::Debug for EndpointState {
     }
 }
 
-/// The endpoints of a domain. Progress executes the requests of all.
+/// The endpoints of a domain. Progress executes the requests of all of them.
 #[derive(Debug, Default)]
 pub(super) struct Siblings {
-    /// Replaced as a whole, so that progress holds no lock while it executes requests.
+    /// A snapshot. Changes replace the whole list, so that progress holds no lock while it executes
+    /// requests.
     endpoints: RwLock<Arc<[Arc<EndpointState>]>>,
 }
 
@@ -274,9 +278,10 @@ impl Siblings {
     }
 }
 
-/// The network of all NICs of a provider: the open endpoints by their numbers.
+/// The simulated network of a provider's NICs: the open endpoints by their numbers.
 pub(super) struct Fabric {
-    /// A part of endpoint names, which distinguishes names of other fabrics.
+    /// A random number in the names of this fabric's endpoints. Names with another number belong to
+    /// another fabric.
     id: u64,
     endpoints: RwLock<HashMap<u64, Weak<EndpointState>>>,
     /// The process that created the fabric. A forked child must not open domains: a thread of the
@@ -293,7 +298,9 @@ impl Fabric {
         Ok(Self { id: keys::random()?, endpoints: RwLock::default(), process })
     }
 
-    /// Returns the name of an endpoint: magic, version, fabric and endpoint, 21 bytes.
+    /// Returns the name by which peers resolve an endpoint.
+    ///
+    /// Its 21 bytes are a magic number, the version, the fabric's number and the endpoint's number.
     pub(super) fn name_of(&self, endpoint: u64) -> EndpointName {
         let mut bytes = NAME_MAGIC.to_vec();
         bytes.push(NAME_VERSION);
@@ -305,8 +312,8 @@ impl Fabric {
     /// Finds an endpoint by its name.
     ///
     /// # Errors
-    /// - Malformed if the bytes are not a name.
-    /// - Unreachable unless the endpoint is open on this fabric.
+    /// - Malformed: the bytes are not a name.
+    /// - Unreachable: no open endpoint of this fabric has the name.
     pub(super) fn find(&self, name: &EndpointName) -> Result<Arc<EndpointState>> {
         let (fabric, endpoint) = parse_name(name)?;
         let found = || self.endpoints.read().get(&endpoint).and_then(Weak::upgrade);

@@ -14,7 +14,7 @@ use super::{
     request::{AtomicTask, LocalPart, RemotePart, Task, Work},
 };
 
-/// Executes the posted requests of a domain's endpoints. Returns how many requests ended.
+/// Executes the posted requests of a domain's endpoints. Returns the number of requests that ended.
 pub(super) fn step(endpoints: &Siblings) -> usize {
     endpoints.snapshot().iter().map(step_endpoint).sum()
 }

@@ -1,4 +1,4 @@
-//! Fault injection: a test can make any call of the NIC fail, or hold it in flight.
+//! Fault injection: a test can make any call of the NIC fail, or make it wait in flight.
 //!
 //! ```
 //! use hmem_core::Errno;
@@ -21,18 +21,19 @@ use std::{
 use hmem_core::{Errno, Error, Result};
 use parking_lot::{Condvar, Mutex};
 
-/// A kind of call that a test can make fail or hold.
+/// A kind of call that a test can make fail or wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(usize)]
 #[non_exhaustive]
 pub enum Call {
     /// `Provider::open_domain`.
     OpenDomain,
-    /// `ProviderDomain::register`; held after its pages were prepared, before its key is valid.
+    /// `ProviderDomain::register`. A held call waits after its pages were prepared and before its
+    /// key is valid.
     Register,
     /// `ProviderDomain::register_sub`.
     RegisterSub,
-    /// `ProviderDomain::deregister`; held before any change.
+    /// `ProviderDomain::deregister`. A held call waits before any change.
     Deregister,
     /// `ProviderDomain::enable`.
     Enable,
@@ -40,7 +41,7 @@ pub enum Call {
     BindCounter,
     /// `ProviderDomain::bind_endpoint`.
     BindEndpoint,
-    /// `ProviderDomain::refresh`; held while peers' accesses fail.
+    /// `ProviderDomain::refresh`. While a held call waits, accesses by peers fail.
     Refresh,
     /// `ProviderDomain::raw_key`.
     RawKey,
@@ -68,11 +69,11 @@ pub enum Call {
     Post,
     /// `ProviderEndpoint::close`.
     CloseEndpoint,
-    /// The execution of a write, read, atomic or send; held after every check, before a byte moves.
-    /// A failure completes the request with an error.
+    /// The execution of a write, read, atomic or send. A held request waits after its checks and
+    /// before a byte moves. A failure completes the request with an error.
     Transfer,
-    /// The NIC's copy of one chunk of a staged transfer; held between the copies of the copy
-    /// engine. A failure ends the transfer.
+    /// The NIC's copy of one chunk of a staged transfer. A held chunk waits before the NIC copies
+    /// it. A failure ends the transfer.
     Chunk,
 }
 
@@ -182,7 +183,7 @@ impl Faults {
         self.shared.armed.store(true, Ordering::Release);
     }
 
-    /// Holds the next call of this kind until the gate is released or dropped.
+    /// Makes the next call of this kind wait until the gate is released or dropped.
     pub fn hold(&self, call: Call) -> Gate {
         let state = Arc::new(GateState::default());
         self.shared.plan.lock().gates.push((call, Arc::clone(&state)));
@@ -202,8 +203,7 @@ impl Faults {
         self.shared.plan.lock().calls[call as usize]
     }
 
-    /// Blocks until there were at least `count` calls of this kind, as [`Faults::calls`] counts
-    /// them.
+    /// Blocks until [`Faults::calls`] returns at least `count` for this kind.
     pub fn wait_for_calls(&self, call: Call, count: u64) {
         let mut plan = self.shared.plan.lock();
         while plan.calls[call as usize] < count {
@@ -211,7 +211,7 @@ impl Faults {
         }
     }
 
-    /// Removes all pending failures, and releases all held calls.
+    /// Removes all pending failures, and lets all waiting calls continue.
     pub fn clear(&self) {
         let gates = {
             let mut plan = self.shared.plan.lock();
@@ -223,7 +223,7 @@ impl Faults {
         }
     }
 
-    /// Counts a call of the NIC, and holds it or makes it fail if a test asked for that.
+    /// Counts a call of the NIC. Makes it wait or fail if a test requested that.
     pub(super) fn enter(&self, call: Call) -> Result<()> {
         if self.shared.armed.load(Ordering::Relaxed) { self.enter_armed(call) } else { Ok(()) }
     }
@@ -286,14 +286,14 @@ impl GateState {
     }
 }
 
-/// A gate that holds one call in flight. Dropping it releases the call.
+/// A gate at which one call waits in flight. Dropping the gate releases the call.
 #[derive(Debug)]
 pub struct Gate {
     state: Arc<GateState>,
 }
 
 impl Gate {
-    /// Blocks until a call is held or the gate is released.
+    /// Blocks until a call waits at the gate or the gate is released.
     pub fn wait_held(&self) {
         let mut stage = self.state.stage.lock();
         while *stage == Stage::Open {
@@ -301,13 +301,13 @@ impl Gate {
         }
     }
 
-    /// Returns true while a call is held.
+    /// Returns true while a call waits at the gate.
     #[must_use]
     pub fn is_holding(&self) -> bool {
         *self.state.stage.lock() == Stage::Holding
     }
 
-    /// Lets the held call continue. If no call is held yet, the gate holds none.
+    /// Lets the waiting call continue. If no call waits yet, later calls pass the gate.
     pub fn release(&self) {
         self.state.release();
     }

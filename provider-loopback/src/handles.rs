@@ -37,7 +37,7 @@ use super::{
     window::token_of,
 };
 
-/// A handle of a domain, held by the application and by the domain's endpoints.
+/// A handle of a domain. The application and the domain's endpoints share it.
 pub(super) struct Domain {
     me: Weak<Self>,
     thread: Option<ProgressThread>,
@@ -391,7 +391,8 @@ impl CompletionQueue for Cq {
         }
     }
 
-    /// Returns `None` if the application makes progress: no request completes while it sleeps.
+    /// Returns `None` if progress is manual: no request would complete while the application
+    /// sleeps.
     fn channel(&self) -> Option<&dyn CompletionChannel> {
         (!self.by_hand).then_some(self as _)
     }

@@ -1,4 +1,4 @@
-//! The receiving side of an endpoint: posted receives, and messages that arrived before them.
+//! The inbox of an endpoint: its posted receives, and messages that arrived before their receives.
 //!
 //! The inbox keeps messages that arrive before their receives, up to a bound. Beyond the bound a
 //! message waits at its sender, and the sender's later requests wait behind it. Messages and
@@ -29,10 +29,12 @@ pub(super) struct Receive {
     pub(super) capacity: u64,
     /// Tag and ignore mask.
     pub(super) tag: Option<(u64, u64)>,
-    /// The endpoint whose messages it accepts. `None` accepts messages of all.
+    /// The number of the endpoint from which the receive accepts messages. `None` accepts messages
+    /// from every endpoint.
     pub(super) from: Option<u64>,
     pub(super) context: u64,
-    /// The number of receives that were posted to the inbox before it. [`Inbox::post`] sets it.
+    /// The position of the receive in the order of posting, counted from 0. [`Inbox::post`] sets
+    /// it.
     pub(super) number: u64,
 }
 
@@ -62,12 +64,12 @@ pub(super) struct Header {
 pub(super) enum Body {
     /// Bytes for the buffer of the receive.
     Message(Vec<u8>),
-    /// The number of bytes that a write with immediate data has written already.
+    /// The length of a write with immediate data. Its bytes are in their target already.
     Written(u64),
 }
 
 impl Body {
-    /// Returns the number of bytes that the inbox keeps.
+    /// Returns the number of bytes that the message occupies in the inbox.
     fn kept(&self) -> u64 {
         match self {
             Self::Message(bytes) => bytes.len() as u64,
@@ -84,26 +86,27 @@ pub(super) struct Message {
     pub(super) body: Body,
 }
 
-/// The place of a message that is about to be sent.
+/// The destination of a message that is about to be sent.
 #[derive(Debug)]
 pub(super) enum Room {
     /// The buffer of a posted receive.
     Receive(Receive),
-    /// The inbox, until a receive is posted.
+    /// The inbox, which keeps the message until a receive is posted.
     Kept,
-    /// There is no room. The inbox wakes the sender's domain when there may be some.
+    /// No destination: the inbox is full. It wakes the sender's domain when a retry may succeed.
     None,
 }
 
-/// The posted receives and kept messages of an endpoint.
+/// The posted receives of an endpoint, and the messages that arrived before their receives.
 #[derive(Debug)]
 pub(super) struct Inbox {
-    /// The maximum number of receives, and of messages.
+    /// The maximum number of receives, and also of kept messages.
     depth: usize,
     /// The maximum number of bytes in kept messages.
     limit: u64,
-    /// Held from a match until its bytes are copied, so that receives complete in the order of
-    /// their matches. Re-entrant, because a copy engine may post to the same endpoint or close it.
+    /// The delivery lock. A sender holds it from the match of a receive until the bytes are copied,
+    /// so that receives complete in the order of their matches. Re-entrant, because a copy engine
+    /// may post to the same endpoint or close it.
     delivery: ReentrantMutex<()>,
     state: Mutex<State>,
     /// Set if a kept message and a receive may match.
@@ -112,7 +115,7 @@ pub(super) struct Inbox {
 
 #[derive(Debug, Default)]
 struct State {
-    /// In the order of their numbers.
+    /// The posted receives, in the order of posting.
     receives: VecDeque<Receive>,
     /// The number of receives that were ever posted.
     posted: u64,
@@ -140,7 +143,8 @@ impl Inbox {
         }
     }
 
-    /// Waits for a delivery in flight, and blocks further ones until the guard is dropped.
+    /// Takes the delivery lock: waits for a delivery in flight, and blocks later ones until the
+    /// guard is dropped.
     pub(super) fn lock_delivery(&self) -> ReentrantMutexGuard<'_, ()> {
         self.delivery.lock()
     }
@@ -157,7 +161,7 @@ impl Inbox {
     /// Adds a receive.
     ///
     /// # Errors
-    /// Again if the inbox has as many receives as its depth.
+    /// Again: the inbox is full of posted receives.
     pub(super) fn post(&self, mut receive: Receive) -> Result<()> {
         let mut state = self.state.lock();
         if state.receives.len() >= self.depth {
@@ -206,7 +210,7 @@ impl Inbox {
         Some((receive, message))
     }
 
-    /// Finds room for a message of `len` bytes. The caller holds the delivery lock.
+    /// Chooses the destination of a message of `len` bytes. The caller holds the delivery lock.
     pub(super) fn find_room(
         &self,
         from: u64,

@@ -71,7 +71,7 @@ pub(super) const fn fold(a: u64, b: u64) -> u64 {
     (product >> 64) as u64 ^ product as u64
 }
 
-/// Returns a number of the operating system's generator.
+/// Returns a random number from the operating system.
 pub(super) fn random() -> Result<u64> {
     hmem_core::random::random_u64("loopback")
 }
@@ -107,13 +107,14 @@ impl DomainKeys {
         }
     }
 
-    /// Returns the key of the `nth` window without its tag. No region's key has this prefix.
+    /// Returns the prefix of the `nth` window's keys: a key without its tag. No region's key has
+    /// this prefix.
     pub(super) fn window_prefix(&self, nth: u64) -> u64 {
         let prefix = self.sealing.seal(!nth) >> 8;
         if self.narrow { prefix & 0xff_ffff } else { prefix }
     }
 
-    /// Returns the index in a key, and the part of the generation that the key has.
+    /// Returns the index in a key, and the part of the generation that the key contains.
     pub(super) fn open(&self, key: u64) -> Option<(u32, KnownGeneration)> {
         if self.narrow {
             let key = u32::try_from(key).ok()?;
@@ -124,7 +125,8 @@ impl DomainKeys {
         }
     }
 
-    /// Returns the secret that a raw key has beside the key, so that the key alone is not enough.
+    /// Returns the cookie of a raw key: a secret beside the key, so that knowledge of the key is
+    /// not enough to forge the raw key.
     pub(super) fn cookie(&self, key: u64, token: Token) -> u64 {
         self.cookies.seal(self.cookies.seal(key) ^ token.to_u64())
     }
@@ -163,7 +165,8 @@ pub(super) fn write_raw(key: u64, cookie: u64, size: usize) -> RawKey {
     RawKey(bytes)
 }
 
-/// Reads a raw key of `size` bytes. A short one has only a part of the cookie, or none.
+/// Reads a raw key of `size` bytes. A raw key that is shorter than the layout has only a part of
+/// the cookie, or none.
 pub(super) fn read_raw(raw: &RawKey, size: usize) -> Result<RawParts> {
     let refuse = |wrong: &'static str| {
         Error::new(ErrorKind::Malformed, "map raw key")
@@ -198,7 +201,7 @@ pub(super) fn read_raw(raw: &RawKey, size: usize) -> Result<RawParts> {
 pub(super) struct RawParts {
     pub(super) key: u64,
     pub(super) cookie: u64,
-    /// The bits of the cookie that the raw key has.
+    /// The bits of the cookie that the raw key contains.
     pub(super) mask: u64,
 }
 

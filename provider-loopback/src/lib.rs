@@ -1,7 +1,7 @@
 //! A software NIC inside the process: a real data path to develop against, not a mock.
 //!
 //! - [`Loopback`] is the provider, and [`Builder`] sets its modes and limits.
-//! - [`Faults`] makes any call fail, or holds it in flight.
+//! - [`Faults`] makes any call fail, or makes it wait in flight.
 //! - The NIC registers every backing that core can pass to a provider.
 //! - Keys cannot be guessed. The NIC checks each access: key, domain, bounds, rights, authorization
 //!   key, endpoint and window.
@@ -24,7 +24,8 @@
 //!
 //! # Rules that the man pages leave open
 //!
-//! - The first access that passes every check uses up a single-use key. A refused access does not.
+//! - A single-use key becomes invalid with the first access that passes every check. A refused
+//!   access does not count.
 //! - Every atomic needs REMOTE_WRITE or REMOTE_ATOMIC. Fetching atomics need no right to read. For
 //!   `AtomicRead`, which changes nothing, REMOTE_READ is enough as well.
 //! - Bytes that peers change in a region with RMA_PMEM are persistent before the write or atomic

@@ -15,11 +15,11 @@ use super::{
     request::{KeyUse, Work},
 };
 
-/// The bytes of a message.
+/// The source of a message's bytes.
 enum Content<'a> {
-    /// A copy that the NIC has kept.
+    /// The copy that the NIC made when the message arrived before its receive.
     Kept(&'a [u8]),
-    /// Memory of the sender: endpoint, spans and length.
+    /// The sender's memory: endpoint, spans and length.
     Sent(&'a EndpointState, &'a [Span<'a>], u64),
 }
 
@@ -34,8 +34,8 @@ impl Content<'_> {
 
 /// Copies a message to the buffer of a receive.
 ///
-/// The inner result is that of the receive. The outer result is an error if the sender's side
-/// failed.
+/// The inner result is the receive's. The outer result is an error if the sender's memory caused
+/// the failure.
 fn fill(owner: &EndpointState, receive: &Receive, content: &Content<'_>) -> Result<Result<u64>> {
     let filled = fill_from(owner, receive, content);
     match filled {
@@ -82,7 +82,8 @@ fn fill_from(
     Ok(len)
 }
 
-/// Delivers kept messages to receives that were posted since. Returns how many receives ended.
+/// Delivers kept messages to receives that were posted later. Returns the number of receives that
+/// ended.
 pub(super) fn settle(owner: &EndpointState) -> usize {
     if !owner.inbox.is_unsettled() {
         return 0;

@@ -47,7 +47,7 @@ impl Nic {
     /// Counts a registration of `bytes` against the limits that are set.
     ///
     /// # Errors
-    /// OutOfResources beyond a limit.
+    /// OutOfResources: the registration exceeds a limit.
     pub(super) fn reserve(&self, bytes: u64) -> Result<()> {
         if self.config.limit_regions {
             take(&self.registered, 1, self.attr.max_mr_count, "max_mr_count")?;

@@ -25,7 +25,7 @@ pub struct Loopback {
 }
 
 impl Loopback {
-    /// Starts building a fabric.
+    /// Creates a builder of a fabric.
     pub fn builder() -> Builder {
         Builder::default()
     }
@@ -67,7 +67,7 @@ impl Provider for Loopback {
     }
 }
 
-/// The name of a NIC, and its own PCI address if it has one.
+/// The name of a NIC, and the PCI address that was set for it alone, if any.
 type NicName = (String, Option<String>);
 
 /// Builds a [`Loopback`].
@@ -119,7 +119,8 @@ impl Builder {
         self
     }
 
-    /// Sets the mr_mode bits that BASIC may force. Default: all that BASIC stands for.
+    /// Sets the additional mr_mode bits that the NICs support if the application requests BASIC.
+    /// Default: all that BASIC stands for.
     pub fn can(mut self, modes: MrMode) -> Self {
         self.config.attr.basic_mr_mode = modes;
         self
@@ -195,7 +196,7 @@ impl Builder {
         self
     }
 
-    /// Sets whether counters can be bound to regions. Default: yes.
+    /// Sets whether counters can be bound to regions. Default: true.
     pub fn region_counters(mut self, possible: bool) -> Self {
         self.config.region_counters = possible;
         self
@@ -224,7 +225,7 @@ impl Builder {
         self
     }
 
-    /// Sets the faults, with which tests make calls fail or hold them in flight.
+    /// Sets the fault injection: tests use the value to make calls fail or wait in flight.
     pub fn faults(mut self, faults: &Faults) -> Self {
         self.config.faults = faults.clone();
         self
@@ -233,7 +234,7 @@ impl Builder {
     /// Builds the fabric.
     ///
     /// # Errors
-    /// InvalidArgument for:
+    /// InvalidArgument for any of:
     ///
     /// - a key size other than 4 and 8, or a raw key size below 8;
     /// - immediate data of more than 8 bytes;

@@ -11,13 +11,13 @@ use hmem_core::{Errno, Error, ErrorKind, Result, transfer::Completion};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::event::{EventfdFlags, eventfd};
 
-/// The completions that the application has not read.
+/// A completion queue: completions that the application has not read.
 #[derive(Debug)]
 pub(super) struct Queue {
     depth: usize,
     state: Mutex<State>,
     arrived: Condvar,
-    /// Created at first use. Written only while armed, under the lock of `state`.
+    /// The event fd, created at first use. Written only while armed, under the lock of `state`.
     event: OnceLock<OwnedFd>,
 }
 
@@ -30,7 +30,7 @@ struct State {
     closed: bool,
     /// The number of waiting threads.
     sleeping: usize,
-    /// Set if the next change makes the event fd readable.
+    /// Set if the next completion makes the event fd readable.
     armed: bool,
 }
 
@@ -62,7 +62,7 @@ impl Queue {
         }
     }
 
-    /// Marks the queue closed, because its domain is, and wakes the waiting threads.
+    /// Marks the queue as closed when its domain closes, and wakes the waiting threads.
     pub(super) fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;

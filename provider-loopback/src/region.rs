@@ -1,4 +1,4 @@
-//! A region: its memory, the checks of an access, and the bytes that an access names.
+//! A region: its memory, the checks of an access, and the spans that an access covers.
 
 use std::sync::{
     Arc, OnceLock,
@@ -25,18 +25,20 @@ pub(super) struct Region {
     pub(super) attr: RegionAttr,
     /// Set once peers and transfers may use the region.
     enabled: AtomicBool,
-    /// Set once a single-use key was used.
+    /// Set once an access has used the single-use key.
     spent: AtomicBool,
-    /// Created with the first counter, because most regions have none.
+    /// The counters bound to the region. Created with the first one, because most regions have
+    /// none.
     counters: OnceLock<Mutex<Vec<Arc<Counter>>>>,
     /// The number of the endpoint that the region is bound to. Other endpoints are refused.
     endpoint: OnceLock<u64>,
 }
 
-/// The properties that the registration sets. Only deregistration and refresh change them.
+/// The properties of a region that its registration sets. Only deregistration and refresh change
+/// them.
 #[derive(Debug)]
 pub(super) struct RegionAttr {
-    /// The number of bytes in all pieces.
+    /// The length of the region: the total number of bytes of its pieces.
     pub(super) len: u64,
     pub(super) access: Access,
     pub(super) addressing: Addressing,
@@ -44,15 +46,16 @@ pub(super) struct RegionAttr {
     pub(super) pieces: Few<RegionPiece>,
     /// The authorization key, if it differs from the domain's.
     pub(super) auth_key: Option<AuthKey>,
-    /// MMU_NOTIFY: the pages that the application has announced, which alone may be touched.
+    /// With MMU_NOTIFY, the pages that the application has announced. The NIC accesses no others.
     pub(super) promises: Option<Arc<RwLock<Promises>>>,
     /// The region that a sub-region was registered on.
     pub(super) parent: Option<Token>,
-    /// The region whose pages a sub-region uses: its parent or the parent's root.
+    /// The root of a sub-region: the region with the pages that it uses. It is the parent or the
+    /// parent's root.
     pub(super) root: Option<Token>,
-    /// RMA_PMEM: the NIC makes peers' writes persistent before they complete.
+    /// Set with RMA_PMEM: the NIC makes peers' writes persistent before they complete.
     pub(super) persistent: bool,
-    /// MR_SINGLE_USE: the key is valid for one access of a peer.
+    /// Set with MR_SINGLE_USE: the key is valid for one access by a peer.
     pub(super) single_use: bool,
     /// Set if the region is enabled at registration.
     pub(super) enabled: bool,
@@ -131,7 +134,8 @@ impl Region {
         self.enabled.store(true, Ordering::Release);
     }
 
-    /// Checks that the region can be used now, through a peer's key or a handle of the domain.
+    /// Checks that the region can be used now. `by_key` is true if a peer's key named it, and false
+    /// for a handle of the domain.
     #[inline]
     pub(super) fn check_usable(&self, by_key: bool) -> Result<(), Refusal> {
         if by_key && self.attr.single_use && self.spent.load(Ordering::Acquire) {
@@ -140,7 +144,8 @@ impl Region {
         if self.enabled.load(Ordering::Acquire) { Ok(()) } else { Err(Refusal::Disabled) }
     }
 
-    /// Uses up a single-use key. Returns false if another access has used it before.
+    /// Marks a single-use key as used. Returns false if an earlier access has used it. Returns true
+    /// for other keys.
     #[inline]
     pub(super) fn spend(&self) -> bool {
         !self.attr.single_use || !self.spent.swap(true, Ordering::AcqRel)
@@ -212,10 +217,11 @@ impl Region {
         }
     }
 
-    /// Adds the bytes of an access of at least one byte to `into`.
+    /// Appends the spans of memory that an access covers to `into`. The access has at least one
+    /// byte.
     ///
     /// # Errors
-    /// OutOfBounds unless every byte lies in the region.
+    /// OutOfBounds: a byte lies outside the region.
     #[inline]
     pub(super) fn spans<'a>(
         &'a self,

@@ -53,7 +53,8 @@ use super::{
 
 type ReadGuard = ArcRwLockReadGuard<RawRwLock, Region>;
 
-/// A region in use. It is neither deregistered nor refreshed until the guard is dropped.
+/// A guard of a region in use by a transfer. The region is neither deregistered nor refreshed until
+/// the guard is dropped.
 #[derive(Debug)]
 pub(super) struct RegionGuard {
     region: ReadGuard,
@@ -70,7 +71,8 @@ impl Deref for RegionGuard {
     }
 }
 
-/// A region whose pages no transfer uses until the guard is dropped.
+/// A guard that blocks transfers. Until it is dropped, no transfer uses the region's pages, so that
+/// they can be replaced.
 #[derive(Debug)]
 pub(super) struct RefreshGuard {
     root: ArcRwLockWriteGuard<RawRwLock, Region>,
@@ -86,7 +88,7 @@ impl Deref for RefreshGuard {
     }
 }
 
-/// The number of freed indices that wait for their reuse, with keys of 4 bytes.
+/// The minimum number of freed indices that wait for their reuse, with keys of 4 bytes.
 const RESTING: usize = 256;
 
 /// Counts of the open regions of a domain.
@@ -97,12 +99,12 @@ pub(super) struct Counts {
     pub(super) bytes: u64,
 }
 
-/// Key of a new region.
+/// The key of a new region.
 #[derive(Clone, Copy)]
 pub(super) enum NewKey<'a> {
     /// The key that the application requested.
     Requested(u64),
-    /// A key that the NIC makes for this domain.
+    /// A key that the NIC creates with the domain's secrets.
     Sealed(&'a DomainKeys),
 }
 
@@ -113,17 +115,18 @@ pub(super) struct Regions {
 
 struct State {
     slots: Slots,
-    /// Indices by domain and requested key. The hash is not secret: an application that chooses
-    /// colliding keys slows down only its own lookups.
+    /// The indices of regions, by domain and requested key. The hash is not secret: an application
+    /// that chooses colliding keys slows down only its own lookups.
     requested: FxHashMap<(u32, u64), u32>,
 }
 
-/// Regions by their indices.
+/// The table of live regions by index, and the free indices.
 struct Slots {
     all: Vec<Slot>,
     /// Free indices, the oldest first.
     free: VecDeque<u32>,
-    /// The number of freed indices that wait. The oldest is reused only if there are more.
+    /// The minimum number of freed indices that wait for their reuse. The oldest is reused only if
+    /// more indices wait.
     resting: usize,
 }
 
@@ -140,17 +143,18 @@ struct Live {
     requested: Option<u64>,
     /// The number of registered bytes. `None` for a sub-region, which uses the pages of its root.
     pinned: Option<u64>,
-    /// The root of a sub-region. It stays live as long as its sub-regions, which are its dependents
-    /// or dependents of these.
+    /// The root of a sub-region. The root stays live as long as its sub-regions, because each is a
+    /// dependent of the root or of another sub-region.
     root: Option<Token>,
     region: Arc<RwLock<Region>>,
 }
 
 impl Slots {
-    /// Takes a free index, or the next unused one.
+    /// Allocates an index for a region or window: the oldest freed index, or one that was never
+    /// used.
     fn take(&mut self) -> Result<Token> {
         let fresh = self.all.len();
-        // Free indices come first, except those that wait.
+        // Freed indices come first, except those that must wait.
         if self.free.len() <= self.resting && fresh < MAX_REGIONS as usize {
             self.all.push(Slot { generation: 1, live: None });
             return Ok(Token { index: fresh as u32, generation: 1 });
@@ -159,7 +163,8 @@ impl Slots {
         Ok(Token { index, generation: self.all[index as usize].generation })
     }
 
-    /// Frees an index for its next generation. After the last generation it is not used again.
+    /// Frees an index and increments its generation. After the last generation the index is not
+    /// used again.
     fn free(&mut self, index: u32) {
         let slot = &mut self.all[index as usize];
         if let Some(next) = slot.generation.checked_add(1) {
@@ -184,7 +189,7 @@ impl Slots {
         Some(self.find(live.domain, root).expect("a region with dependents is not removed"))
     }
 
-    /// Takes the read guard of a region in the table, under the table's lock.
+    /// Takes the read guard of a region. The caller holds the lock of the table.
     ///
     /// Only a refresh can have the write guard then: [`Regions::remove`] takes it after it removed
     /// the region from the table.
@@ -234,8 +239,8 @@ impl Regions {
     /// Adds a live region and returns its token and key.
     ///
     /// # Errors
-    /// - NoKey if the domain has a region with the requested key.
-    /// - OutOfResources if the table is full.
+    /// - NoKey: the domain already has a region with the requested key.
+    /// - OutOfResources: the table is full.
     pub(super) fn insert(
         &self,
         domain: u32,
@@ -265,14 +270,15 @@ impl Regions {
         Ok((token, key))
     }
 
-    /// Removes a region, and returns its number of registered bytes and its parent.
+    /// Removes a region. Returns the number of its registered bytes, and its parent if it is a
+    /// sub-region.
     ///
-    /// The key is dead at once. When this returns, no transfer uses the region and its memory is
-    /// released.
+    /// The key becomes invalid at once. When the method returns, no transfer uses the region, and
+    /// its memory is released.
     ///
     /// # Errors
-    /// - NoRegion for a stale handle.
-    /// - Busy while windows or sub-regions depend on the region.
+    /// - NoRegion: the handle is stale.
+    /// - Busy: windows or sub-regions depend on the region.
     pub(super) fn remove(&self, domain: u32, token: Token) -> Result<(u64, Option<Token>)> {
         let live = {
             let mut state = self.state.write();
@@ -304,13 +310,13 @@ impl Regions {
 
     /// Returns true if a descriptor names a live region of the domain now.
     ///
-    /// A transfer checks this again when it holds the region.
+    /// A transfer checks this again when it takes a guard of the region.
     #[inline]
     pub(super) fn is_live(&self, domain: u32, token: Token) -> bool {
         self.state.read().slots.find(domain, token).is_some()
     }
 
-    /// Holds the region of an index for a transfer. Never blocks.
+    /// Takes a transfer's guard of the region at an index. Never blocks.
     ///
     /// `by_key` is true if a peer's key named the region, and false for a handle of the domain.
     #[inline]
@@ -326,7 +332,7 @@ impl Regions {
         state.slots.hold(live.ok_or(Refusal::Dead)?, by_key)
     }
 
-    /// Holds the region of a requested key for a transfer of a peer. Never blocks.
+    /// Takes a transfer's guard of the region that has a requested key. Never blocks.
     #[inline]
     pub(super) fn hold_requested(&self, domain: u32, key: u64) -> Result<RegionGuard, Refusal> {
         let state = self.state.read();
@@ -335,12 +341,12 @@ impl Regions {
         state.slots.hold(live, true)
     }
 
-    /// Waits for the transfers that use a region's pages. Further ones fail until the guard is
+    /// Waits for the transfers that use a region's pages. Later transfers fail until the guard is
     /// dropped.
     ///
     /// # Errors
-    /// - NoRegion for a stale handle.
-    /// - Busy during another refresh of the pages.
+    /// - NoRegion: the handle is stale.
+    /// - Busy: another refresh of the pages is in progress.
     pub(super) fn refresh(&self, domain: u32, token: Token) -> Result<RefreshGuard> {
         let state = self.state.read();
         let live = state.slots.find(domain, token).ok_or_else(|| stale("refresh"))?;
@@ -366,7 +372,8 @@ impl Regions {
         Ok(Arc::clone(&live.region))
     }
 
-    /// Calls `look` with a live region, enabled or not. Waits for a refresh but not for transfers.
+    /// Calls `look` with a live region, whether or not it is enabled. Waits for a refresh but not
+    /// for transfers.
     pub(super) fn inspect<T>(
         &self,
         domain: u32,
@@ -403,7 +410,7 @@ impl Regions {
         self.state.read().slots.of_domain(domain).map(|(token, _)| token).collect()
     }
 
-    /// Reserves an index for a window, which then no region has.
+    /// Reserves an index for a window, so that no region gets it.
     pub(super) fn reserve_index(&self) -> Result<u32> {
         Ok(self.state.write().slots.take()?.index)
     }

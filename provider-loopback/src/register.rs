@@ -1,4 +1,4 @@
-//! Registration: from ranges and their backing to a live region in the table.
+//! Registration: creates a live region from ranges and their backing.
 
 use std::sync::Arc;
 
@@ -97,7 +97,8 @@ impl DomainState {
         })
     }
 
-    /// Checks that pages back borrowed memory, in ALLOCATED mode.
+    /// Populates the pages of a range that the region does not own, in ALLOCATED mode. Fails if an
+    /// address is not mapped.
     fn check_pages(&self, request: &Registration<'_>, range: AddressRange) -> Result<()> {
         if self.mode.contains(MrMode::ALLOCATED) {
             memory::populate(range, request.access.nic_writes(), "register")
@@ -163,7 +164,8 @@ impl DomainState {
         Ok(PieceMemory::Pinned(Arc::new(Pinned::new(runs))))
     }
 
-    /// Pins the pages that are present. The application announces further ones (MMU_NOTIFY).
+    /// Pins the pages of a range that are present. The application announces the other pages later
+    /// (MMU_NOTIFY).
     fn pin_present(&self, pinner: &Pinner, range: AddressRange) -> Result<Vec<Run>> {
         let mut runs = Vec::new();
         for present in Promises::present(std::iter::once(range)).ranges() {
@@ -172,7 +174,8 @@ impl DomainState {
         Ok(runs)
     }
 
-    /// Adds a region to the table, with a key of the application or of the NIC, as the mode says.
+    /// Adds a region to the table. The mode decides whether the application or the NIC chooses its
+    /// key.
     fn insert(&self, key: KeyRequest, attr: RegionAttr) -> Result<ProviderRegion> {
         let key = if self.requested_keys() {
             let number = match key {
@@ -208,7 +211,7 @@ impl DomainState {
     /// Registers a part of a region with a key of its own.
     ///
     /// The call is safe. The caller of `register` promised that the base's memory stays valid and
-    /// may be accessed with the base's rights. This call refuses all that the promise does not
+    /// may be accessed with the base's rights. This call refuses requests that the promise does not
     /// cover: bytes outside the base, and a right to write if the base has none.
     pub(super) fn register_sub(
         &self,

@@ -1,4 +1,4 @@
-//! Work requests: the checks when they are posted, and the form in which the NIC queues them.
+//! Work requests: their checks at posting, and their form in the NIC's queue.
 
 use hmem_core::{
     Addressing, Error, ErrorKind, IfaceKind, Iova, MrMode, RemoteKey, Result,
@@ -44,7 +44,7 @@ impl Task {
         }
     }
 
-    /// Returns the window that the operation binds or invalidates.
+    /// Returns the window that the operation binds or invalidates, if any.
     pub(super) const fn window(&self) -> Option<ProviderWindow> {
         match self {
             Self::BindWindow { window, .. } | Self::InvalidateWindow(window) => Some(*window),
@@ -71,7 +71,7 @@ pub(super) struct LocalPart {
     pub(super) origin: Origin,
 }
 
-/// The access path to local memory.
+/// The kind of local memory, which decides how the NIC accesses it.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Origin {
     /// Memory of a region.
@@ -82,15 +82,16 @@ pub(super) enum Origin {
     Device(IfaceKind),
 }
 
-/// A remote key of a request.
+/// The number of a remote key, with the namespace of the number.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct KeyUse {
     pub(super) number: u64,
-    /// Set if the number is of a mapped raw key.
+    /// Set if the number came from mapping a raw key: it is then valid only in the initiator's
+    /// domain.
     pub(super) mapped: bool,
 }
 
-/// A contiguous part of the remote memory of a request.
+/// A contiguous part of the remote memory of a request, with the key of one piece.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RemotePart {
     pub(super) address: u64,
@@ -242,7 +243,7 @@ fn atomic(
     })))
 }
 
-/// Returns the remote parts of a write or read of `len` bytes. Splits keys of several pieces.
+/// Returns the remote parts of a write or read of `len` bytes. A part lies in one piece of its key.
 #[inline]
 fn remote_parts(segments: &[RemoteSegment<'_>], len: u64) -> Result<Few<RemotePart>> {
     let mut parts = Few::new();
@@ -268,7 +269,7 @@ fn remote_parts(segments: &[RemoteSegment<'_>], len: u64) -> Result<Few<RemotePa
     Ok(parts)
 }
 
-/// Splits an access at the piece boundaries of its key.
+/// Splits an access at the boundaries between the pieces of its remote key.
 fn split(key: &RemoteKey, address: Iova, len: u64, parts: &mut Few<RemotePart>) -> Result<()> {
     let (mut at, mut left) = (address.0, len);
     for piece in key.pieces() {

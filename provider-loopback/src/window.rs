@@ -1,4 +1,4 @@
-//! Memory windows: further keys for parts of regions.
+//! Memory windows: additional keys for parts of regions.
 //!
 //! A window's key is a prefix with an 8-bit tag. A call binds a type 1 window and increments the
 //! tag. A posted request binds a type 2 window with the caller's tag, after the old key was
@@ -7,10 +7,10 @@
 //! Each binding has a lock. A transfer through the window takes its read guard. A binding ends in
 //! two steps:
 //!
-//! 1. It leaves its window, so that no transfer can take a new guard.
+//! 1. The window drops its reference, so that no transfer can take a new guard.
 //! 2. A write guard waits for the existing guards.
 //!
-//! When unbinding or invalidation returns, the key is dead and no transfer uses it.
+//! When unbinding or invalidation returns, the key is invalid and no transfer uses it.
 
 use std::{
     collections::HashMap,
@@ -52,14 +52,14 @@ pub(super) struct Windows {
 #[derive(Debug, Default)]
 struct Index {
     last_token: u64,
-    /// The number of prefixes that were ever created.
+    /// The number of prefixes created so far.
     prefixes: u64,
     by_token: HashMap<u64, Arc<Window>>,
-    /// Windows by their keys without tags.
+    /// Windows by the prefixes of their keys.
     by_prefix: HashMap<u64, Arc<Window>>,
 }
 
-/// An allocated window.
+/// A memory window, bound or not.
 #[derive(Debug)]
 pub(super) struct Window {
     token: u64,
@@ -72,7 +72,7 @@ struct State {
     prefix: u64,
     tag: u8,
     binding: Option<Arc<RwLock<Binding>>>,
-    /// Bindings that have left the window and that transfers may still use.
+    /// Bindings that were removed from the window but may still be in use by transfers.
     ending: Vec<Weak<RwLock<Binding>>>,
     freed: bool,
     /// The number of posted binds and invalidations that have not ended.
@@ -93,14 +93,14 @@ pub(super) struct Binding {
     endpoint: Option<u64>,
     /// The endpoint that a type 2A window keeps open.
     keeps_open: Option<Arc<EndpointLife>>,
-    /// Set once the region and the endpoint are released.
+    /// Set once the binding has released its region and endpoint.
     ended: bool,
 }
 
-/// Bindings to end, usually one.
+/// The removed bindings of a window that the caller must wait for. Usually one.
 type Endings = SmallVec<[Arc<RwLock<Binding>>; 1]>;
 
-/// A binding in use by a transfer. It does not end until the guard is dropped.
+/// A guard of a binding in use by a transfer. The binding does not end until the guard is dropped.
 pub(super) type BindingGuard = ArcRwLockReadGuard<RawRwLock, Binding>;
 
 /// The open or closed state of an endpoint. A bound type 2A window keeps the endpoint open.
@@ -126,7 +126,7 @@ impl EndpointLife {
     /// Marks the endpoint closed. Returns false if it was closed before.
     ///
     /// # Errors
-    /// Busy while a type 2A window is bound through it, unless `force` is set.
+    /// Busy: a type 2A window is bound through the endpoint, and `force` is not set.
     pub(super) fn close(&self, force: bool) -> Result<bool> {
         let bound = self.bound.lock();
         if self.is_closed() {
@@ -161,10 +161,10 @@ impl State {
         self.prefix << 8 | self.tag as u64
     }
 
-    /// Takes the binding out of the window, so that no new transfer uses it.
+    /// Removes the binding from the window, so that no new transfer uses it.
     ///
-    /// Returns the bindings that the caller waits for: this one, and those that other threads took
-    /// before.
+    /// Returns the bindings that the caller waits for: this one, and those that other threads have
+    /// removed before.
     fn take_binding(&mut self) -> Endings {
         self.ending.retain(|binding| binding.strong_count() > 0);
         let mut endings: Endings = self.ending.iter().filter_map(Weak::upgrade).collect();
@@ -177,7 +177,8 @@ impl State {
 
     /// Returns the endpoint that bound a type 2 window.
     fn endpoint(&self) -> Option<u64> {
-        // The read guard is free: a write guard is taken only after the binding left the window.
+        // The lock has no writer: a write guard is taken only after the binding was removed from
+        // the window.
         self.binding.as_ref()?.try_read()?.endpoint
     }
 
@@ -212,7 +213,7 @@ impl Window {
 }
 
 impl Binding {
-    /// Ends a binding that has left its window. Waits for the transfers that use it.
+    /// Ends a binding that was removed from its window. Waits for the transfers that use it.
     fn end(this: &RwLock<Self>) {
         this.write().release();
     }
@@ -233,7 +234,7 @@ impl Binding {
         }
     }
 
-    /// Returns the first byte, in the region, of an access through the window.
+    /// Converts the start of an access through the window to a start in the region.
     pub(super) fn access_start(
         &self,
         region: &Region,
@@ -342,7 +343,8 @@ impl Windows {
         Ok(handle)
     }
 
-    /// Checks a bind against its region, and returns the binding, which keeps the region open.
+    /// Checks a bind against its region. Returns the new binding, which keeps the region
+    /// registered.
     fn new_binding(&self, bind: &WindowBind) -> Result<Binding> {
         let operation = "bind window";
         let region = token_of(bind.region);
@@ -496,7 +498,7 @@ impl Windows {
         Ok(())
     }
 
-    /// Frees the windows that a dropped domain has left.
+    /// Frees all windows when the domain closes.
     pub(super) fn free_all(&self) {
         let windows: Vec<_> = self.index.read().by_token.values().map(Arc::clone).collect();
         for window in windows {
@@ -523,7 +525,7 @@ impl Windows {
         Ok(())
     }
 
-    /// Returns the state of a window.
+    /// Returns the state of a window: bound or not, with its current key.
     pub(super) fn status(&self, window: ProviderWindow) -> Result<WindowStatus> {
         let window = self.find(window, "window status")?;
         let state = window.state.lock();
@@ -531,14 +533,14 @@ impl Windows {
         Ok(WindowStatus { key: state.key(), state: state.window_state(), pending })
     }
 
-    /// Notes that a bind or invalidation of a window was posted.
+    /// Counts a posted bind or invalidation of a window.
     pub(super) fn note_posted(&self, window: ProviderWindow) {
         if let Some(window) = self.index.read().by_token.get(&window.token) {
             window.state.lock().posted += 1;
         }
     }
 
-    /// Notes that a bind or invalidation of a window has ended.
+    /// Undoes [`Windows::note_posted`] after the bind or invalidation has ended.
     pub(super) fn note_ended(&self, window: ProviderWindow) {
         if let Some(window) = self.index.read().by_token.get(&window.token) {
             window.state.lock().posted -= 1;
@@ -547,7 +549,7 @@ impl Windows {
 
     /// Ends the bindings made through a closed endpoint.
     ///
-    /// Does not wait for transfers: one of them may have closed the endpoint on this thread.
+    /// Does not wait for transfers, because a transfer may have closed the endpoint on this thread.
     pub(super) fn end_of_endpoint(&self, endpoint: u64) {
         let windows: Vec<_> = self.index.read().by_token.values().map(Arc::clone).collect();
         for window in windows {
@@ -561,10 +563,11 @@ impl Windows {
         }
     }
 
-    /// Returns the window of a key that a message to an endpoint invalidates.
+    /// Finds the window that a message to `endpoint` invalidates by its key.
     ///
     /// # Errors
-    /// InvalidKey for a dead key, and the error of the rule that refuses the invalidation.
+    /// - InvalidKey: no live window has the key.
+    /// - The error of the rule that refuses the invalidation.
     pub(super) fn find_to_invalidate(&self, key: u64, endpoint: u64) -> Result<Arc<Window>> {
         let dead = || Refusal::Dead.of_key();
         let window = self.of_key(key).ok_or_else(dead)?;
@@ -581,7 +584,7 @@ impl Windows {
         Ok(window)
     }
 
-    /// Holds the region and the binding of a window's key.
+    /// Takes a transfer's guards of the region and the binding of a window's key.
     ///
     /// The key must grant at least one right in `any_of`, through the endpoint.
     pub(super) fn hold(
@@ -599,8 +602,8 @@ impl Windows {
             }
             window.check(&state, WindowEvent::Access, "transfer")?;
             let binding = state.binding.as_ref();
-            // The read guard is free: a write guard is taken only after the binding left the
-            // window.
+            // The lock has no writer: a write guard is taken only after the binding was removed
+            // from the window.
             binding.and_then(RwLock::try_read_arc).ok_or_else(dead)?
         };
         if binding.endpoint.is_some_and(|tied| tied != endpoint) {

@@ -16,7 +16,7 @@ use hmem_iface_system::{SIMULATED, Simulated};
 use hmem_provider_loopback::Loopback;
 use support::*;
 
-/// More bytes than the bounce buffer of the NIC has.
+/// A length that exceeds the NIC's bounce buffer.
 const LONG: usize = (1 << 20) + 77;
 
 /// Two connected endpoints of domains with a simulated device.

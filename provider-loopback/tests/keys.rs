@@ -26,7 +26,7 @@ impl Tries {
     }
 }
 
-/// Writes with each key, and checks that every write is refused. Returns the number of keys.
+/// Writes with each key, and checks that the NIC refuses every write. Returns the number of keys.
 fn all_refused(pair: &Pair, keys: impl Iterator<Item = u64>) -> usize {
     let source = Buffer::filled(8, 0xee);
     let local = [source.whole()];
@@ -220,7 +220,8 @@ fn plain_key_is_refused_if_either_domain_is_in_raw_mode() {
 
 /// KEY-07
 ///
-/// Windows have no raw keys. A raw key with the number of a window is forged.
+/// Windows have no raw keys. The test makes a raw key from the number of a window, and expects that
+/// it is refused.
 #[test]
 fn raw_key_with_the_number_of_a_window_is_refused() {
     for key_size in [8, 4] {

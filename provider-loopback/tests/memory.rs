@@ -25,7 +25,7 @@ use support::*;
 
 const PAGE: usize = 4096;
 
-/// Anonymous pages whose addresses can be mapped again.
+/// Anonymous pages that the test can remap at the same addresses.
 struct Pages {
     start: *mut u8,
     len: usize,
@@ -620,7 +620,7 @@ fn file_import_needs_a_readable_fd_without_append() {
     assert_eq!(file_bytes(&fd, 0, 16), [[0; 8], [7; 8]].concat());
 }
 
-/// Device memory for the staging path.
+/// A simulated device memory, as a vector, for staged copies.
 #[derive(Debug)]
 struct Device(Mutex<Vec<u8>>);
 

@@ -115,7 +115,7 @@ fn closing_an_endpoint_waits_for_its_executing_request() {
     }
 }
 
-/// The post is held where it has seen the endpoint open, and goes on after the close.
+/// The post waits after it has found the endpoint open, and continues after the close.
 #[test]
 fn request_posted_while_its_endpoint_closes_is_refused_or_canceled() {
     let receive = Operation::Receive { tag: None, from: None };
@@ -148,7 +148,7 @@ fn request_posted_while_its_endpoint_closes_is_refused_or_canceled() {
 
 /// MW-03
 ///
-/// The bind has seen the endpoint open, and then waits for a refresh of its region.
+/// The bind has found the endpoint open, and then waits for a refresh of its region.
 #[test]
 fn window_bound_while_its_endpoint_closes_is_free_afterwards() {
     let faults = Faults::new();

@@ -286,7 +286,8 @@ fn atomics_on_staged_memory_are_refused_and_change_nothing() {
     }
 }
 
-/// Calls `post`, and holds chunk `number`, counted from 0, of the transfer that it posts.
+/// Calls `post`, and makes chunk `number` (from 0) of the posted transfer wait. Returns the gate at
+/// which it waits.
 fn stop_at(faults: &Faults, number: usize, post: impl FnOnce()) -> hmem_provider_loopback::Gate {
     let mut gate = faults.hold(Call::Chunk);
     post();

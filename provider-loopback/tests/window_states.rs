@@ -1,5 +1,6 @@
-//! The states of windows, against an oracle that knows only which operations were done, and keys
-//! that name no window.
+//! Tests of window states against an oracle, and of keys that name no window.
+//!
+//! The oracle knows only the operations that succeeded so far.
 
 mod support;
 
@@ -89,8 +90,9 @@ impl Scene {
         self.peer = self.pair.here.peer(&self.endpoint);
     }
 
-    /// Does each operation of a sequence to a new window, and compares its end and the state after
-    /// it with the oracle and the table. Returns the number of operations.
+    /// Applies a sequence of operations to a new window. After each operation, compares its result
+    /// and the window's state with the oracle and the table of rules. Returns the number of
+    /// operations.
     fn run(&mut self, kind: WindowType, sequence: &[WindowEvent]) -> usize {
         let window = self.windows().alloc_window(kind).unwrap();
         let mut subject = Subject { kind, window, key: window.key, tag: 0 };
@@ -145,7 +147,8 @@ impl Drop for Scene {
 struct Subject {
     kind: WindowType,
     window: ProviderWindow,
-    /// The key that the peer uses: that of the last bind, or of the allocation.
+    /// The key that the peer uses: the key of the last bind, or of the allocation if there was
+    /// none.
     key: u64,
     tag: u8,
 }
@@ -265,7 +268,7 @@ fn random_sequences_of_eight_to_forty_operations_follow_the_oracle() {
     }
 }
 
-/// Returns numbers without a pattern that keys could have.
+/// Returns pseudo-random numbers to try as keys. Equal seeds give equal numbers.
 fn noise(seed: u64) -> impl Iterator<Item = u64> {
     let mut state = seed;
     std::iter::repeat_with(move || {
@@ -277,8 +280,8 @@ fn noise(seed: u64) -> impl Iterator<Item = u64> {
 
 const FORGERIES: usize = 1_000_000;
 
-/// Windows of every kind in a domain, and the keys of those that are bound, were bound, or are out
-/// of reach.
+/// Windows of every type in a domain, with live keys, stale keys, and a key that the peer may not
+/// use.
 struct Keys {
     pair: Pair,
     target: Buffer,
@@ -335,8 +338,8 @@ impl Keys {
         forged.filter(|key| !self.known.contains(key)).take(FORGERIES)
     }
 
-    /// Writes through each key, many at a time, and checks that each write is refused as a dead
-    /// key.
+    /// Writes through each key, many at a time, and checks that each write fails with the error for
+    /// an invalid key.
     fn refuse_all(&self, keys: impl Iterator<Item = RemoteKey>) {
         let source = Buffer::filled(8, 1);
         let (mut keys, mut ends, mut tried) = (keys.peekable(), Vec::new(), 0);
@@ -364,7 +367,7 @@ impl Keys {
         self.pair.here.write(self.pair.to, &[source.whole()], &key, 0)
     }
 
-    /// Tries a million forged keys, and then the live ones.
+    /// Checks that a million forged keys are refused, and that the live keys work.
     fn check(&self, bits: u32) {
         let key = |number| RemoteKey::new(Addressing::ZeroBased, Iova(0), 8, number);
         self.refuse_all(self.forged(bits).map(key));

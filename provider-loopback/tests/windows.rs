@@ -21,8 +21,8 @@ struct Scene {
     region: ProviderRegion,
 }
 
-/// Returns scenes with each key size and mode. The NIC may write the region of 256 bytes, and peers
-/// have no right to it.
+/// Returns a scene for each combination of key size and mode. The NIC may write the scene's region
+/// of 256 bytes, and peers have no rights to it.
 fn scenes() -> impl Iterator<Item = Scene> {
     [(8, MrMode::empty()), (8, MrMode::PROV_KEY), (4, MrMode::PROV_KEY), (4, MrMode::empty())]
         .into_iter()

@@ -5,8 +5,8 @@ use hmem_core::{Access, Errno, Error, ErrorKind, Result};
 use super::sys::AccessFlags;
 
 bitflags::bitflags! {
-    /// Registration flags of verbs without a counterpart in fi_mr(3). The values are those of
-    /// verbs.
+    /// Registration flags of verbs that fi_mr(3) does not have. The bits are those of
+    /// `ibv_access_flags`.
     ///
     /// A flag is passed to the driver if the device supports it. Otherwise the registration fails
     /// with Unsupported, and the error names the device.
@@ -22,7 +22,7 @@ bitflags::bitflags! {
         /// The memory lies in huge pages; the provider checks this. For devices with on-demand
         /// paging. A driver may ignore the flag without ON_DEMAND.
         const HUGETLB = AccessFlags::HUGETLB.bits();
-        /// PCIe writes may be reordered. A driver may ignore the flag silently.
+        /// The NIC may reorder its PCIe writes. A driver may ignore the flag silently.
         ///
         /// Domains of core set it by default. They clear it for
         /// [`WriteOrdering::Strict`](hmem_core::WriteOrdering::Strict), which also overrides the
@@ -34,25 +34,27 @@ bitflags::bitflags! {
     }
 }
 
-/// Confirmation of an option that a registration requested.
+/// Result of requesting an option at registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Grant {
-    /// The driver accepted the option. It refuses options that it lacks.
-    Granted,
-    /// The driver got the option and may have ignored it silently (VRB-02).
+pub enum OptionResult {
+    /// The driver accepted the option. It would have refused the registration otherwise.
+    Accepted,
+    /// The driver received the option but may have ignored it. No call reports that (VRB-02).
     RequestedNotConfirmable,
 }
 
 impl VerbsOptions {
-    /// Returns the confirmation of each of these options after a successful registration with them.
-    pub fn grants(self) -> impl Iterator<Item = (Self, Grant)> {
+    /// Returns each of these options with its result, for a successful registration with them.
+    pub fn results(self) -> impl Iterator<Item = (Self, OptionResult)> {
         self.iter().map(move |option| {
-            let grant = match option {
-                Self::RELAXED_ORDERING => Grant::RequestedNotConfirmable,
-                Self::HUGETLB if !self.contains(Self::ON_DEMAND) => Grant::RequestedNotConfirmable,
-                _ => Grant::Granted,
+            let result = match option {
+                Self::RELAXED_ORDERING => OptionResult::RequestedNotConfirmable,
+                Self::HUGETLB if !self.contains(Self::ON_DEMAND) => {
+                    OptionResult::RequestedNotConfirmable
+                }
+                _ => OptionResult::Accepted,
             };
-            (option, grant)
+            (option, result)
         })
     }
 
@@ -61,16 +63,17 @@ impl VerbsOptions {
     }
 }
 
-/// Properties of a device that the translation of rights depends on.
+/// Properties of a device that [`access_flags`] depends on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceRights {
-    /// Set if the device has atomics.
+    /// Set if the device supports atomics.
     pub atomics: bool,
     /// Set for iWARP devices. On iWARP the target buffer of an RMA read must be remotely writable.
     pub iwarp: bool,
 }
 
-/// Translates rights to verbs. The result is exactly as wide as `access`, with two exceptions:
+/// Translates access rights to verbs flags. The flags grant exactly the rights of `access`, with
+/// two exceptions:
 ///
 /// - Verbs needs LOCAL_WRITE with remote rights to change memory (`ibv_reg_mr(3)`).
 /// - iWARP needs REMOTE_WRITE for RMA reads.
@@ -112,8 +115,8 @@ pub fn access_flags(access: Access, device: DeviceRights) -> AccessFlags {
     flags
 }
 
-/// Returns the verbs rights of `access` by which peers change memory; REMOTE_ATOMIC only if the
-/// device has atomics.
+/// Returns the verbs flags for the rights in `access` by which peers change memory. Includes
+/// REMOTE_ATOMIC only if the device supports atomics.
 pub(super) fn remote_changes(access: Access, device: DeviceRights) -> AccessFlags {
     let mut flags = AccessFlags::empty();
     flags.set(AccessFlags::REMOTE_WRITE, access.intersects(Access::ANY_REMOTE_WRITE));
@@ -122,8 +125,8 @@ pub(super) fn remote_changes(access: Access, device: DeviceRights) -> AccessFlag
     flags
 }
 
-/// Returns the flags that [`access_flags`] adds to the requested rights: verbs' LOCAL_WRITE and
-/// iWARP's REMOTE_WRITE (VRB-03).
+/// Returns the flags that [`access_flags`] adds to the requested rights: LOCAL_WRITE for all
+/// devices, REMOTE_WRITE for iWARP (VRB-03).
 pub(super) fn added(access: Access, device: DeviceRights) -> AccessFlags {
     let mut asked = AccessFlags::empty();
     asked.set(AccessFlags::LOCAL_WRITE, access.intersects(Access::READ | Access::RECV));
@@ -132,7 +135,8 @@ pub(super) fn added(access: Access, device: DeviceRights) -> AccessFlags {
     access_flags(access, device).intersection(limits).difference(asked)
 }
 
-/// Translates verbs rights to libfabric's, for regions registered with verbs flags.
+/// Translates verbs flags to libfabric's access rights, for a region that was registered with verbs
+/// flags.
 pub(super) fn access_of(flags: AccessFlags) -> Access {
     let mut access = Access::WRITE | Access::SEND;
     if flags.contains(AccessFlags::LOCAL_WRITE) {
@@ -152,7 +156,7 @@ pub(super) fn access_of(flags: AccessFlags) -> Access {
     access
 }
 
-/// Refuses flags that every driver would refuse with EINVAL (VRB-01).
+/// Returns an error for flags that every driver would refuse with EINVAL (VRB-01).
 ///
 /// # Errors
 /// BadAccess for REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE, and for bits that verbs does
@@ -174,7 +178,7 @@ pub fn check_flags(flags: AccessFlags) -> Result<()> {
     Ok(())
 }
 
-/// Returns the names of flags, for messages.
+/// Returns the names of the set flags, for messages.
 pub(super) fn names(flags: AccessFlags) -> String {
     let mut names: Vec<_> = flags.iter_names().map(|(name, _)| name.to_owned()).collect();
     let unknown = flags.bits() & !AccessFlags::all().bits();

@@ -1,4 +1,5 @@
-//! Atomics: verbs has 64-bit fetch-and-add and compare-and-swap, with operands by value.
+//! Atomic operations. Verbs has 64-bit fetch-and-add and compare-and-swap. Their work requests
+//! contain the values of the operands.
 
 use std::ptr;
 
@@ -15,19 +16,19 @@ use super::{
     sys::WrOpcode,
 };
 
-/// Length of an element in bytes.
+/// Length in bytes of one element of an atomic operation.
 pub(super) const ELEMENT: u64 = 8;
 
-/// The verbs opcode of an atomic operation, with its operands.
+/// The verbs opcode and the operands of an atomic operation.
 pub(super) struct AtomicOperands {
     pub(super) opcode: WrOpcode,
     operands: Vec<u64>,
-    /// Empty unless the operation compares.
+    /// One value to compare with for each element. Empty if the operation compares nothing.
     compares: Vec<u64>,
 }
 
 impl AtomicOperands {
-    /// Checks an atomic and reads its operands with the CPU.
+    /// Checks an atomic operation. Copies its operands from the application's memory.
     pub(super) fn read(
         domain: &DomainState,
         held: &Held<'_>,
@@ -65,12 +66,12 @@ impl AtomicOperands {
         Ok(Self { opcode, operands, compares })
     }
 
-    /// Returns the number of elements.
+    /// Returns the number of elements of the operation.
     pub(super) fn len(&self) -> usize {
         self.operands.len()
     }
 
-    /// Returns the fields `compare_add` and `swap` of an element's work request.
+    /// Returns the fields `compare_add` and `swap` of the work request for an element.
     pub(super) fn fields(&self, index: usize) -> (u64, u64) {
         let operand = self.operands[index];
         self.compares.get(index).map_or((operand, 0), |compare| (*compare, operand))
@@ -96,7 +97,7 @@ fn opcode(nic: &Nic, op: AtomicOp, datatype: AtomicType) -> Result<WrOpcode> {
     }
 }
 
-/// Reads operands with the CPU, as verbs work requests contain their values.
+/// Reads operands with the CPU, since verbs work requests contain the values of operands.
 fn read_elements(
     domain: &DomainState,
     held: &Held<'_>,
@@ -127,7 +128,7 @@ fn read_elements(
     Ok(elements.iter().map(|element| u64::from_ne_bytes(*element)).collect())
 }
 
-/// Copies host bytes through the kernel, so that an unmapped page is an error instead of a fault.
+/// Copies host memory through the kernel. An unmapped page is then an error instead of a fault.
 fn read_guarded(address: Address, len: u64, into: &mut Vec<u8>) -> Result<()> {
     let len = len as usize;
     into.reserve(len);

@@ -1,4 +1,5 @@
-//! Chains of work requests, built from a request's lists.
+//! Chains of work requests that are posted together. They are built from the local and remote lists
+//! of a request.
 
 use hmem_core::{
     Access, Error, ErrorKind, Iova, RemoteKey, RemotePiece, Result,
@@ -14,8 +15,7 @@ use super::{
     sys::{AtomicPart, RdmaPart, SendFlags, SendWr, Sge, WrOpcode, WrPart},
 };
 
-/// Kind of an RMA operation: its opcode, the local right that it needs, and the kind of its
-/// completion.
+/// Kind of an RMA operation: the opcode, the required local right, and the kind of completion.
 #[derive(Clone, Copy)]
 pub(super) struct Rma {
     pub(super) opcode: WrOpcode,
@@ -28,7 +28,7 @@ pub(super) const WRITE: Rma =
 pub(super) const READ: Rma =
     Rma { opcode: WrOpcode::IBV_WR_RDMA_READ, right: Access::READ, kind: CompletionKind::Read };
 
-/// Adds immediate data to a write or message.
+/// Adds immediate data to a write request or a message.
 pub(super) fn carry(request: &mut SendWr, data: u32) {
     request.opcode = if request.opcode == WrOpcode::IBV_WR_RDMA_WRITE {
         WrOpcode::IBV_WR_RDMA_WRITE_WITH_IMM
@@ -38,11 +38,11 @@ pub(super) fn carry(request: &mut SendWr, data: u32) {
     request.invalidate_rkey = data.to_be();
 }
 
-/// Builds the single work request of a common transfer: one run of bytes and one key on each side.
-/// The request points to `segment`, which holds the local run.
+/// Builds the work request of a transfer that needs only one, with one local segment. This is the
+/// fast path. The request points to `segment`, which this call fills in.
 ///
-/// Returns the transfer's length, or `None` for any other transfer. Invalid transfers give `None`
-/// too, and [`Chain::rma`] then refuses them.
+/// Returns the transfer's length. Returns `None` if the transfer needs [`Chain::rma`] or is
+/// invalid; [`Chain::rma`] then returns the error.
 #[inline]
 pub(super) fn single(
     held: &Held<'_>,
@@ -73,8 +73,8 @@ pub(super) fn single(
     Some(local.len)
 }
 
-/// Work requests of one post, or the segments of a receive. The vectors are reused, so that posting
-/// does not allocate.
+/// Work requests that are posted together, or the segments of a receive. Posting reuses the vectors
+/// and thus does not allocate.
 #[derive(Default)]
 pub(super) struct Chain {
     spans: Vec<Span>,
@@ -95,7 +95,8 @@ impl Chain {
         self.requests.clear();
     }
 
-    /// Translates the local list. Returns whether the region owns all of it, and its length.
+    /// Translates the local list to segments of the NIC. Returns whether regions own all of its
+    /// memory, and its length in bytes.
     fn local(
         &mut self,
         held: &Held<'_>,
@@ -112,8 +113,8 @@ impl Chain {
         Ok((owned, bytes))
     }
 
-    /// Translates a peer's range. Bytes outside the pieces of its key are posted with the last key:
-    /// the target enforces bounds.
+    /// Translates a range of a peer's memory to targets with an rkey. Bytes outside the pieces of
+    /// the peer's key get the last rkey: the peer's NIC checks the bounds.
     fn remote(&mut self, domain: &DomainState, segment: &RemoteSegment<'_>) -> Result<()> {
         if segment.key.is_mapped() {
             let pieces = domain.mapped_key(segment.key)?;
@@ -198,7 +199,7 @@ impl Chain {
         Ok(bytes)
     }
 
-    /// Fills the segments of a receive.
+    /// Builds a receive: fills in its segments.
     pub(super) fn receive(
         &mut self,
         domain: &DomainState,
@@ -212,7 +213,7 @@ impl Chain {
         self.message(domain, pair.cap.max_recv_sge, u64::MAX, bytes)
     }
 
-    /// Fills the segments of a message, which cannot be split over requests.
+    /// Fills in the segments of a message. A message is always one work request.
     fn message(
         &mut self,
         domain: &DomainState,
@@ -241,7 +242,7 @@ impl Chain {
         Ok(())
     }
 
-    /// Builds an atomic operation, one work request for each element.
+    /// Builds an atomic operation. Each element becomes one work request.
     pub(super) fn atomic(
         &mut self,
         domain: &DomainState,
@@ -287,7 +288,7 @@ impl Chain {
     }
 }
 
-/// Splits a remote segment where its key changes.
+/// Splits a remote segment at the borders between pieces with different rkeys.
 fn cut<'a>(
     targets: &mut Vec<Target>,
     pieces: impl Iterator<Item = &'a RemotePiece> + Clone,

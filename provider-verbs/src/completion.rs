@@ -1,14 +1,15 @@
-//! Errors for the statuses of failed work completions.
+//! Errors for failed work completions, by their status.
 
 use hmem_core::{Error, ErrorKind, transfer::CompletionKind};
 
 use super::sys::WcStatus;
 
-/// Remedy for a bind that the NIC refused.
+/// Remedy for a bind of a memory window that the NIC refused.
 pub(super) const BIND_REFUSED: &str = "check the bind's range and rights, that the region has \
                                        MW_BIND, and that the window is not bound";
 
-/// Returns the error of a failed request of `kind` with this status and vendor code.
+/// Returns the error of a request of `kind` that failed with a work completion status and a vendor
+/// code.
 ///
 /// ```
 /// use hmem_core::{ErrorKind, transfer::CompletionKind};

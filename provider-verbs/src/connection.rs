@@ -20,24 +20,25 @@ use super::{
     },
 };
 
-/// Limit of reads and atomics in flight, in each direction.
+/// Maximum number of RMA reads and atomics in flight, in each direction.
 const DEPTH_OF_READS: i32 = 16;
-/// Time before a packet is sent again, as an exponent: 4.096 us << 17 is half a second.
+/// Exponent of the time after which the NIC resends a packet: 4.096 us << 17 is half a second.
 const TIMEOUT: u8 = 17;
-/// Number of retries before the peer counts as gone. Not the maximum of 7: rxe retries forever
-/// then, and would never notice that a peer is gone.
+/// Number of resends before the NIC reports that the peer is gone. The maximum is 7, but with 7 rxe
+/// resends forever.
 const RETRIES: u8 = 6;
-/// Number of retries while the peer has no receive posted: 7 is without limit.
+/// Number of resends while the peer has posted no receive. 7 stands for no limit.
 const RECEIVER_RETRIES: u8 = 7;
-/// Time before a sender retries a receiver that was not ready: code 12 is 0.64 ms.
+/// Code of the time after which a NIC resends to a peer without a posted receive: 12 stands for
+/// 0.64 ms.
 const RECEIVER_NOT_READY: u8 = 12;
 const HOPS: u8 = 64;
 
-/// Limit of inline sends in bytes, if the device supports it.
+/// Requested maximum length in bytes of inline sends. The device may support less.
 const INLINE: u32 = 220;
 const SEGMENTS: i32 = 16;
 
-/// Properties of a queue pair that a peer needs to connect: the bytes of an [`EndpointName`].
+/// Properties of a queue pair that a peer needs to connect. An [`EndpointName`] is their encoding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PeerName {
     pub(super) qpn: u32,
@@ -46,8 +47,8 @@ pub(super) struct PeerName {
     pub(super) lid: u16,
     pub(super) mtu: u8,
     pub(super) reads: u8,
-    /// Number of times that the connection went down. A name with another epoch requests a new
-    /// connection.
+    /// Number of times that this side ended the connection. If the number in a name has changed,
+    /// the peer must connect again.
     pub(super) epoch: u16,
 }
 
@@ -103,13 +104,13 @@ impl PeerName {
         })
     }
 
-    /// Returns true if both are names of one queue pair.
+    /// Returns true if both names belong to the same queue pair.
     pub(super) fn same_peer(&self, other: &Self) -> bool {
         Self { epoch: 0, ..*self } == Self { epoch: 0, ..*other }
     }
 }
 
-/// An `ibv_qp`. Dropping the value destroys the queue pair.
+/// Owner of an `ibv_qp`. Dropping the value destroys the queue pair.
 #[derive(Debug)]
 pub(super) struct QueuePair {
     pub(super) device: Arc<OpenDevice>,
@@ -126,7 +127,8 @@ unsafe impl Send for QueuePair {}
 unsafe impl Sync for QueuePair {}
 
 impl QueuePair {
-    /// Creates an RC queue pair in the state INIT. Its requests complete to the given queues.
+    /// Creates a reliable-connection (RC) queue pair in the state INIT. Its requests complete to
+    /// the given completion queues.
     pub(super) fn create(
         pd: &ProtectionDomain,
         (tx, rx): (&VerbsCq, &VerbsCq),
@@ -231,20 +233,21 @@ impl QueuePair {
         self.modify(attr, mask)
     }
 
-    /// Resets the queue pair to the state INIT. Requests in flight are dropped without completions.
+    /// Resets the queue pair to the state INIT. The NIC drops requests in flight and writes no
+    /// completions for them.
     pub(super) fn reset(&self) -> Result<()> {
         let attr = QpAttr { qp_state: QpState::IBV_QPS_RESET, ..QpAttr::default() };
         self.modify(attr, QpAttrMask::STATE)?;
         self.to_init()
     }
 
-    /// Ends the connection. Requests in flight complete as flushed.
+    /// Ends the connection. Requests in flight complete with the status "flushed".
     pub(super) fn to_error(&self) -> Result<()> {
         let attr = QpAttr { qp_state: QpState::IBV_QPS_ERR, ..QpAttr::default() };
         self.modify(attr, QpAttrMask::STATE)
     }
 
-    /// Connects: moves the queue pair from INIT to RTS.
+    /// Connects to `peer`: moves the queue pair from INIT to RTS.
     pub(super) fn connect(&self, peer: &PeerName) -> Result<()> {
         let global = peer.gid != [0; 16];
         let gid_index = self.port.gid.map_or(0, |entry| entry.index);
@@ -301,7 +304,7 @@ impl QueuePair {
         )
     }
 
-    /// Queries the current state.
+    /// Queries the NIC for the state of the queue pair.
     pub(super) fn state(&self) -> Result<QpState> {
         let mut attr = QpAttr::default();
         // SAFETY: all zeros is a value of this plain structure.
@@ -332,13 +335,14 @@ impl Drop for QueuePair {
 
 /// The connection of an endpoint: its queue pair and the peer.
 pub(super) struct Connection {
-    /// `None` once closed.
+    /// The queue pair; `None` once the endpoint is closed.
     pair: Option<QueuePair>,
     peer: Option<PeerName>,
-    /// Set if a request failed since the connection was made.
+    /// Set if a request has failed on this connection.
     failed: bool,
     epoch: u16,
-    /// Type 2 windows that were bound through the queue pair, to be freed before it.
+    /// Type 2 windows that were bound through the queue pair. They are freed before the queue pair
+    /// is destroyed.
     pub(super) windows: NotedWindows,
 }
 
@@ -379,12 +383,12 @@ impl Connection {
         self.failed
     }
 
-    /// Returns the name by which a peer connects now.
+    /// Returns the current name of this side, by which a peer connects.
     pub(super) fn name(&self) -> Result<PeerName> {
         Ok(self.open()?.name(self.epoch))
     }
 
-    /// Records that a request failed, which ends the connection.
+    /// Records that a request failed. A failed request ends the connection.
     pub(super) fn note_failure(&mut self) {
         if !self.failed {
             self.failed = true;
@@ -392,7 +396,8 @@ impl Connection {
         }
     }
 
-    /// Ends the connection after a failure on this side. Requests in flight complete as flushed.
+    /// Ends the connection after a failure that only this side knows of. Requests in flight
+    /// complete with the status "flushed".
     pub(super) fn fail(&mut self, why: &'static str) {
         self.note_failure();
         if let Ok(Err(error)) = self.open().map(QueuePair::to_error) {
@@ -400,8 +405,8 @@ impl Connection {
         }
     }
 
-    /// Queries the NIC for the state. The NIC can end a connection without a completion, if this
-    /// side had posted nothing.
+    /// Queries the NIC for the state of the connection. If this side had posted nothing, the NIC
+    /// can end a connection without a completion.
     pub(super) fn refresh(&mut self) -> Result<()> {
         if self.peer.is_some() && !self.failed && self.open()?.state()? != QpState::IBV_QPS_RTS {
             self.note_failure();
@@ -409,8 +414,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Resets a queue pair that was connected before. Returns whether it was. Receives that were
-    /// posted before the first connection stay.
+    /// Resets the queue pair if it was connected before. Returns whether it was. Otherwise the
+    /// receives that were posted before the first connection stay posted.
     pub(super) fn reset(&mut self) -> Result<bool> {
         if self.peer.is_none() {
             return Ok(false);
@@ -421,7 +426,7 @@ impl Connection {
         Ok(true)
     }
 
-    /// Connects a queue pair that is new or that [`Connection::reset`] has reset.
+    /// Connects a queue pair that is new, or that [`Connection::reset`] has reset.
     pub(super) fn connect(&mut self, peer: PeerName) -> Result<()> {
         let pair = self.open()?;
         pair.connect(&peer)?;
@@ -436,22 +441,24 @@ impl Connection {
         Ok(())
     }
 
-    /// Takes the queue pair and the windows to free before it. Returns `None` the second time.
+    /// Removes and returns the queue pair, and the windows to free before it. Returns `None` if it
+    /// was removed before.
     pub(super) fn take(&mut self) -> Option<(QueuePair, HashSet<u64>)> {
         Some((self.pair.take()?, std::mem::take(&mut self.windows.tokens)))
     }
 }
 
-/// Set of windows by their tokens.
+/// A set of windows, by their tokens. It also holds windows that were freed since the last cleanup.
 #[derive(Debug, Default)]
 pub(super) struct NotedWindows {
     pub(super) tokens: HashSet<u64>,
-    /// Number of windows that remained after the last removal of freed windows.
+    /// Number of windows after the last cleanup.
     alive: usize,
 }
 
 impl NotedWindows {
-    /// Adds a window. Removes freed windows whenever the number has doubled.
+    /// Adds a window. When the number of windows has doubled since the last cleanup, removes freed
+    /// windows.
     pub(super) fn note(&mut self, token: u64, is_alive: impl Fn(u64) -> bool) {
         self.tokens.insert(token);
         if self.tokens.len() > 2 * self.alive.max(8) {

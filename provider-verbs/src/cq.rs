@@ -20,22 +20,23 @@ use super::{
 const INTERRUPTED: Errno = Errno(4);
 const WOULD_BLOCK: Errno = Errno(11);
 
-/// An `ibv_cq`. Dropping the value destroys the queue.
+/// A completion queue with its event channel. Dropping the value destroys both.
 #[derive(Debug)]
 pub(super) struct VerbsCq {
-    /// Dropped before the channel, which must outlive the queue.
+    /// The completion queue. This field comes first, so that the queue is dropped before its
+    /// channel. The channel must outlive the queue.
     cq: QueueOfDriver,
     channel: Option<Channel>,
 }
 
-/// An `ibv_cq` without its channel.
+/// Owner of an `ibv_cq`, without its channel.
 #[derive(Debug)]
 struct QueueOfDriver {
     device: Arc<OpenDevice>,
     cq: *mut Cq,
 }
 
-/// An `ibv_comp_channel` of one queue. Its fd does not block.
+/// Owner of an `ibv_comp_channel` for one queue. Reads of its fd do not block.
 #[derive(Debug)]
 struct Channel {
     device: Arc<OpenDevice>,
@@ -54,7 +55,7 @@ unsafe impl Send for Channel {}
 unsafe impl Sync for Channel {}
 
 impl Channel {
-    /// Creates a channel, if the driver reports completions.
+    /// Creates a channel. Returns `None` if the driver has no completion events.
     fn create(device: &Arc<OpenDevice>) -> Result<Option<Self>> {
         if device.ops().req_notify_cq.is_none() {
             return Ok(None);
@@ -98,13 +99,14 @@ impl Drop for Channel {
 }
 
 impl VerbsCq {
-    /// Creates a queue for `depth` requests without a channel. It can only be polled.
+    /// Creates a completion queue for `depth` requests, without a channel. The queue can only be
+    /// polled.
     pub(super) fn create(device: &Arc<OpenDevice>, depth: usize) -> Result<Self> {
         Self::with_channel(device, depth, None)
     }
 
-    /// Creates a queue for `depth` requests, with a channel if the driver reports completions. A
-    /// channel cannot be added to a queue later.
+    /// Creates a completion queue for `depth` requests. It has a channel if the driver has
+    /// completion events, since a channel cannot be added later.
     pub(super) fn create_waitable(device: &Arc<OpenDevice>, depth: usize) -> Result<Self> {
         Self::with_channel(device, depth, Channel::create(device)?)
     }
@@ -146,13 +148,14 @@ impl VerbsCq {
         &self.cq.device
     }
 
-    /// Returns the fd that becomes readable when a request completes after [`Self::arm`].
+    /// Returns the fd of the channel; `None` without one. The fd becomes readable when a request
+    /// completes after [`Self::arm`].
     pub(super) fn channel(&self) -> Option<BorrowedFd<'_>> {
         self.channel.as_ref().map(AsFd::as_fd)
     }
 
-    /// Discards earlier events and requests an event for the next completion. Earlier completions
-    /// may give no event: the caller polls afterwards.
+    /// Discards old events and requests an event for the next completion. Completions before this
+    /// call may cause no event, so the caller polls after it.
     pub(super) fn arm(&self) -> Result<()> {
         let (Some(channel), Some(request)) = (&self.channel, self.device().ops().req_notify_cq)
         else {
@@ -178,7 +181,7 @@ impl VerbsCq {
             .map_err(|errno| failed("ibv_req_notify_cq", errno))
     }
 
-    /// Reads up to a batch of work completions and returns those that were read.
+    /// Reads work completions from the NIC into `batch`. Returns the ones that were read.
     #[inline]
     pub(super) fn poll<'a>(&self, batch: &'a mut [MaybeUninit<Wc>]) -> Result<&'a [Wc]> {
         let device = self.device();

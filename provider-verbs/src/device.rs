@@ -24,15 +24,15 @@ use super::{
     },
 };
 
-/// Limit of ranges in one region. Each range is a registration.
+/// Maximum number of ranges in one region. Each range has a registration of its own.
 const RANGES: usize = 32;
 
-/// `RXE_VENDOR_ID` of the kernel's rdma_rxe.
+/// Vendor id of rdma_rxe devices: `RXE_VENDOR_ID` in the kernel's driver.
 const RXE_VENDOR: u32 = 0xff_ffff;
 
-/// The order of a reliable connection, as libfabric's verbs provider declares it too. It has no WAR
-/// and no SAR: without a fence, a read or fetching atomic orders no write and no message after it
-/// (InfiniBand, "Send Queue Ordering Rules").
+/// The message order of a reliable connection, equal to that of libfabric's verbs provider. WAR and
+/// SAR are missing: without a fence, a write or message may overtake an earlier read or fetching
+/// atomic (InfiniBand, "Send Queue Ordering Rules").
 const RC_ORDER: MsgOrder = MsgOrder::RAR
     .union(MsgOrder::RAW)
     .union(MsgOrder::RAS)
@@ -47,7 +47,7 @@ const RC_ORDER: MsgOrder = MsgOrder::RAR
     .union(MsgOrder::ATOMIC_RAW)
     .union(MsgOrder::ATOMIC_WAW);
 
-/// An `ibv_context`. Dropping the value closes a context that it opened.
+/// Owner of an `ibv_context`. Dropping the value closes the context, unless another crate owns it.
 #[derive(Debug)]
 pub(super) struct OpenDevice {
     library: Arc<Library>,
@@ -60,7 +60,7 @@ pub(super) struct OpenDevice {
     provider_attr: ProviderAttr,
     window_types: Vec<WindowType>,
     generations: AtomicU32,
-    /// The process that opened the context. A forked child must not destroy it.
+    /// The process that opened the context. A forked child must not close it.
     process: ProcessMark,
 }
 
@@ -72,8 +72,8 @@ unsafe impl Send for OpenDevice {}
 unsafe impl Sync for OpenDevice {}
 
 impl OpenDevice {
-    /// Opens a device by name. With `pcie_mapping_first`, dma-bufs are first requested with the
-    /// PCIe mapping.
+    /// Opens a device by name. If `pcie_mapping_first` is set, imports of dma-bufs try the PCIe
+    /// mapping before the default mapping.
     pub(super) fn open(
         library: &Arc<Library>,
         name: &str,
@@ -85,16 +85,15 @@ impl OpenDevice {
         unsafe { Self::new(library, context, true, pcie_mapping_first, process) }
     }
 
-    /// Returns true in a forked child: the driver's objects belong to the parent.
+    /// Returns true in a forked child. The driver's objects then belong to the parent process.
     pub(super) fn is_inherited(&self) -> bool {
         !self.process.is_current()
     }
 
-    /// Borrows the context of the application's protection domain.
+    /// Borrows the context of a protection domain that the application created.
     ///
     /// # Safety
-    /// `pd` is a live protection domain of the same libibverbs, and stays so for as long as the
-    /// result.
+    /// `pd` is a live protection domain of the same libibverbs and outlives the result.
     pub(super) unsafe fn borrowed(
         library: &Arc<Library>,
         pd: *mut Pd,
@@ -105,8 +104,11 @@ impl OpenDevice {
         unsafe { Self::new(library, (*pd).context, false, pcie_mapping_first, process) }
     }
 
+    /// Creates the owner of an open context and queries the device.
+    ///
     /// # Safety
-    /// `context` is open, and stays so for as long as the result, which closes it if `owned`.
+    /// `context` is open. If `owned` is set, only the result closes it; otherwise it outlives the
+    /// result.
     unsafe fn new(
         library: &Arc<Library>,
         context: *mut Context,
@@ -147,8 +149,8 @@ impl OpenDevice {
         Ok(device)
     }
 
-    /// Returns the generation of the next endpoint's first request. An endpoint adds the number
-    /// that it used when it closes.
+    /// Returns the first generation for the requests of the next endpoint. A closing endpoint adds
+    /// the number of generations that it used.
     pub(super) fn generations(&self) -> &AtomicU32 {
         &self.generations
     }
@@ -173,35 +175,37 @@ impl OpenDevice {
         &self.provider_attr
     }
 
-    /// Returns the supported types of memory windows.
+    /// Returns the types of memory windows that the device supports.
     pub(super) fn window_types(&self) -> &[WindowType] {
         &self.window_types
     }
 
-    /// Returns true for rdma_rxe, by the vendor id of its driver. The driver dereferences a null
-    /// pointer when a free window is invalidated, and marks invalidated keys with another flag.
+    /// Returns true for a device of the driver rdma_rxe, by the vendor id. That driver dereferences
+    /// a null pointer when a free window is invalidated. It also uses another flag than other
+    /// drivers to report invalidated keys.
     pub(super) fn is_rxe(&self) -> bool {
         self.attr.vendor_id == RXE_VENDOR
     }
 
-    /// Returns true if the device reports on-demand paging.
+    /// Returns true if the device supports on-demand paging.
     pub(super) fn on_demand(&self) -> bool {
         self.on_demand
     }
 
-    /// Returns the driver's operations, which the header's inline functions call.
+    /// Returns the driver's function table. The header's inline functions call it.
     pub(super) fn ops(&self) -> &sys::ContextOps {
         // SAFETY: the context is open as long as `self`; libibverbs sets its operations when it
         // opens the device.
         unsafe { &(*self.context).ops }
     }
 
-    /// Returns the properties that rights depend on, queried once.
+    /// Returns the properties that the translation of access rights depends on. They were queried
+    /// once.
     pub(super) fn rights(&self) -> DeviceRights {
         self.rights
     }
 
-    /// Returns an error that names the device.
+    /// Returns an error of this kind that names the device.
     pub(super) fn refuse(
         &self,
         kind: ErrorKind,
@@ -211,10 +215,10 @@ impl OpenDevice {
         Error::new(kind, operation).provider(self.nic.to_string()).remedy(why)
     }
 
-    /// Returns the option for relaxed ordering, or none if libibverbs is too old for it.
+    /// Returns the option for relaxed ordering, or no option if libibverbs is too old for it.
     ///
-    /// `ibv_reg_mr_iova2` drops the flag for a kernel that does not know optional access flags, and
-    /// drivers ignore those that they lack. So the flag refuses no registration.
+    /// The option never makes a registration fail. `ibv_reg_mr_iova2` drops the flag for a kernel
+    /// without optional access flags, and drivers ignore optional flags that they do not support.
     pub(super) fn relaxed_ordering(&self) -> VerbsOptions {
         if self.library.functions.reg_mr_iova2.is_some() {
             VerbsOptions::RELAXED_ORDERING
@@ -223,8 +227,8 @@ impl OpenDevice {
         }
     }
 
-    /// Refuses the right REMOTE_ATOMIC, libfabric's or verbs', on a device without atomics.
-    /// REMOTE_WRITE of fi_mr(3), which grants atomics too, grants only RMA writes on such a device.
+    /// Returns an error if the right REMOTE_ATOMIC is requested on a device without atomics.
+    /// REMOTE_WRITE of fi_mr(3) is no error: on that device it grants only RMA writes.
     pub(super) fn check_atomics(&self, asked: bool, operation: &'static str) -> Result<()> {
         if self.rights.atomics || !asked {
             return Ok(());
@@ -233,13 +237,13 @@ impl OpenDevice {
         Err(self.refuse(ErrorKind::Unsupported, operation, why).context("access", "REMOTE_ATOMIC"))
     }
 
-    /// Returns true for an iWARP device, whose `node_type` in sysfs is "4: RNIC".
+    /// Returns true for an iWARP device. Its `node_type` in sysfs is "4: RNIC".
     fn is_iwarp(&self) -> bool {
         let node_type = format!("/sys/class/infiniband/{}/node_type", self.nic.name);
         fs::read_to_string(node_type).is_ok_and(|text| text.starts_with('4'))
     }
 
-    /// Returns the longest registration, in bytes.
+    /// Returns the maximum length of a registration in bytes.
     pub(super) fn max_registration(&self) -> u64 {
         match self.attr.max_mr_size {
             0 => u64::MAX,
@@ -277,8 +281,8 @@ impl OpenDevice {
         }
     }
 
-    /// Returns true if the driver imports dma-bufs. It then refuses fd -1 with EBADF, and else with
-    /// EOPNOTSUPP.
+    /// Returns true if the driver imports dma-bufs. For the invalid fd -1, a driver that does
+    /// returns EBADF; other drivers return EOPNOTSUPP.
     fn probe_dma_buf(&self) -> Result<bool> {
         let functions = &self.library.functions;
         let Some(register) = functions.reg_dmabuf_mr else {
@@ -376,7 +380,8 @@ fn blank(nic: &Nic) -> ProviderAttr {
     }
 }
 
-/// Returns the bus id behind `/sys/class/infiniband/<name>/device`. Software devices have none.
+/// Returns the PCI bus id of the device, from the link `/sys/class/infiniband/<name>/device`.
+/// Software devices have none.
 fn pci_bus_id(name: &str) -> Option<String> {
     let device = fs::canonicalize(format!("/sys/class/infiniband/{name}/device")).ok()?;
     let id = device.file_name()?.to_str()?;
@@ -386,7 +391,8 @@ fn pci_bus_id(name: &str) -> Option<String> {
         .then(|| id.to_owned())
 }
 
-/// An `ibv_pd`. Dropping the value deallocates a protection domain that it allocated.
+/// Owner of an `ibv_pd`. Dropping the value deallocates the protection domain, unless another crate
+/// owns it.
 #[derive(Debug)]
 pub(super) struct ProtectionDomain {
     pub(super) device: Arc<OpenDevice>,
@@ -409,8 +415,10 @@ impl ProtectionDomain {
         Ok(Self { device: Arc::clone(device), pd, owned: true })
     }
 
+    /// Borrows a protection domain that the application created.
+    ///
     /// # Safety
-    /// `pd` is a live protection domain of `device`, and stays so for as long as the result.
+    /// `pd` is a live protection domain of `device` and outlives the result.
     pub(super) unsafe fn borrowed(device: &Arc<OpenDevice>, pd: *mut Pd) -> Self {
         Self { device: Arc::clone(device), pd, owned: false }
     }

@@ -1,4 +1,4 @@
-//! The application's handle of a domain: the calls of the provider contract.
+//! The domain handle of the application. It implements the calls of the provider contract.
 
 use std::{
     any::Any,
@@ -22,7 +22,7 @@ use hmem_core::{
 };
 
 use super::{
-    access::{Grant, VerbsOptions},
+    access::{OptionResult, VerbsOptions},
     device::ProtectionDomain,
     domain_state::{DomainOptions, DomainState},
     endpoint::{Endpoint, Fabric, Queue},
@@ -33,7 +33,7 @@ use super::{
     window::BIND_TIMEOUT,
 };
 
-/// An open domain, with verbs calls that core does not have.
+/// An open verbs domain, with calls that [`Domain`] does not have.
 ///
 /// ```no_run
 /// use hmem_core::Domain;
@@ -69,13 +69,13 @@ impl VerbsDomain {
         Ok(Self { state, active, fabric })
     }
 
-    /// Returns the verbs side of a domain, or `None` if its provider is another.
+    /// Returns the verbs domain behind `domain`, or `None` if another provider opened it.
     #[must_use]
     pub fn of(domain: &Domain) -> Option<&Self> {
         (domain.provider_domain() as &dyn Any).downcast_ref()
     }
 
-    /// Returns an endpoint of this domain by its handle.
+    /// Returns the verbs endpoint behind `endpoint`. Another domain's endpoint is an error.
     fn own<'a>(&self, endpoint: &'a dyn ProviderEndpoint) -> Result<&'a Endpoint> {
         let own = (endpoint as &dyn Any).downcast_ref::<Endpoint>();
         own.filter(|own| own.is_of(&self.state)).ok_or_else(|| {
@@ -83,43 +83,45 @@ impl VerbsDomain {
         })
     }
 
-    /// Returns the `ibv_pd`, for another crate's calls. It lives as long as the domain.
+    /// Returns the `ibv_pd` of the domain, for calls of another crate. It lives as long as the
+    /// domain.
     #[must_use]
     pub fn pd(&self) -> *mut c_void {
         self.state.pd.pd.cast()
     }
 
-    /// Returns the `ibv_context`. It lives as long as the domain.
+    /// Returns the `ibv_context` of the domain. It lives as long as the domain.
     #[must_use]
     pub fn context(&self) -> *mut c_void {
         self.state.pd.device.context().cast()
     }
 
-    /// Returns the keys of a region, one for each of its registrations.
+    /// Returns the keys of a region. Each registration of the region has its own keys.
     ///
     /// # Errors
-    /// InvalidArgument for a region that is not open here.
+    /// InvalidArgument: the region is not open in this domain.
     pub fn keys(&self, region: ProviderRegion) -> Result<Vec<VerbsKey>> {
         self.state.regions.keys(region)
     }
 
-    /// Returns the options of a region's registration, with their confirmation.
+    /// Returns the options that a region was registered with, and the result of each.
     ///
     /// # Errors
-    /// InvalidArgument for a region that is not open here.
-    pub fn options(&self, region: ProviderRegion) -> Result<Vec<(VerbsOptions, Grant)>> {
-        self.state.regions.with(region, "options", |region| Ok(region.options.grants().collect()))
+    /// InvalidArgument: the region is not open in this domain.
+    pub fn options(&self, region: ProviderRegion) -> Result<Vec<(VerbsOptions, OptionResult)>> {
+        self.state.regions.with(region, "options", |region| Ok(region.options.results().collect()))
     }
 
     /// Returns the access flags with which a region was registered.
     ///
     /// # Errors
-    /// InvalidArgument for a region that is not open here.
+    /// InvalidArgument: the region is not open in this domain.
     pub fn flags(&self, region: ProviderRegion) -> Result<AccessFlags> {
         self.state.regions.with(region, "flags", |region| Ok(region.flags))
     }
 
-    /// Registers like [`ProviderDomain::register`], with options for this registration only.
+    /// Registers like [`ProviderDomain::register`], with additional options for this registration
+    /// only.
     ///
     /// The call hands raw addresses to hardware, so it is unsafe:
     ///
@@ -137,7 +139,7 @@ impl VerbsDomain {
     /// ```
     ///
     /// # Safety
-    /// As [`ProviderDomain::register`].
+    /// The caller follows the safety rules of [`ProviderDomain::register`].
     ///
     /// # Errors
     /// The errors of [`ProviderDomain::register`]. Unsupported if the device lacks an option; the
@@ -158,7 +160,7 @@ impl VerbsDomain {
     /// Registers host pages with verbs flags, like `ibv_reg_mr(3)`.
     ///
     /// # Safety
-    /// As [`Domain::regattr`].
+    /// The caller follows the safety rules of [`Domain::regattr`].
     ///
     /// # Errors
     /// - BadAccess: REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE. The driver is not called.
@@ -193,7 +195,7 @@ impl VerbsDomain {
     ///
     /// # Errors
     /// - Unsupported if the driver lacks the call, with the region as it was.
-    /// - InvalidArgument for a region that is not open here.
+    /// - InvalidArgument: the region is not open in this domain.
     /// - The driver's own error otherwise, with a remedy that says whether the region is as it was.
     pub unsafe fn rereg(&self, region: ProviderRegion, access: Access) -> Result<()> {
         self.state.registrar().rereg(region, access)
@@ -399,7 +401,7 @@ impl StagingAccess for VerbsDomain {
     }
 }
 
-/// The NIC executes requests without calls, except requests that name staged memory.
+/// The NIC executes most requests on its own. Only requests that name staged memory need calls.
 impl ManualProgress for VerbsDomain {
     fn progress(&self) -> Result<usize> {
         Ok(self.active.progress())

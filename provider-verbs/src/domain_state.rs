@@ -23,31 +23,34 @@ use super::{
     window::Windows,
 };
 
-/// The builder's options for domains.
+/// Options of the builder that apply to domains.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct DomainOptions {
     pub(super) options: VerbsOptions,
     pub(super) port: PortChoice,
-    /// Limit of one registration in bytes; 0 for the device's limit.
+    /// Maximum length of one registration in bytes; 0 for the device's limit.
     pub(super) max_registration: u64,
     pub(super) connect_in_process: bool,
-    /// Timeout of binds; `None` for [`BIND_TIMEOUT`](super::window::BIND_TIMEOUT).
+    /// Timeout of binds of type 1 windows; `None` for
+    /// [`BIND_TIMEOUT`](super::window::BIND_TIMEOUT).
     pub(super) bind_timeout: Option<Duration>,
 }
 
-/// The state that endpoints and the application's handle share.
+/// State that the domain, its endpoints and its queues share.
 pub(super) struct DomainState {
     pub(super) options: DomainOptions,
     pub(super) regions: Regions,
     pub(super) windows: Windows,
     pub(super) staging: Staging,
-    /// Raw keys of peers that were mapped into the domain.
+    /// Pieces of peers' memory that the application has mapped into the domain. The table key is
+    /// the number in the [`RemoteKey`].
     pub(super) mapped: RwLock<HashMap<u64, Arc<[RemotePiece]>>>,
     pub(super) endpoints: AtomicU64,
-    /// The completion queues, which end with the domain.
+    /// The completion queues that are closed together with the domain.
     queues: Mutex<Vec<Weak<Ready>>>,
     nowhere: OnceLock<Nowhere>,
-    /// The last field, so that everything in it is dropped before.
+    /// The protection domain. The last field, so that all objects in the protection domain are
+    /// dropped before it.
     pub(super) pd: ProtectionDomain,
 }
 
@@ -66,7 +69,7 @@ impl DomainState {
         }
     }
 
-    /// Adds a completion queue that ends with the domain.
+    /// Adds a completion queue that is closed together with the domain.
     pub(super) fn add_queue(&self, queue: &Arc<Ready>) {
         let mut queues = self.queues.lock();
         queues.retain(|queue| queue.strong_count() > 0);
@@ -82,12 +85,12 @@ impl DomainState {
         Registrar { pd: &self.pd, regions: &self.regions, max }
     }
 
-    /// Returns the error of a request that is refused before it is posted.
+    /// Returns the error of a request that is refused before it is posted to the NIC.
     pub(super) fn refuse_post(&self, kind: ErrorKind, why: &'static str) -> Error {
         self.pd.device.refuse(kind, "post", why)
     }
 
-    /// Returns the pieces of a mapped key of a request.
+    /// Returns the pieces of a peer's memory behind a mapped key.
     pub(super) fn mapped_key(&self, key: &RemoteKey) -> Result<Arc<[RemotePiece]>> {
         let number = key.as_u64()?;
         self.mapped.read().get(&number).cloned().ok_or_else(|| {
@@ -96,7 +99,7 @@ impl DomainState {
         })
     }
 
-    /// Returns eight bytes that the NIC may write and no code reads.
+    /// Returns eight bytes of registered memory that the NIC writes and no code reads.
     pub(super) fn nowhere(&self) -> Result<Span> {
         let nowhere = match self.nowhere.get() {
             Some(nowhere) => nowhere,
@@ -115,11 +118,12 @@ impl DomainState {
     }
 }
 
-/// Memory for the old values of atomics that fetch nothing.
+/// Registered memory for old values that the application does not want. Verbs has no atomics
+/// without a result.
 struct Nowhere {
     mr: *mut Mr,
     lkey: u32,
-    /// Memory that only the NIC writes.
+    /// Eight bytes that only the NIC writes.
     memory: *mut u64,
 }
 

@@ -1,4 +1,4 @@
-//! Handles of endpoints, one reliable connection each, and of completion queues.
+//! Endpoint handles, with one reliable connection each, and completion queue handles.
 
 use std::{
     any::Any,
@@ -30,10 +30,10 @@ use super::{
     window::BIND_TIMEOUT,
 };
 
-/// The only peer of an endpoint.
+/// Id of the peer. An endpoint has only one.
 const PEER: PeerId = PeerId(0);
 
-/// A completion queue of the application.
+/// A completion queue that the application opened.
 pub(super) struct Queue {
     state: Arc<CqState>,
     active: Arc<ActiveLanes>,
@@ -107,7 +107,8 @@ impl fmt::Debug for Queue {
     }
 }
 
-/// Endpoints of one provider, for [`Builder::connect_in_process`](super::Builder).
+/// The endpoints of one provider in this process, for
+/// [`Builder::connect_in_process`](super::Builder).
 #[derive(Debug, Default)]
 pub(super) struct Fabric {
     endpoints: Mutex<Vec<Weak<Endpoint>>>,
@@ -120,7 +121,7 @@ impl Fabric {
         endpoints.push(Arc::downgrade(endpoint));
     }
 
-    /// Returns the endpoint with a name, if it belongs to this process.
+    /// Returns the endpoint that `peer` names, or `None` if it is in another process.
     fn find(&self, peer: &PeerName) -> Option<Arc<Endpoint>> {
         let alive: Vec<_> = self.endpoints.lock().iter().filter_map(Weak::upgrade).collect();
         alive.into_iter().find(|endpoint| {
@@ -131,7 +132,7 @@ impl Fabric {
     }
 }
 
-/// An endpoint of the application.
+/// An endpoint that the application opened.
 pub(super) struct Endpoint {
     domain: Arc<DomainState>,
     fabric: Arc<Fabric>,
@@ -175,7 +176,7 @@ impl Endpoint {
         Ok(endpoint)
     }
 
-    /// Connects again if both sides are in this process and a request failed.
+    /// Connects both sides again after a failed request, if the peer is in this process.
     fn recover(&self) -> Result<()> {
         if !self.domain.options.connect_in_process {
             return Ok(());
@@ -222,7 +223,7 @@ impl Endpoint {
         Ok(true)
     }
 
-    /// Resets the queue pair and ends the requests in flight.
+    /// Resets the queue pair and completes the requests in flight as canceled.
     ///
     /// The NIC may use the memory of a request until the reset. So no request ends before the
     /// reset, and no staging buffer is released before it.
@@ -244,7 +245,8 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Checks that the windows which are bound through the queue pair let it be reset or destroyed.
+    /// Checks that no window which is bound through the queue pair forbids its reset or
+    /// destruction.
     fn check_windows(
         &self,
         state: &PostState,
@@ -262,8 +264,8 @@ impl Endpoint {
         }
     }
 
-    /// Posts a bind or invalidation of a window and waits for its end. Completions of other
-    /// requests wait in memory for their reader.
+    /// Posts a bind or invalidation of a window and waits until it has ended. Stores the
+    /// completions of other requests, which the application reads later.
     pub(super) fn run_window(&self, operation: Operation<'_>) -> Result<()> {
         self.recover()?;
         let awaited = Awaited::default();
@@ -287,10 +289,12 @@ impl Endpoint {
         }
     }
 
-    /// Reads the receives that have completed into memory, on rdma_rxe.
+    /// Stores the completed receives of an rdma_rxe device, without passing them to the
+    /// application.
     ///
-    /// One of them may say that a peer has invalidated a window. That driver crashes on a second
-    /// invalidation, which is refused once the first is known.
+    /// A receive may report that a peer has invalidated a window. The driver crashes if the owner
+    /// invalidates that window again. Once the peer's invalidation is known, the provider refuses
+    /// the second one.
     fn note_peer_invalidations(&self) -> Result<()> {
         if self.domain.pd.device.is_rxe() {
             self.queues.rx.drain()?;
@@ -303,7 +307,7 @@ impl Endpoint {
         Arc::ptr_eq(&self.domain, domain)
     }
 
-    /// Ends requests that the NIC dropped.
+    /// Completes requests that the NIC has dropped.
     fn end_all(&self, entries: Vec<InFlight>) {
         for entry in entries {
             if let Some((token, _)) = entry.window {
@@ -327,7 +331,7 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Destroys the queue pair, with the windows that were bound through it, and then ends the
+    /// Destroys the queue pair and the windows that were bound through it. Then completes the
     /// requests in flight.
     fn tear_down(&self, mut state: MutexGuard<'_, PostState>) {
         let Some((pair, windows)) = state.connection.take() else { return };
@@ -348,8 +352,8 @@ impl Endpoint {
 }
 
 impl ProviderEndpoint for Endpoint {
-    /// Returns the endpoint's name. Its bytes change after a failed completion, so that the peer's
-    /// `resolve` connects again.
+    /// Returns the endpoint's name. The name changes after a failed completion. A peer that
+    /// resolves the new name connects again.
     fn name(&self) -> EndpointName {
         let connection = &mut self.poster.lock().connection;
         if let Err(error) = connection.refresh() {

@@ -7,12 +7,13 @@ use rustix::process::{Resource, getrlimit};
 
 use super::{access::names, sys::AccessFlags};
 
-/// Returns the errno of the last call that returned a null pointer.
+/// Returns the errno of a library call that has just returned a null pointer.
 pub(super) fn last() -> Errno {
     Errno::of(&std::io::Error::last_os_error())
 }
 
-/// Returns the errno of a call that returns it. Some calls return -1 and set it.
+/// Returns the errno from the result of a call. Most calls return the errno. Some return -1 and set
+/// `errno`.
 pub(super) fn status(returned: c_int) -> Result<(), Errno> {
     match returned {
         0 => Ok(()),
@@ -21,12 +22,12 @@ pub(super) fn status(returned: c_int) -> Result<(), Errno> {
     }
 }
 
-/// Returns the error of a failed call that reported only an errno.
+/// Returns the error of a failed call from its name and errno.
 pub(super) fn call(nic: &Nic, symbol: &'static str, errno: Errno) -> Error {
     Error::os(errno, symbol).provider(nic.to_string())
 }
 
-/// Inputs of a registration, for its error.
+/// Arguments of a registration that the error message of a failure contains.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RegistrationCall {
     pub(super) symbol: &'static str,
@@ -35,7 +36,7 @@ pub(super) struct RegistrationCall {
     pub(super) backing: BackingKind,
 }
 
-/// Kind of path by which the NIC reaches the memory.
+/// Path over which the NIC reaches the registered memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BackingKind {
     Host,
@@ -43,7 +44,8 @@ pub(super) enum BackingKind {
     PeerMemory,
 }
 
-/// Options that a driver may refuse. It ignores optional flags that it lacks.
+/// Options that make a driver refuse a registration if it does not support them. Drivers ignore
+/// other optional flags.
 const OPTIONS: AccessFlags = AccessFlags::MW_BIND
     .union(AccessFlags::ZERO_BASED)
     .union(AccessFlags::ON_DEMAND)
@@ -104,7 +106,7 @@ pub(super) fn registration(nic: &Nic, errno: Errno, what: &RegistrationCall) -> 
     }
 }
 
-/// Adds the limit on locked memory, its value and a remedy (VRB-05).
+/// Adds the locked-memory limit to an error, with its value and a remedy (VRB-05).
 fn memlock(error: Error, limit: Option<u64>) -> Error {
     let value = limit.map_or_else(|| "unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
     error.context("limit", "RLIMIT_MEMLOCK").context("value", value).remedy(

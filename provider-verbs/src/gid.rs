@@ -10,26 +10,26 @@ use super::{
     sys::{Gid, PortAttr},
 };
 
-/// Type of a GID (`/sys/class/infiniband/*/ports/*/gid_attrs/types/*`).
+/// Type of a GID, from `/sys/class/infiniband/*/ports/*/gid_attrs/types/*`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GidType {
-    /// InfiniBand, or RoCE version 1. sysfs has one name for both.
+    /// InfiniBand or RoCE version 1. The kernel uses one name for both.
     IbOrRoceV1,
     /// RoCE version 2: UDP over IP.
     RoceV2,
-    /// The kernel does not report the type.
+    /// Unknown: the kernel does not report the type.
     Unknown,
 }
 
 /// An entry of a port's GID table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GidEntry {
-    /// Index in the table.
+    /// Index of the entry in the table.
     pub index: u8,
-    /// The GID, in network order.
+    /// The GID, in network byte order.
     pub gid: [u8; 16],
-    /// The type of the GID.
+    /// The type of this GID.
     pub kind: GidType,
 }
 
@@ -50,17 +50,17 @@ impl GidEntry {
     }
 }
 
-/// Returns the GID to use on an Ethernet port, or `None` if the table is empty.
+/// Returns the best GID of an Ethernet port, or `None` if the table is empty.
 ///
-/// Prefers RoCE version 2 to version 1, then routable to link-local addresses, then IPv4, then the
-/// lowest index.
+/// Prefers RoCE version 2 to version 1, then routable to link-local addresses, then IPv4 to IPv6,
+/// then the lowest index.
 #[must_use]
 pub fn choose_gid(entries: &[GidEntry]) -> Option<GidEntry> {
     let ranked = entries.iter().filter_map(|entry| Some((entry.rank()?, entry.index, *entry)));
     ranked.min_by_key(|(rank, index, _)| (*rank, *index)).map(|(_, _, entry)| entry)
 }
 
-/// Returns the GIDs of a port that are set.
+/// Returns the nonzero entries of a port's GID table.
 pub(super) fn table(
     device: &OpenDevice,
     port: u8,

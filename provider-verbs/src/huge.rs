@@ -1,5 +1,5 @@
-//! Detection of memory in huge pages (`/proc/self/smaps`), which the HUGETLB option promises to the
-//! driver.
+//! Detection of memory in huge pages (`/proc/self/smaps`). The HUGETLB option states to the driver
+//! that memory lies in huge pages.
 
 use std::{
     fs::File,
@@ -8,7 +8,7 @@ use std::{
 
 use hmem_core::AddressRange;
 
-/// Returns true if every byte of `range` is mapped with pages of hugetlbfs or MAP_HUGETLB.
+/// Returns true if huge pages of hugetlbfs or MAP_HUGETLB back every byte of `range`.
 ///
 /// # Errors
 /// The error of reading `/proc/self/smaps`.
@@ -17,8 +17,8 @@ pub(super) fn lies_in_huge_pages(range: AddressRange) -> io::Result<bool> {
     covered(smaps.lines(), range.start().0, range.len(), rustix::param::page_size() as u64)
 }
 
-/// Returns true if no byte of the `len` bytes from `start` is unmapped, and every mapping of them
-/// has pages longer than `page`.
+/// Returns true if `len` bytes from `start` are mapped, and all their mappings have pages longer
+/// than `page`.
 fn covered(
     lines: impl Iterator<Item = io::Result<String>>,
     start: u64,
@@ -41,7 +41,7 @@ fn covered(
     Ok(huge == len)
 }
 
-/// Parses the addresses at the start of a mapping's first line.
+/// Parses the address range at the start of a mapping's first line in `smaps`.
 fn mapping_of(line: &str) -> Option<std::ops::Range<u64>> {
     let (start, end) = line.split_whitespace().next()?.split_once('-')?;
     Some(u64::from_str_radix(start, 16).ok()?..u64::from_str_radix(end, 16).ok()?)

@@ -134,7 +134,7 @@ pub mod sys;
 #[allow(unsafe_code)]
 mod window;
 
-pub use access::{DeviceRights, Grant, VerbsOptions, access_flags, check_flags};
+pub use access::{DeviceRights, OptionResult, VerbsOptions, access_flags, check_flags};
 pub use completion::status_error;
 pub use domain::VerbsDomain;
 pub use gid::{GidEntry, GidType, choose_gid};

@@ -14,32 +14,32 @@ use super::{
     sys::{Context, Device, ForkStatus, Functions},
 };
 
-/// Protection of registered pages over a `fork` of the process (MON-06).
+/// Protection of registered pages when the process forks (MON-06).
 ///
-/// Without help, the first write after a fork moves the *parent* to a copy, and the NIC keeps the
-/// old page.
+/// Without protection, the first write after a fork moves the *parent's* data to a new page, and
+/// the NIC keeps the old page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ForkSupport {
     /// The kernel copies pinned pages for the child at fork, so nothing needs to be done (Linux
     /// 5.12 and newer).
     KernelCopies,
-    /// `ibv_fork_init` is active: children do not get registered pages. Each registration costs an
-    /// `madvise` call.
+    /// `ibv_fork_init` is active: a child process does not inherit registered pages. Each
+    /// registration costs an `madvise` call.
     Initialized,
-    /// Pages are not protected, for this reason. A forked child must not be used while regions are
+    /// Pages are not protected. The text is the reason. The process must not fork while regions are
     /// open.
     Off(String),
 }
 
-/// The library's functions, and its support for `fork`.
+/// The functions of libibverbs, and the way in which pages are protected over `fork`.
 #[derive(Debug)]
 pub(super) struct Library {
     pub(super) functions: Functions,
     pub(super) fork: ForkSupport,
 }
 
-/// A list of devices. Dropping the value frees the list.
+/// Owner of a device list of libibverbs. Dropping the value frees the list.
 struct DeviceList<'a> {
     functions: &'a Functions,
     list: *mut *mut Device,
@@ -64,7 +64,7 @@ impl DeviceList<'_> {
     }
 }
 
-/// Returns the name of a device of a live list or an open context.
+/// Returns the name of a device. The device is in a live list, or has an open context.
 pub(super) fn device_name(functions: &Functions, device: *mut Device) -> String {
     // SAFETY: the device belongs to a list or context that is alive; its name is NUL-terminated and
     // lives as long.
@@ -73,7 +73,7 @@ pub(super) fn device_name(functions: &Functions, device: *mut Device) -> String 
 }
 
 impl Library {
-    /// Prepares the library for use. `fork_init` allows the call of `ibv_fork_init`.
+    /// Initializes the library. Calls `ibv_fork_init` only if `fork_init` is set.
     pub(super) fn new(functions: Functions, fork_init: bool) -> Self {
         let fork = fork_support(&functions, fork_init);
         tracing::debug!(library = functions.library(), ?fork, "libibverbs in use");
@@ -139,8 +139,8 @@ impl Library {
     }
 }
 
-/// Returns the error of a device that could not be opened. libibverbs reports ENOENT, whatever the
-/// node's own error was.
+/// Returns the error for a device that could not be opened. libibverbs always reports ENOENT, so
+/// the cause is read from the device node.
 fn not_opened(name: &str, errno: Errno) -> Error {
     let node = node(name);
     let opened = node.as_ref().map(|node| File::options().read(true).write(true).open(node));
@@ -169,7 +169,7 @@ fn not_opened(name: &str, errno: Errno) -> Error {
     }
 }
 
-/// Returns the node through which processes reach a device, or `None` if sysfs does not know it.
+/// Returns the path in `/dev` of a device's node, or `None` if sysfs does not list it.
 fn node(name: &str) -> Option<PathBuf> {
     let is_it = |entry: &fs::DirEntry| {
         fs::read_to_string(entry.path().join("ibdev")).is_ok_and(|device| device.trim() == name)

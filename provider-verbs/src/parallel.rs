@@ -1,4 +1,5 @@
-//! Parallel registration of long ranges: one driver call pins pages with one CPU.
+//! Parallel registration of long ranges. A driver call pins pages with only one CPU, so several
+//! calls run at once.
 
 use std::{
     num::NonZero,
@@ -12,27 +13,31 @@ use parking_lot::Mutex;
 
 use super::region::{Part, Parts};
 
-/// Minimum length for parallel calls. A shorter call ends before another CPU has started.
+/// Minimum length in bytes of a range that is registered in parallel. A shorter registration ends
+/// before another CPU has started.
 const PAYS_FROM: u64 = 64 << 20;
-/// Length of a huge page. Parts whose length the provider chooses are multiples of it.
+/// Length of a huge page in bytes. If the provider chooses the length of parts, it is a multiple of
+/// this.
 const HUGE: u64 = 2 << 20;
 
-/// Division of one range into registrations.
+/// Division of one range into several registrations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Cut {
     /// Maximum length of a part in bytes.
     pub(super) part: u64,
-    /// Maximum number of calls in flight.
+    /// Maximum number of registrations at once.
     pub(super) threads: usize,
 }
 
 impl Cut {
-    /// Divides a range into as few calls as the device allows, one after the other.
+    /// Returns the division with the fewest parts that the device allows, registered one after the
+    /// other.
     pub(super) const fn none(max: u64) -> Self {
         Self { part: max, threads: 1 }
     }
 
-    /// Divides `len` bytes of host memory, on a device that registers at most `max` bytes at once.
+    /// Returns the division of `len` bytes of host memory. The device registers at most `max` bytes
+    /// at once.
     pub(super) fn new(len: u64, max: u64, asked: Option<&Parallel<'_>>, cpus: usize) -> Self {
         let calls = |part: u64| usize::try_from(len.div_ceil(part.max(1))).unwrap_or(usize::MAX);
         let Some(asked) = asked else {
@@ -53,13 +58,13 @@ impl Cut {
     }
 }
 
-/// Returns how many CPUs this process may use.
+/// Returns the number of CPUs that this process may use.
 pub(super) fn cpus() -> usize {
     thread::available_parallelism().map_or(1, NonZero::get)
 }
 
-/// Registers the parts at `seams`, each an offset and a length, with up to `threads` calls at once.
-/// Puts them into `parts` in order.
+/// Registers the parts at `seams` in order, with at most `threads` calls at once. A seam is the
+/// offset and length of a part. Appends the registrations to `parts`.
 ///
 /// After an error or a panic of `progress`, `parts` holds the registrations that succeeded.
 pub(super) fn register(

@@ -11,16 +11,16 @@ use super::{
     sys::{LinkLayer, PortAttr, PortState},
 };
 
-/// Port and GID table entry of the application's choice.
+/// Port and GID table entry that the application chose.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct PortChoice {
     /// Number of the port; `None` for the first active port.
     pub(super) number: Option<u8>,
-    /// Index of the GID; `None` for the best entry.
+    /// Index in the port's GID table; `None` for the best entry.
     pub(super) gid_index: Option<u8>,
 }
 
-/// The properties of a port that a queue pair needs.
+/// Properties of a port that are needed to connect a queue pair.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Port {
     pub(super) number: u8,
@@ -31,7 +31,7 @@ pub(super) struct Port {
 }
 
 impl Port {
-    /// Finds the chosen port of a device.
+    /// Returns the port that `choice` selects.
     pub(super) fn find(device: &OpenDevice, choice: PortChoice) -> Result<Self> {
         let ports = device.attr().phys_port_cnt;
         let mut down = Vec::new();

@@ -1,4 +1,4 @@
-//! The requests of a queue pair, from post to completion.
+//! Posting of requests to a queue pair, and translation of their completions.
 
 use std::{ptr, slice, sync::Arc};
 
@@ -21,7 +21,7 @@ use super::{
     sys::{RecvWr, SendFlags, SendWr, Sge, Wc, WcFlags, WcOpcode, WcStatus},
 };
 
-/// Posts requests to a queue pair, and turns its work completions into completions.
+/// Posts requests to a queue pair, and translates its work completions to completions of requests.
 pub(super) struct Poster {
     pub(super) domain: Arc<DomainState>,
     number: u32,
@@ -30,10 +30,10 @@ pub(super) struct Poster {
     receive: Direction,
 }
 
-/// The destinations of results in one direction.
+/// Recipients of the results of sends, or of receives.
 struct Direction {
     counter: Option<Arc<Counter>>,
-    /// Results for the lane.
+    /// Results for the lane of this direction.
     mail: Arc<Mutex<Mail>>,
 }
 
@@ -44,7 +44,7 @@ pub(super) struct PostState {
 }
 
 impl Poster {
-    /// Creates a poster for a queue pair. The first request gets this generation.
+    /// Creates a poster for a queue pair. `generation` is the generation of its first request.
     pub(super) fn new(
         domain: &Arc<DomainState>,
         pair: QueuePair,
@@ -82,15 +82,15 @@ impl Poster {
         if kind == CompletionKind::Receive { &self.receive } else { &self.send }
     }
 
-    /// Returns the results for the lane of a kind of request.
+    /// Returns the results for the lane that posts requests of this kind.
     pub(super) fn mail(&self, kind: CompletionKind) -> &Arc<Mutex<Mail>> {
         &self.direction(kind).mail
     }
 
-    /// Posts to the NIC, for the application or for a lane.
+    /// Posts a request to the NIC. `owner` gets its result.
     ///
     /// # Safety
-    /// As [`hmem_core::provider::ProviderEndpoint::post`].
+    /// The caller follows the safety rules of [`hmem_core::provider::ProviderEndpoint::post`].
     pub(super) unsafe fn post(&self, request: &WorkRequest<'_>, owner: RequestOwner) -> Result<()> {
         let mut state = self.state.lock();
         let PostState { connection, requests, chain } = &mut *state;
@@ -227,7 +227,8 @@ impl Poster {
         })
     }
 
-    /// Posts a chain of requests, which completes once.
+    /// Posts all work requests of one request. If all succeed, only the last work request produces
+    /// a work completion.
     fn submit(
         &self,
         connection: &mut Connection,
@@ -295,8 +296,8 @@ impl Poster {
         }
     }
 
-    /// Translates a work completion to the completion of its request. Returns `None` if the request
-    /// belongs to a lane or ended before.
+    /// Returns the completion that a work completion gives to the application. Returns `None` if
+    /// the request belongs to a lane or a waiting call, or has ended before.
     pub(super) fn complete(&self, wc: &Wc) -> Option<Completion> {
         let (entry, failed_before) = {
             let mut state = self.state.lock();
@@ -341,7 +342,8 @@ impl Poster {
         self.end(&entry, result, arrival)
     }
 
-    /// Records that a peer's message invalidated a window's key. Returns the window.
+    /// Records that a peer's message has invalidated the key of a window. Returns the token of that
+    /// window.
     fn invalidated_by_peer(&self, wc: &Wc, entry: &InFlight) -> Option<u64> {
         let received =
             entry.kind == CompletionKind::Receive && wc.status == WcStatus::IBV_WC_SUCCESS;
@@ -349,8 +351,8 @@ impl Poster {
         invalidated.then(|| self.domain.windows.invalidated_by_peer(wc.invalidated_rkey)).flatten()
     }
 
-    /// Returns the completion of an application's request. Passes the result of any other request
-    /// to its lane or call.
+    /// Ends a request. Returns its completion if the application owns the request. Otherwise passes
+    /// the result to the lane or waiting call that owns the request.
     pub(super) fn end(
         &self,
         entry: &InFlight,
@@ -372,7 +374,7 @@ impl Poster {
         }
     }
 
-    /// Counts the end of a request and returns its completion.
+    /// Counts the completion of a request and returns it.
     pub(super) fn finish(
         &self,
         kind: CompletionKind,
@@ -405,7 +407,7 @@ pub(super) fn takes_receive(operation: &Operation<'_>) -> bool {
     )
 }
 
-/// Returns the immediate data of an operation.
+/// Returns the immediate data of an operation, or `None` if it has none.
 ///
 /// # Errors
 /// InvalidArgument: the data has more bits than the NIC carries.
@@ -419,7 +421,7 @@ pub(super) fn immediate(domain: &DomainState, operation: &Operation<'_>) -> Resu
     Ok(Some(*data as u32))
 }
 
-/// Returns true if a successful receive names a key that the peer's message invalidated.
+/// Returns true if a work completion is a receive whose message has invalidated a key.
 fn has_invalidated(device: &OpenDevice, wc: &Wc) -> bool {
     let flags = WcFlags::from_bits_truncate(wc.wc_flags);
     // rdma_rxe passes the kernel's bit for an invalidated key, which libibverbs defines as a
@@ -427,7 +429,7 @@ fn has_invalidated(device: &OpenDevice, wc: &Wc) -> bool {
     flags.contains(WcFlags::WITH_INV) || (device.is_rxe() && flags.contains(WcFlags::IP_CSUM_OK))
 }
 
-/// Reads the data of a successful receive.
+/// Returns the data about the message from the work completion of its receive.
 fn arrived(device: &OpenDevice, wc: &Wc) -> Arrival {
     let with_data = WcFlags::from_bits_truncate(wc.wc_flags).contains(WcFlags::WITH_IMM);
     let written = wc.opcode == WcOpcode::IBV_WC_RECV_RDMA_WITH_IMM;

@@ -1,4 +1,4 @@
-//! The provider: a library, its devices, and domains on them.
+//! The provider: a loaded library, its devices, and the domains opened on them.
 
 use std::{
     collections::HashMap,
@@ -27,18 +27,18 @@ use super::{
     sys::{Functions, Pd},
 };
 
-/// Protection of registered pages over `fork`, if the kernel does not protect them (MON-06).
+/// Choice of the protection of registered pages over `fork` (MON-06).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ForkSafety {
-    /// Calls `ibv_fork_init` if the kernel does not copy pinned pages at fork.
+    /// Calls `ibv_fork_init`, unless the kernel copies pinned pages at fork.
     #[default]
     Auto,
-    /// No protection: for applications that do not fork.
+    /// Never calls `ibv_fork_init`. For applications that do not fork.
     Off,
 }
 
-/// Options for the provider.
+/// Builder of a [`Verbs`] provider.
 #[derive(Debug, Default)]
 pub struct Builder {
     library: Option<PathBuf>,
@@ -49,21 +49,21 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// Loads libibverbs from `path` instead of by its usual name.
+    /// Loads libibverbs from `path`. The default is the usual name of the library.
     #[must_use]
     pub fn library(mut self, path: impl Into<PathBuf>) -> Self {
         self.library = Some(path.into());
         self
     }
 
-    /// Uses these functions instead of those of a library.
+    /// Uses these functions instead of loading libibverbs.
     #[must_use]
     pub fn functions(mut self, functions: Functions) -> Self {
         self.functions = Some(functions);
         self
     }
 
-    /// Sets whether pages are protected over `fork`.
+    /// Sets the protection of registered pages over `fork`.
     #[must_use]
     pub fn fork_safety(mut self, fork: ForkSafety) -> Self {
         self.fork = fork;
@@ -71,19 +71,20 @@ impl Builder {
     }
 
     /// Sets whether the devices need the PCIe mapping of device memory
-    /// (`CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` of CUDA), as on platforms with a coherent
-    /// link between CPU and GPU. No call reports it. If set, an export with the mapping is tried
-    /// first. If that is refused, an export without the mapping is tried. The decision's trace has
-    /// both.
+    /// (`CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` of CUDA). Platforms with a coherent link
+    /// between CPU and GPU need it. No driver call reports whether a device does. If set, a dma-buf
+    /// is first exported with the mapping. If that is refused, it is exported without the mapping.
+    /// The decision's trace has both attempts.
     ///
-    /// Overrides [`Verbs::PCIE_MAPPING_VARIABLE`]. The default without either is off.
+    /// Overrides the environment variable [`Verbs::PCIE_MAPPING_VARIABLE`]. The default is that
+    /// devices do not need the mapping.
     #[must_use]
     pub fn pcie_mapping_first(mut self, first: bool) -> Self {
         self.pcie_mapping_first = Some(first);
         self
     }
 
-    /// Sets the options of every registration. [`VerbsDomain::register_with`] sets them for one
+    /// Adds options to every registration. [`VerbsDomain::register_with`] adds options to one
     /// registration.
     #[must_use]
     pub fn options(mut self, options: VerbsOptions) -> Self {
@@ -91,14 +92,14 @@ impl Builder {
         self
     }
 
-    /// Uses this port instead of the first active one.
+    /// Selects the port of the devices. The default is the first active port.
     #[must_use]
     pub fn port(mut self, port: u8) -> Self {
         self.domain.port.number = Some(port);
         self
     }
 
-    /// Uses this entry of the port's GID table instead of the best one.
+    /// Selects the entry of the port's GID table. The default is the best entry.
     #[must_use]
     pub fn gid_index(mut self, index: u8) -> Self {
         self.domain.port.gid_index = Some(index);
@@ -113,30 +114,30 @@ impl Builder {
         self
     }
 
-    /// Connects both sides at `resolve` if the peer is an endpoint of this provider in this
-    /// process. Reconnects them after a failed completion, as if they were connectionless. For
-    /// tests and single-process tools.
+    /// Sets whether `resolve` connects both sides if the peer is an endpoint of this provider in
+    /// this process. It reconnects both sides after a failed completion. This makes endpoints
+    /// behave as if connectionless, for tests and single-process tools.
     #[must_use]
     pub fn connect_in_process(mut self, connect: bool) -> Self {
         self.domain.connect_in_process = connect;
         self
     }
 
-    /// Sets the timeout for binds of type 1 windows. The default is 30 seconds. Binds are local, so
-    /// only a device that was removed or is stuck takes that long.
+    /// Sets the timeout for binds of type 1 windows. The default is 30 seconds. A bind involves no
+    /// peer, so it times out only if the device was removed or hangs.
     #[must_use]
     pub fn bind_timeout(mut self, timeout: Duration) -> Self {
         self.domain.bind_timeout = Some(timeout);
         self
     }
 
-    /// Loads the library.
+    /// Builds the provider: loads libibverbs and reads the environment variable.
     ///
     /// # Errors
     /// - [`ErrorKind::Unavailable`]: the library or one of its symbols cannot be loaded. The error
     ///   names the library, with the loader's reason or the symbol.
-    /// - [`ErrorKind::InvalidArgument`]: the value of [`Verbs::PCIE_MAPPING_VARIABLE`] is not a
-    ///   listed one. The error names the variable.
+    /// - [`ErrorKind::InvalidArgument`]: the environment variable
+    ///   [`Verbs::PCIE_MAPPING_VARIABLE`] has an unknown value. The error names the variable.
     pub fn build(self) -> Result<Verbs> {
         let pcie_mapping_first = self.needs_pcie_mapping()?;
         let library = self.start()?;
@@ -205,7 +206,8 @@ impl Builder {
         Verbs::new(library, pcie_mapping_first, self.domain, Some((pd, Arc::default())))
     }
 
-    /// Returns the setting of the builder or, without one, of the environment.
+    /// Returns whether the devices need the PCIe mapping. The builder's setting overrides the
+    /// environment variable.
     fn needs_pcie_mapping(&self) -> Result<bool> {
         const VARIABLE: &str = Verbs::PCIE_MAPPING_VARIABLE;
         let refused =
@@ -235,10 +237,10 @@ impl Builder {
     }
 }
 
-/// Devices that cannot be opened, with the reason for each.
+/// Devices that could not be opened, each with the error.
 type LeftOut = Vec<(String, Error)>;
 
-/// RDMA hardware through libibverbs.
+/// The provider of RDMA hardware. It calls libibverbs.
 #[derive(Clone)]
 pub struct Verbs {
     inner: Arc<Inner>,
@@ -249,15 +251,15 @@ struct Inner {
     pcie_mapping_first: bool,
     options: DomainOptions,
     brought: Option<(ProtectionDomain, Arc<ActiveLanes>)>,
-    /// Devices stay open: opening takes milliseconds, and every domain of a device can share one
-    /// context.
+    /// Open devices by name. They stay open: opening takes milliseconds, and all domains of a
+    /// device share its context.
     devices: Mutex<HashMap<String, Device>>,
     fabric: Arc<Fabric>,
-    /// The process that opened the provider. Only this process opens domains.
+    /// The process that opened the provider. Another process (a forked child) cannot open domains.
     process: ProcessMark,
 }
 
-/// An open device, and the lanes of its endpoints.
+/// An open device, and the active lanes of its endpoints.
 #[derive(Clone)]
 struct Device {
     open: Arc<OpenDevice>,
@@ -273,7 +275,7 @@ impl Verbs {
     /// Loads libibverbs by its usual name.
     ///
     /// # Errors
-    /// As [`Builder::build`].
+    /// The errors of [`Builder::build`].
     pub fn open() -> Result<Self> {
         Self::builder().build()
     }
@@ -311,14 +313,14 @@ impl Verbs {
         self.inner.library.functions.library()
     }
 
-    /// Returns the protection of registered pages over `fork`.
+    /// Returns how registered pages are protected over `fork`.
     #[must_use]
     pub fn fork_support(&self) -> &ForkSupport {
         &self.inner.library.fork
     }
 
-    /// Returns the present devices that cannot be opened, with the reason for each.
-    /// [`Provider::nics`] leaves them out.
+    /// Returns the devices that cannot be opened, each with the error. [`Provider::nics`] leaves
+    /// these devices out.
     ///
     /// # Errors
     /// Unavailable if there is no device at all.
@@ -329,7 +331,8 @@ impl Verbs {
         Ok(self.survey()?.1)
     }
 
-    /// Opens all devices. Returns the attributes of open devices, and the errors of the others.
+    /// Opens all devices. Returns the attributes of the devices that could be opened, and the
+    /// errors of the others.
     fn survey(&self) -> Result<(Vec<ProviderAttr>, LeftOut)> {
         let names = self.inner.library.device_names()?;
         self.inner.devices.lock().retain(|name, _| names.contains(name));

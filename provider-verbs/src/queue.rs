@@ -1,4 +1,4 @@
-//! Completion queues that pass each work completion to its queue pair's poster.
+//! Completion queues. Each work completion is passed to the poster of its queue pair.
 
 use std::{
     mem::MaybeUninit,
@@ -16,16 +16,18 @@ use rustc_hash::FxHashMap;
 
 use super::{cq::VerbsCq, device::OpenDevice, post::Poster, ready::Ready, sys::Wc};
 
-/// A completion queue, and the posters that complete to it.
+/// A completion queue and the posters of the endpoints that use it.
 pub(super) struct CqState {
     cq: VerbsCq,
     posters: RwLock<FxHashMap<u32, Weak<Poster>>>,
-    /// Completions read from the NIC before the application asked for them.
+    /// Completions that were read from the NIC, or made by a lane, and that the application has not
+    /// read.
     ready: Arc<Ready>,
-    /// Locked by the one thread that sleeps for the queue. Other waiting threads sleep on the lock.
+    /// Lock of the one thread that sleeps until the NIC reports a completion. Other waiting threads
+    /// block on this lock.
     turn: Mutex<()>,
-    /// Locked while completions go from the NIC to a reader, to keep their order. The progress of a
-    /// staged transfer reads the NIC too.
+    /// Lock that keeps completions in order while a thread reads the NIC. The progress of a staged
+    /// transfer reads the NIC too.
     asking: ReentrantMutex<()>,
 }
 
@@ -50,12 +52,13 @@ impl CqState {
         &self.ready
     }
 
-    /// Adds a completion that does not come from the NIC.
+    /// Adds a completion of a lane, which does not come from the NIC.
     pub(super) fn push(&self, completion: Completion) {
         self.ready.push(completion);
     }
 
-    /// Passes up to `max` completions of the NIC to `deliver`. Returns their number.
+    /// Reads up to `max` completions from the NIC and passes each to `deliver`. Returns their
+    /// number.
     fn poll(&self, max: usize, mut deliver: impl FnMut(Completion)) -> Result<usize> {
         let mut delivered = 0;
         // Not zeroed: zeroing would be most of the cost of an empty poll.
@@ -77,7 +80,8 @@ impl CqState {
         Ok(delivered)
     }
 
-    /// Moves up to `max` completions to `out` and returns their number.
+    /// Moves up to `max` completions to `out`: first stored ones, then those of the NIC. Returns
+    /// their number.
     #[inline]
     pub(super) fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
         let _asking = self.asking.lock();
@@ -97,24 +101,25 @@ impl CqState {
         Ok(count)
     }
 
-    /// Takes everything that the NIC has completed into memory.
+    /// Reads all completions from the NIC and stores them for the application.
     pub(super) fn drain(&self) -> Result<()> {
         let _asking = self.asking.lock();
         let keep = |completion| self.ready.lock().completions.push_back(completion);
         self.poll(usize::MAX, keep).map(|_| ())
     }
 
-    /// Returns true if the NIC reports completions by a channel.
+    /// Returns true if the queue has an event channel. Threads can then sleep until a completion.
     pub(super) fn has_channel(&self) -> bool {
         self.cq.channel().is_some()
     }
 
-    /// Returns the fd that [`Self::arm`] arms.
+    /// Returns the fd that becomes readable after [`Self::arm`].
     pub(super) fn fd(&self) -> Result<BorrowedFd<'_>> {
         self.ready.fd(self.cq.channel())
     }
 
-    /// Waits for the turn to sleep. Returns `None` if the deadline passes first.
+    /// Waits until no other thread sleeps for this queue, and returns the right to sleep. Returns
+    /// `None` if the deadline passes first.
     pub(super) fn turn(&self, deadline: Option<Instant>) -> Option<MutexGuard<'_, ()>> {
         match deadline {
             None => Some(self.turn.lock()),
@@ -122,7 +127,8 @@ impl CqState {
         }
     }
 
-    /// Makes the fd unreadable until the next completion. Returns false if there are completions.
+    /// Makes the fd unreadable until the next completion. Returns false if completions are already
+    /// available.
     ///
     /// Requests that complete after the NIC was armed make the fd readable. This call then polls
     /// those that completed before.
@@ -137,7 +143,7 @@ impl CqState {
         Ok(!self.check_open()?)
     }
 
-    /// Returns true if there are completions in memory.
+    /// Returns true if completions are stored for the application.
     ///
     /// # Errors
     /// BadState: there are none, and nothing will complete any more.
@@ -156,13 +162,13 @@ impl CqState {
             .remedy("drop the queue: nothing completes to it any more"))
     }
 
-    /// Sleeps until the fd is readable, or for `time` at most.
+    /// Sleeps until the fd is readable, at most for `time`.
     pub(super) fn sleep(&self, time: Option<Duration>) -> Result<()> {
         self.ready.sleep(self.cq.channel(), time)
     }
 }
 
-/// The two completion queues of an endpoint, which may be one.
+/// The send and the receive completion queue of an endpoint. Both may be the same queue.
 #[derive(Clone)]
 pub(super) struct Queues {
     pub(super) tx: Arc<CqState>,
@@ -170,7 +176,7 @@ pub(super) struct Queues {
 }
 
 impl Queues {
-    /// Returns the queue for a kind of request.
+    /// Returns the queue to which requests of this kind complete.
     pub(super) fn of(&self, kind: CompletionKind) -> &CqState {
         if kind == CompletionKind::Receive { &self.rx } else { &self.tx }
     }
@@ -189,13 +195,13 @@ impl Queues {
         }
     }
 
-    /// Wakes the threads that sleep for either queue.
+    /// Wakes the threads that sleep for either of the two queues.
     pub(super) fn ring(&self) {
         self.tx.ready.ring();
         self.rx.ready.ring();
     }
 
-    /// Takes everything that the NIC has completed into memory.
+    /// Reads all completions of both queues from the NIC and stores them for the application.
     pub(super) fn drain(&self) -> Result<()> {
         self.tx.drain()?;
         if Arc::ptr_eq(&self.tx, &self.rx) { Ok(()) } else { self.rx.drain() }

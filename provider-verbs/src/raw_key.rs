@@ -1,15 +1,15 @@
-//! Raw keys: the encoding of a region's key for peers.
+//! Raw keys: a region's addresses and rkeys, encoded for peers.
 
 use hmem_core::{Addressing, Error, ErrorKind, Iova, RawKey, RemotePiece, Result};
 
 /// Length in bytes of the raw key of a region with one registration. Each further registration adds
-/// a piece.
+/// one piece.
 pub(super) const RAW_KEY: usize = HEADER + PIECE;
 const HEADER: usize = 4;
 const PIECE: usize = 20;
 const MAGIC: [u8; 3] = *b"vk\x01";
 
-/// Returns the raw key of these pieces.
+/// Encodes pieces of memory with their rkeys as a raw key.
 pub(super) fn encode(
     addressing: Addressing,
     pieces: impl ExactSizeIterator<Item = RemotePiece>,
@@ -25,7 +25,7 @@ pub(super) fn encode(
     RawKey(raw)
 }
 
-/// Returns the pieces of a raw key.
+/// Decodes the pieces of a raw key.
 pub(super) fn decode(raw: &RawKey) -> Result<Vec<RemotePiece>> {
     let malformed = || {
         Error::new(ErrorKind::Malformed, "map raw key")

@@ -1,4 +1,5 @@
-//! Completions in memory, and the file descriptor on which threads sleep for more.
+//! Completions that the application has not read yet, and the file descriptor on which threads
+//! sleep for more.
 //!
 //! The NIC reports its completions by the queue's completion channel. Other completions (of staged
 //! transfers, and of requests that a closing endpoint cancels) make an event fd readable. An epoll
@@ -19,18 +20,19 @@ use rustix::event::{
     eventfd, poll,
 };
 
-/// The completions of a queue that are in memory.
+/// Completions that the application has not read yet, and the fds that wake the threads waiting for
+/// them.
 #[derive(Debug, Default)]
 pub(super) struct Ready {
     state: Mutex<ReadyState>,
-    /// Created when a thread first sleeps or requests the fd.
+    /// The fds for sleeping threads. Created when a thread first sleeps or asks for the fd.
     alarm: OnceLock<Alarm>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct ReadyState {
     pub(super) completions: VecDeque<Completion>,
-    /// Set once the domain of the queue is closed.
+    /// Set once the domain that opened the queue is closed.
     pub(super) closed: bool,
 }
 
@@ -57,20 +59,20 @@ impl Ready {
         self.state.lock()
     }
 
-    /// Adds a completion that does not come from the NIC.
+    /// Adds a completion of a lane, which does not come from the NIC.
     pub(super) fn push(&self, completion: Completion) {
         self.lock().completions.push_back(completion);
         self.ring();
     }
 
-    /// Records that the domain is closed.
+    /// Records that the domain of the queue is closed. Wakes the sleeping threads.
     pub(super) fn close(&self) {
         self.lock().closed = true;
         self.ring();
     }
 
-    /// Wakes the sleeping threads. A thread that creates the alarm now locks the state afterwards,
-    /// and sees the caller's change.
+    /// Wakes the sleeping threads. A thread that creates the fds at the same time reads the state
+    /// afterwards, so it also sees the caller's change.
     pub(super) fn ring(&self) {
         if let Some(alarm) = self.alarm.get()
             && let Err(errno) = rustix::io::write(&alarm.event, &1u64.to_ne_bytes())
@@ -89,19 +91,20 @@ impl Ready {
         Ok(self.alarm.get_or_init(|| made))
     }
 
-    /// Returns the fd that is readable while there is an event of the channel or of a ring.
+    /// Returns the fd that is readable after a NIC event or a call of [`Self::ring`].
     pub(super) fn fd(&self, channel: Option<BorrowedFd<'_>>) -> Result<BorrowedFd<'_>> {
         Ok(self.alarm(channel)?.epoll.as_fd())
     }
 
-    /// Clears earlier wake-ups by [`Self::ring`].
+    /// Clears earlier calls of [`Self::ring`], so that the fd is no longer readable because of
+    /// them.
     pub(super) fn hush(&self, channel: Option<BorrowedFd<'_>>) -> Result<()> {
         // Without a ring the read fails with EAGAIN, which is not a failure here.
         let _ = rustix::io::read(&self.alarm(channel)?.event, &mut [0; 8]);
         Ok(())
     }
 
-    /// Sleeps until the fd is readable, or for `time` at most. `None` stands for no limit.
+    /// Sleeps until the fd is readable, at most for `time`. `None` stands for no limit.
     pub(super) fn sleep(
         &self,
         channel: Option<BorrowedFd<'_>>,

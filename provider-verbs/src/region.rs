@@ -25,22 +25,22 @@ use super::{
     sys::{AccessFlags, Mr},
 };
 
-/// Keys of one registration, for any code that uses the same protection domain (VRB-04).
+/// Keys of one registration, for code that uses the same protection domain (VRB-04).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct VerbsKey {
-    /// Addresses in the application.
+    /// The registered range, as addresses of the application.
     pub range: AddressRange,
-    /// Start of the range in the NIC's addresses: equal to the application's address, or 0 with
-    /// ZERO_BASED.
+    /// First address of the range as the NIC addresses it. It equals the application's address, or
+    /// is 0 with ZERO_BASED.
     pub base: u64,
-    /// Key for local segments.
+    /// The lkey, for local segments of work requests.
     pub lkey: u32,
-    /// Key for peers.
+    /// The rkey, for requests of peers.
     pub rkey: u32,
 }
 
-/// An `ibv_mr` with its keys.
+/// One registration of a region: an `ibv_mr` with its keys.
 #[derive(Debug)]
 pub(super) struct Part {
     pub(super) mr: *mut Mr,
@@ -54,16 +54,17 @@ unsafe impl Send for Part {}
 // under the table's lock, or from the thread that removed the region.
 unsafe impl Sync for Part {}
 
-/// Registrations of a region, in the order of its ranges. Most regions have one, which needs no
-/// allocation.
+/// The registrations of a region, in the order of its ranges. Most regions have only one, which is
+/// stored without an allocation.
 pub(super) type Parts = SmallVec<[Part; 1]>;
 
-/// The CPU's access to a region's memory.
+/// The way in which the CPU can read a region's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CpuAccess {
     /// The region owns the memory, so plain loads are safe.
     Owned,
-    /// Host pages that may be unmapped: the kernel copies them.
+    /// Host pages that the application may unmap. The kernel copies them, so that an unmapped page
+    /// is an error.
     Guarded,
     /// The CPU cannot access the memory.
     None,
@@ -79,32 +80,33 @@ pub(super) struct Region {
     pub(super) kind: Kind,
 }
 
-/// Kind of a region: its owner, and how the NIC reaches it.
+/// Kind of a region: the owner of the memory, and how the NIC accesses it.
 #[derive(Clone, Debug)]
 pub(super) enum Kind {
     /// Application memory, registered with the NIC.
     Registered,
-    /// Application memory, reached through the staging buffers.
+    /// Application memory that is copied through the staging buffers.
     Staged(Arc<StagedRegion>),
-    /// The staging buffers.
+    /// The staging buffers of the provider.
     Buffers,
-    /// Placeholder for a region while a driver call changes its rights. The changing thread holds
-    /// the lock.
+    /// Placeholder for a region while a driver call changes its rights. The thread that makes the
+    /// call holds the lock.
     Changing(Arc<Mutex<()>>),
 }
 
-/// The NIC's access to local memory of a request.
+/// How the NIC accesses the local memory of a request.
 #[derive(Debug)]
 pub(super) enum Local {
     Plain,
     Staged(Arc<StagedRegion>),
 }
 
-/// Local keys from this value on are handles of regions that one lkey cannot describe: regions of
-/// several registrations, or with other addresses than the application's.
+/// First of the local keys that are handles and not lkeys. A region gets a handle if one lkey
+/// cannot describe it: it has several registrations, or its NIC addresses differ from the
+/// application's.
 const NAMED: u64 = 1 << 63;
 
-/// The regions of a domain, by local key.
+/// Table of the regions of a domain, by local key.
 #[derive(Debug, Default)]
 pub(super) struct Regions {
     map: RwLock<FxHashMap<u64, Region>>,
@@ -123,7 +125,7 @@ fn changing(operation: &'static str) -> Error {
         .remedy("wait until `rereg` has returned: another thread is changing the region's rights")
 }
 
-/// Returns the error for a key of staged memory, which peers cannot reach.
+/// Returns the error for the remote key of staged memory. Peers cannot access staged memory.
 fn no_remote_key(operation: &'static str) -> Error {
     let error = Error::new(ErrorKind::KeyNotAvailable, operation).provider("verbs");
     error.context("path", "staged").remedy(
@@ -149,13 +151,13 @@ impl Region {
         })
     }
 
-    /// Returns the part that holds `address`.
+    /// Returns the registration that contains `address`.
     pub(super) fn part_at(&self, address: Address) -> Option<&Part> {
         self.parts.iter().find(|part| part.key.range.contains(address))
     }
 
-    /// Returns the part and address at `offset` from the region's start, for `len` bytes that lie
-    /// in one part.
+    /// Returns the registration and address for `len` bytes at `offset` of the region. The bytes
+    /// lie in one registration.
     pub(super) fn slice(&self, offset: u64, len: u64) -> Option<(&Part, Address)> {
         let mut before = 0;
         for part in &self.parts {
@@ -168,7 +170,7 @@ impl Region {
         None
     }
 
-    /// Splits a local segment into runs of one lkey.
+    /// Splits a local segment into runs that each have one lkey.
     fn spans(&self, mut address: Address, mut left: u64, out: &mut Vec<Span>) -> Option<()> {
         while left > 0 {
             let part = self.part_at(address)?;
@@ -182,7 +184,7 @@ impl Region {
     }
 }
 
-/// A region that a placeholder replaces in the table. Dropping the value puts the region back.
+/// Owner of a region while a placeholder is in the table. Dropping the value puts the region back.
 struct Changed<'a> {
     regions: &'a Regions,
     handle: ProviderRegion,
@@ -218,8 +220,8 @@ impl Regions {
         known_as(local)
     }
 
-    /// Runs `with` on a region's slot in the table. Waits while another thread changes the region,
-    /// as drivers handle one call at a time for a registration.
+    /// Calls `with` with a region's table entry. Waits while another thread changes the region,
+    /// since drivers accept one call at a time for a registration.
     fn settled<T>(
         &self,
         handle: ProviderRegion,
@@ -238,10 +240,13 @@ impl Regions {
         }
     }
 
-    /// Runs `change`, which calls the driver, on a region. The region is out of the table during
-    /// the call, so that no lock of the table is held. A placeholder reserves the region's handle,
-    /// since the keys may pass to other regions, and makes [`Regions::take`] wait. The region
-    /// returns to the table after a panic too.
+    /// Calls `change`, which calls the driver, with a region that is removed from the table. The
+    /// call thus holds no lock of the table. A placeholder stays in the table:
+    ///
+    /// - It reserves the region's handle, since the driver may give the keys to other regions.
+    /// - It makes [`Regions::take`] wait.
+    ///
+    /// The region returns to the table afterwards, even if `change` panics.
     pub(super) fn change(
         &self,
         handle: ProviderRegion,
@@ -271,23 +276,24 @@ impl Regions {
         change(&mut changed.region)
     }
 
-    /// Removes a region to deregister it. Waits while another thread changes it.
+    /// Removes a region from the table to deregister it. Waits while another thread changes the
+    /// region.
     pub(super) fn take(&self, handle: ProviderRegion) -> Result<Region> {
         self.settled(handle, "deregister", |held| Ok(held.remove()))
     }
 
-    /// Puts a removed region back.
+    /// Puts a removed region back into the table.
     pub(super) fn put_back(&self, handle: ProviderRegion, region: Region) {
         self.map.write().insert(handle.token, region);
     }
 
-    /// Locks the table, so that every region stays registered. A post that copies inline reads
-    /// memory that a close on another thread would free.
+    /// Locks the table for reading, so that every region stays registered. An inline post reads
+    /// memory that another thread could otherwise deregister and free.
     pub(super) fn hold(&self) -> Held<'_> {
         Held(self.map.read())
     }
 
-    /// Runs `with` on a region. The region stays in the table during the call.
+    /// Calls `with` with a region, which stays in the table during the call.
     pub(super) fn with<T>(
         &self,
         region: ProviderRegion,
@@ -313,8 +319,8 @@ impl Regions {
             })
     }
 
-    /// Returns how the NIC reaches a local segment. Checks the segment like [`Held::translate`],
-    /// with a right if one is given.
+    /// Returns how the NIC accesses the memory of a local segment. Like [`Held::translate`], checks
+    /// the bounds, and the right if one is given.
     pub(super) fn local(&self, segment: &LocalSegment, right: Option<Access>) -> Result<Local> {
         let staged = segment.desc.filter(|_| segment.len > 0).and_then(|desc| {
             let map = self.map.read_recursive();
@@ -355,8 +361,8 @@ impl Regions {
         counts
     }
 
-    /// Deregisters a removed region. Registrations that the driver refuses to release go back into
-    /// the table, so that the call can be retried.
+    /// Deregisters a removed region. If the driver refuses, the registrations that are left go back
+    /// into the table. The caller can then retry.
     pub(super) fn deregister(
         &self,
         pd: &ProtectionDomain,
@@ -373,7 +379,7 @@ impl Regions {
         Ok(())
     }
 
-    /// Deregisters all remaining regions of a domain that is dropped.
+    /// Deregisters all remaining regions of a domain that is being dropped.
     pub(super) fn clear(&self, pd: &ProtectionDomain) {
         let map = std::mem::take(&mut *self.map.write());
         let left = map.values().filter(|region| !matches!(region.kind, Kind::Buffers)).count();
@@ -420,12 +426,12 @@ impl Regions {
     }
 }
 
-/// Lock of the table of regions, which keeps every region in it.
+/// Read lock of the table of regions. No region is removed while it is held.
 pub(super) struct Held<'a>(RwLockReadGuard<'a, FxHashMap<u64, Region>>);
 
 impl Held<'_> {
-    /// Returns the registration that holds a local segment, if the region has only one and grants
-    /// the right.
+    /// Returns the registration that contains a local segment. Returns `None` if the region has
+    /// several registrations or lacks the right.
     #[inline]
     pub(super) fn single(
         &self,
@@ -440,8 +446,8 @@ impl Held<'_> {
         (inside && region.access.contains(right)).then_some((part.key, region.cpu))
     }
 
-    /// Translates a local segment. Checks its right and bounds, as the NIC would end the connection
-    /// otherwise.
+    /// Translates a local segment to runs with an lkey. Checks right and bounds first, as a
+    /// violation that the NIC detects would end the connection.
     pub(super) fn translate(
         &self,
         desc: Option<LocalKey>,
@@ -496,7 +502,7 @@ impl Held<'_> {
     }
 }
 
-/// Deregisters one part.
+/// Deregisters one registration.
 pub(super) fn release(pd: &ProtectionDomain, part: &Part) -> Result<()> {
     let deregister = pd.device.library().functions.dereg_mr;
     // SAFETY: the part was registered in this domain, and the caller removed it from the table, so

@@ -1,4 +1,5 @@
-//! Registration: checks, options, splitting, and the calls by address and by dma-buf.
+//! Registration of memory: checks, options, splitting, and the driver calls for addresses and
+//! dma-bufs.
 
 use std::{
     ffi::c_int,
@@ -24,7 +25,7 @@ use super::{
 
 const REREG: &str = "ibv_rereg_mr";
 
-/// Protection domain, table and limit of a domain's registrations.
+/// The protection domain, the region table and the options with which memory is registered.
 #[derive(Debug)]
 pub(super) struct Registrar<'a> {
     pub(super) pd: &'a ProtectionDomain,
@@ -37,7 +38,7 @@ impl Registrar<'_> {
         self.pd.device.refuse(kind, operation, why.into())
     }
 
-    /// Refuses requests that verbs cannot serve.
+    /// Returns an error for requests that verbs cannot satisfy.
     pub(super) fn check(&self, request: &Registration<'_>) -> Result<()> {
         let refuse = |kind, why: &'static str| Err(self.refuse(kind, "register", why));
         if let KeyRequest::Application(_) = request.key {
@@ -58,7 +59,7 @@ impl Registrar<'_> {
         Ok(())
     }
 
-    /// Registers with libfabric's rights.
+    /// Registers memory with libfabric's access rights.
     pub(super) fn register(
         &self,
         request: &Registration<'_>,
@@ -93,7 +94,7 @@ impl Registrar<'_> {
         )
     }
 
-    /// Registers the staging buffers, for every local use.
+    /// Registers the staging buffers with all local rights.
     pub(super) fn register_buffers(&self, range: AddressRange) -> Result<ProviderRegion> {
         let access = Access::READ | Access::WRITE | Access::SEND | Access::RECV;
         let flags = access_flags(access, self.pd.device.rights());
@@ -103,7 +104,7 @@ impl Registrar<'_> {
         self.register_pieces(access, flags, &[piece], options, (None, Kind::Buffers))
     }
 
-    /// Registers host pages with verbs flags.
+    /// Registers host pages with verbs access flags.
     pub(super) fn register_flags(
         &self,
         range: AddressRange,
@@ -201,7 +202,8 @@ impl Registrar<'_> {
         Ok(())
     }
 
-    /// Refuses HUGETLB for memory outside huge pages, as the driver may trust the flag.
+    /// Returns an error if HUGETLB is set for memory outside huge pages. The driver may trust the
+    /// flag.
     fn check_huge(&self, piece: &Piece<'_>) -> Result<()> {
         let refuse = |why| {
             self.refuse(ErrorKind::InvalidArgument, "register", why)
@@ -259,7 +261,7 @@ impl Registrar<'_> {
         parallel::register(&seams, cut.threads, progress, one, parts)
     }
 
-    /// Registers `len` bytes at `offset` of a piece.
+    /// Registers `len` bytes at `offset` of a piece with one driver call.
     fn register_part(
         &self,
         piece: &Piece<'_>,
@@ -388,8 +390,8 @@ impl Registrar<'_> {
         Ok(mr)
     }
 
-    /// Changes rights in place, if the driver supports it (VRB-01). Keys may change:
-    /// [`Regions::keys`] returns the new ones.
+    /// Changes the rights of a region in place, if the driver supports it (VRB-01). The keys may
+    /// change: [`Regions::keys`] returns the new ones.
     pub(super) fn rereg(&self, handle: ProviderRegion, access: Access) -> Result<()> {
         let lacks =
             || self.refuse(ErrorKind::Unsupported, REREG, "this libibverbs has no ibv_rereg_mr");
@@ -423,8 +425,8 @@ impl Registrar<'_> {
         Ok(())
     }
 
-    /// Changes the rights of one registration. On failure returns the error, and true if the
-    /// registration is lost.
+    /// Changes the rights of one registration. On failure, returns the error, and true if the
+    /// driver has lost the registration.
     fn rereg_part(
         &self,
         rereg: sys::ReregMr,
@@ -454,8 +456,9 @@ impl Registrar<'_> {
     }
 }
 
-/// Registrations of an incomplete region. Dropping the value deregisters them: after an error, or a
-/// panic of the caller's progress callback, the caller may free the memory.
+/// Registrations of a region that is not complete. Dropping the value deregisters them. This
+/// happens after an error, or if the caller's progress callback panics. The caller may then free
+/// the memory.
 struct Unfinished<'a> {
     pd: &'a ProtectionDomain,
     parts: Parts,

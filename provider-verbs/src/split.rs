@@ -1,12 +1,12 @@
-//! Splitting of regions into registrations that the device supports, and of transfers where keys
-//! change.
+//! Splitting of regions into registrations that the device supports, and of transfers at changes of
+//! keys.
 //!
 //! Pure arithmetic without driver calls, tested against an oracle.
 
 use super::sys::Sge;
 
-/// Splits `len` bytes from `start` into parts no longer than `max`. Returns each part's offset and
-/// length. Parts end on multiples of `page` if `max` allows it.
+/// Returns the offset and length of the parts into which `len` bytes from address `start` are
+/// split. No part is longer than `max`. Parts end at multiples of `page` unless `max` is smaller.
 ///
 /// ```
 /// use hmem_provider_verbs::seams;
@@ -38,46 +38,46 @@ pub fn seams(start: u64, len: u64, max: u64, page: u64) -> impl Iterator<Item = 
     })
 }
 
-/// A run of local bytes under one lkey.
+/// Consecutive bytes of local memory under one lkey.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// Start in the NIC's addresses.
+    /// Address of the first byte, as the NIC addresses it.
     pub address: u64,
-    /// Length in bytes.
+    /// Number of bytes.
     pub len: u64,
-    /// The key.
+    /// The lkey of the bytes.
     pub lkey: u32,
 }
 
-/// A run of a peer's bytes under one rkey.
+/// Consecutive bytes of a peer's memory under one rkey.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Target {
-    /// Start, as an address of the peer's NIC.
+    /// Address of the first byte, as the peer's NIC addresses it.
     pub address: u64,
-    /// Length in bytes.
+    /// Number of bytes.
     pub len: u64,
-    /// The key.
+    /// The rkey of the bytes.
     pub rkey: u32,
 }
 
-/// A work request: a remote address and its local segments.
+/// A planned work request: a remote address and a part of the list of local segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Planned {
-    /// The remote address.
+    /// Remote address of the first byte.
     pub address: u64,
-    /// Length in bytes.
+    /// Number of bytes that the request moves.
     pub len: u64,
-    /// The peer's key.
+    /// The rkey of the peer's memory.
     pub rkey: u32,
-    /// Index of the first segment in the list.
+    /// Index of the first local segment in the list.
     pub first: usize,
-    /// Number of segments.
+    /// Number of local segments.
     pub count: usize,
 }
 
-/// Splits a transfer into work requests of at most `max_sge` segments and `max_message` bytes. No
-/// request crosses a change of rkey. Both lists hold the same number of bytes. A transfer without
-/// bytes gives one empty request to the first target.
+/// Splits a transfer into work requests of at most `max_sge` local segments and `max_message`
+/// bytes. Each work request has one rkey. Both lists must hold the same number of bytes. A transfer
+/// of 0 bytes gives one empty work request to the first target.
 pub fn plan(
     local: &[Span],
     remote: &[Target],

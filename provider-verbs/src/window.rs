@@ -1,8 +1,9 @@
 //! Memory windows of type 1, bound by a call, and of type 2, bound by posted requests.
 //!
-//! `ibv_bind_mw` needs a queue pair of the protection domain, but not a particular one. Type 1
-//! windows are bound through a queue pair that is connected to itself and opened with the first
-//! bind. The caller posts the request that binds a type 2 window, under the lock of the table.
+//! A type 1 window is bound by `ibv_bind_mw`, which needs any queue pair of the protection domain.
+//! The domain opens a queue pair for this at the first bind, and connects it to itself. A type 2
+//! window is bound by a posted request. The caller posts that request while the table of windows is
+//! locked.
 
 use std::{
     collections::HashMap,
@@ -36,32 +37,33 @@ use super::{
     },
 };
 
-/// The default time limit of a bind that the caller waits for. Only a dead device takes this long,
-/// because binds are local.
+/// Default timeout of a bind of a type 1 window. A bind involves no peer, so it takes this long
+/// only if the device was removed or hangs.
 pub(super) const BIND_TIMEOUT: Duration = Duration::from_secs(30);
 
 #[derive(Debug)]
 struct Window {
-    /// Null if it could not be allocated again after its queue pair was destroyed.
+    /// Pointer to the `ibv_mw`. Null if the allocation failed after the destruction of its queue
+    /// pair.
     mw: *mut Mw,
     kind: WindowType,
-    /// The state after the completions that were read.
+    /// State of the window according to the completions that were read.
     state: WindowState,
-    /// The number of posted binds and invalidations that have not completed.
+    /// Number of posted binds and invalidations that have not completed.
     posted: u32,
-    /// The number of the queue pair through which the window is bound. `None` once an invalidation
-    /// was posted.
+    /// Number of the queue pair through which the window is bound; `None` once an invalidation is
+    /// posted.
     through: Option<u32>,
-    /// The key and binding of the NIC after the completions that were read.
+    /// Key and queue pair of the binding, according to the completions that were read.
     known: Known,
-    /// A key that a peer invalidated before the completion of its bind was read.
+    /// Key that a peer invalidated before the completion of its bind was read.
     dead: Option<u32>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Known {
     key: u32,
-    /// The number of the queue pair, for a bound window of type 2.
+    /// Number of the queue pair; `None` unless a type 2 window is bound.
     through: Option<u32>,
 }
 
@@ -72,7 +74,8 @@ impl Window {
         if self.mw.is_null() { 0 } else { unsafe { (*self.mw).rkey } }
     }
 
-    /// Records that a posted request has ended. After the last one, the known binding is current.
+    /// Records that a posted bind or invalidation has ended. If it was the last one, the state in
+    /// `known` becomes current.
     fn ended(&mut self) {
         self.posted -= 1;
         if self.posted > 0 {
@@ -94,11 +97,11 @@ impl Window {
 // of this one.
 unsafe impl Send for Window {}
 
-/// The windows of a domain.
+/// Table of the memory windows of a domain.
 #[derive(Debug, Default)]
 pub(super) struct Windows {
     map: Mutex<HashMap<u64, Window>>,
-    /// The tokens of windows by their keys without tags. Locked after `map`.
+    /// Tokens of the windows, by their keys without the tag byte. Lock it only after `map`.
     by_index: Mutex<HashMap<u32, u64>>,
     next: AtomicU64,
     binder: Mutex<Option<Binder>>,
@@ -106,8 +109,8 @@ pub(super) struct Windows {
 
 /// The queue pair that binds type 1 windows.
 ///
-/// After a failed bind it is not used again: the completion of that bind may arrive later and would
-/// be taken for that of the next bind.
+/// It is not used after a bind that failed. The completion of the failed bind may arrive later, and
+/// the provider would mistake it for the completion of the next bind.
 #[derive(Debug)]
 struct Binder {
     pair: QueuePair,
@@ -169,7 +172,8 @@ impl Windows {
         self.map.lock().contains_key(&token)
     }
 
-    /// Checks whether a window that is bound through a queue pair allows an event of it.
+    /// Returns an error if a window that is bound through a queue pair forbids `event` on that
+    /// queue pair.
     pub(super) fn check_bound(&self, token: u64, event: WindowEvent) -> Result<(), WindowRule> {
         let map = self.map.lock();
         let Some(window) = map.get(&token) else { return Ok(()) };
@@ -177,7 +181,8 @@ impl Windows {
         window.kind.after(WindowState::Valid, event).map(|_| ())
     }
 
-    /// Frees a window before its queue pair is destroyed, and allocates it again.
+    /// Frees a window before its queue pair is destroyed, and allocates a new window under the same
+    /// token.
     ///
     /// On soft-RoCE the destruction of a queue pair waits 50 seconds for a bound window.
     pub(super) fn replace(&self, pd: &ProtectionDomain, token: u64) {
@@ -201,9 +206,9 @@ impl Windows {
         }
     }
 
-    /// Replaces a window with a posted bind or invalidation that the NIC has dropped.
+    /// Replaces a window after a reset of its queue pair has dropped a posted bind or invalidation.
     ///
-    /// The NIC may or may not have executed the request.
+    /// The NIC may or may not have executed the request, so the state of the window is unknown.
     pub(super) fn forgotten(&self, pd: &ProtectionDomain, token: u64) {
         if let Some(window) = self.map.lock().get_mut(&token) {
             window.ended();
@@ -218,7 +223,8 @@ impl Windows {
         Ok(WindowStatus { key, state: window.state, pending })
     }
 
-    /// Records the end of a bind or invalidation of `key`, posted to the queue pair `through`.
+    /// Records that a bind or invalidation of `key` has ended. `through` is the number of the queue
+    /// pair that it was posted to.
     ///
     /// Returns true if the window is no longer bound through the queue pair.
     pub(super) fn completed(
@@ -247,9 +253,9 @@ impl Windows {
         ![window.through, window.known.through].contains(&Some(through))
     }
 
-    /// Records that a peer's message invalidated a key.
+    /// Records that a peer's message has invalidated a key.
     ///
-    /// Returns the window unless a later bind of it is posted.
+    /// Returns the token of its window, unless a later bind of that window is posted.
     pub(super) fn invalidated_by_peer(&self, key: u32) -> Option<u64> {
         let mut map = self.map.lock();
         let token = *self.by_index.lock().get(&(key >> 8))?;
@@ -271,7 +277,7 @@ impl Windows {
         window.through.is_none().then_some(token)
     }
 
-    /// Calls `with` with an allocated type 2 window, under the lock of the table.
+    /// Calls `with` with an allocated type 2 window while the table is locked.
     ///
     /// # Errors
     /// The error of `rule` for a type 1 window.
@@ -404,7 +410,7 @@ impl Windows {
         })
     }
 
-    /// Frees the remaining windows of a closing domain.
+    /// Frees the remaining windows of a domain that is being closed.
     pub(super) fn clear(&self, pd: &ProtectionDomain) {
         for window in self.map.lock().drain() {
             if let Err(error) = dealloc(pd, window.1.mw) {
@@ -415,7 +421,7 @@ impl Windows {
     }
 }
 
-/// Returns the registration and address to bind to.
+/// Returns the registration that a bind names, and the address in it.
 ///
 /// # Errors
 /// The rule that refuses the bind. Drivers would end the connection or crash.
@@ -449,7 +455,7 @@ fn target<'a>(
     })
 }
 
-/// Returns a window's rights as verbs flags.
+/// Returns the rights of a bind as verbs flags.
 fn flags(pd: &ProtectionDomain, bind: &WindowBind) -> AccessFlags {
     let mut flags = AccessFlags::empty();
     flags.set(AccessFlags::REMOTE_READ, bind.access.contains(Access::REMOTE_READ));

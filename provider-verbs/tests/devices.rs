@@ -15,7 +15,7 @@ use hmem_core::{
 };
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
-    Grant, Verbs, VerbsDomain, VerbsOptions,
+    OptionResult, Verbs, VerbsDomain, VerbsOptions,
     sys::{AccessFlags, Functions},
 };
 use support::{device, open};
@@ -133,9 +133,9 @@ fn hugetlb_option_reaches_the_driver() -> Outcome {
     };
     let (huge, paging) = (VerbsOptions::HUGETLB, VerbsOptions::ON_DEMAND);
     // A driver may ignore the flag without on-demand paging.
-    assert_eq!(register(AccessFlags::HUGETLB), [(huge, Grant::RequestedNotConfirmable)]);
+    assert_eq!(register(AccessFlags::HUGETLB), [(huge, OptionResult::RequestedNotConfirmable)]);
     let granted = register(AccessFlags::HUGETLB | AccessFlags::ON_DEMAND);
-    assert_eq!(granted, [(paging, Grant::Granted), (huge, Grant::Granted)]);
+    assert_eq!(granted, [(paging, OptionResult::Accepted), (huge, OptionResult::Accepted)]);
     // SAFETY: the mapping is this test's own.
     unsafe { libc::munmap(mapped, LEN) };
     Ok(())

@@ -23,7 +23,7 @@ trials! {
 
 const LEN: usize = 64 << 10;
 
-/// A memory file and a dma-buf of its pages.
+/// A file in memory (memfd), and a dma-buf of its pages.
 struct Buffer {
     file: File,
     fd: OwnedFd,

@@ -41,7 +41,7 @@ fn remote<'a>(key: &'a hmem_core::RemoteKey, offset: u64, len: u64) -> RemoteSeg
     RemoteSegment { address: Iova(key.base().0 + offset), len, key }
 }
 
-/// Returns kind, context, length and data of a completion that succeeded.
+/// Returns the kind, context, length and immediate data of a successful completion.
 fn facts(ended: Completion) -> (CompletionKind, u64, u64, Option<u64>) {
     (ended.kind, ended.context, ended.result.expect("success"), ended.data)
 }

@@ -133,7 +133,7 @@ fn rights_are_translated_exactly() {
     }
 }
 
-/// A subscriber that records the events of this crate.
+/// A tracing subscriber that records the events of this crate as text.
 #[derive(Default)]
 struct Events(Mutex<String>);
 
@@ -216,8 +216,8 @@ fn driver_refusals_have_kinds_and_remedies() {
 
 /// P2P-04
 ///
-/// No file reports whether a peer-memory client handles a device, so the provider registers its
-/// addresses.
+/// No file reports whether a peer-memory module supports a device. The provider finds out by
+/// registering a device address.
 #[test]
 fn peer_memory_is_tried_by_registering_a_device_address() {
     let verbs = Verbs::builder().functions(functions()).build().expect("start");
@@ -255,8 +255,8 @@ fn peer_memory_is_tried_by_registering_a_device_address() {
     }
 }
 
-/// Registers device memory. The exports numbered `refused` fail, and registrations return
-/// `answers`.
+/// Registers device memory and returns the decision. The exports with the numbers in `refused`
+/// fail. `answers` holds the errno values of registrations.
 fn decided(verbs: &Verbs, refused: &[u64], answers: Vec<i32>) -> Arc<Decision> {
     let simulated = Arc::new(Simulated::builder().window(1 << 30).build().expect("a device"));
     let device: Arc<dyn Iface> = Arc::clone(&simulated) as _;
@@ -322,7 +322,7 @@ fn pcie_mapping_is_tried_first_where_the_device_needs_it() {
 
 /// HM-09
 ///
-/// Each value runs in its own process.
+/// Each value of the variable is tested in its own process.
 #[test]
 fn environment_sets_the_pcie_mapping() {
     const VARIABLE: &str = Verbs::PCIE_MAPPING_VARIABLE;
@@ -367,7 +367,7 @@ fn environment_sets_the_pcie_mapping() {
 
 /// VRB-02, VRB-01
 ///
-/// Combinations of rights that verbs does not support.
+/// The refused flags are combinations of rights that verbs does not support.
 #[test]
 fn unsupported_flags_are_refused_before_the_driver_call() {
     let domain = domain();
@@ -458,7 +458,7 @@ fn relaxed_ordering_is_the_default_of_domains() {
     assert_eq!(asked(&open(&verbs), Some(strict)), plain);
 }
 
-/// Facets that a device without windows lacks, and facets that verbs never has.
+/// Covers the facets that a device without windows lacks, and those that verbs never has.
 #[test]
 fn missing_facets_are_refused_with_a_remedy() {
     let domain = domain();
@@ -486,7 +486,7 @@ fn missing_facets_are_refused_with_a_remedy() {
 
 /// KEY-04
 ///
-/// Each domain has its own mapped keys, whatever the order of mapping.
+/// Each domain has its own table of mapped keys. The order of mapping does not matter.
 #[test]
 fn mapped_key_of_another_domain_unmaps_nothing() {
     let (mine, theirs) = (domain(), domain());
@@ -542,7 +542,7 @@ fn authorization_keys_are_refused() {
 
 /// VRB-01
 ///
-/// Verbs has no facet to enable regions, so the contract requires that it registers them usable.
+/// Verbs cannot enable a region later. It therefore registers every region enabled.
 #[test]
 fn region_registered_disabled_is_usable_at_once() {
     let domain = domain();

@@ -18,7 +18,7 @@ trials! {
     layouts_and_constants_match_the_header,
 }
 
-/// Expressions for the C compiler, and this crate's values.
+/// Expressions for the C compiler to evaluate, with this crate's values for them.
 struct Probe {
     lines: Vec<String>,
     ours: BTreeMap<String, i128>,
@@ -39,7 +39,8 @@ impl Probe {
     }
 }
 
-/// `structure!(probe, Rust, c_name, { field, rust_field => "c.field" })`
+/// Adds the size of a structure and the offsets of its fields to a probe. The first list has fields
+/// with equal names in C and Rust. The second list has Rust offsets with the C names.
 macro_rules! structure {
     (
         $probe:expr, $rust:ident, $name:literal, [$($field:ident),* $(,)?],

@@ -52,7 +52,7 @@ fn open_over(functions: Functions) -> Domain {
     Domain::open(&verbs, registry, paths, DomainAttr::default()).expect("open")
 }
 
-/// Returns an endpoint that is its own peer.
+/// Returns an endpoint that is connected to itself.
 fn endpoint(domain: &Domain, cq: &Arc<dyn CompletionQueue>) -> Endpoint {
     let endpoint = domain.open_endpoint(&EndpointAttr::new(cq)).expect("open an endpoint");
     endpoint.resolve(&endpoint.name()).expect("connect it to itself");
@@ -147,7 +147,7 @@ fn dropped_endpoint_frees_its_bound_type_2a_window() {
     assert_eq!(calls_about(&["dealloc"]), ["dealloc_mw"]);
 }
 
-/// Ends the connection of an endpoint by a write with an unknown key.
+/// Ends the connection of an endpoint with a write to an unknown key.
 fn break_connection(
     endpoint: &Endpoint,
     cq: &Arc<dyn CompletionQueue>,

@@ -43,15 +43,15 @@ trials! {
     no_lock_is_held_while_the_driver_registers,
 }
 
-/// State of the driver, shared by all threads.
+/// State of the fake driver, shared by all threads.
 #[derive(Default)]
 struct Driver {
-    /// Calls block until this many are in flight.
+    /// Number of calls that must be in flight before any of them returns.
     hold_for: usize,
     calls: usize,
     in_flight: usize,
     most_in_flight: usize,
-    /// Ranges with this start are refused with ENOMEM.
+    /// Start address of the ranges that the driver refuses with ENOMEM.
     refuse: Option<usize>,
     live: BTreeMap<usize, usize>,
 }
@@ -72,7 +72,7 @@ fn driver() -> MutexGuard<'static, Driver> {
     DRIVER.0.lock().expect("no panic")
 }
 
-/// Returns the number of calls, and the maximum in flight at once.
+/// Returns the number of registration calls, and the maximum number of them in flight at once.
 fn calls() -> (usize, usize) {
     let driver = driver();
     (driver.calls, driver.most_in_flight)
@@ -118,7 +118,8 @@ extern "C" fn dereg_mr(mr: *mut Mr) -> c_int {
     if driver().live.remove(&mr.addr.addr()).is_some() { 0 } else { libc::EINVAL }
 }
 
-/// Returns a domain on the fake device, and a lock on its driver.
+/// Returns a domain on the fake device with a new driver state. Holding the guard keeps other tests
+/// from using the driver.
 fn domain(max_mr_size: u64) -> (Domain, MutexGuard<'static, ()>) {
     static ALONE: Mutex<()> = Mutex::new(());
     let alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -181,7 +182,8 @@ fn long_range_is_registered_by_parallel_driver_calls() -> Outcome {
     Ok(())
 }
 
-/// VRB-07: the parts of a long range that the device's limit cuts are registered at once.
+/// VRB-07: a range that is longer than the device's limit is split. The parts are registered in
+/// parallel.
 fn parts_over_the_device_limit_are_parallel_by_default() -> Outcome {
     if thread::available_parallelism().is_ok_and(|cpus| cpus.get() == 1) {
         return Err(Skipped("one CPU registers one part after the other".to_owned()));

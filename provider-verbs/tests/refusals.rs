@@ -38,7 +38,7 @@ fn buffer(domain: &Domain, access: Access) -> OwnedRegion<Vec<u8>> {
     domain.register(bytes, access).map_err(|rejected| rejected.error).expect("register")
 }
 
-/// An endpoint that is its own peer, and memory for its transfers.
+/// An endpoint that is connected to itself, with memory for its transfers.
 struct Loop {
     endpoint: Endpoint,
     cq: Arc<dyn CompletionQueue>,
@@ -57,7 +57,7 @@ impl Loop {
         Self { endpoint, cq, target, domain }
     }
 
-    /// Writes `far` bytes from a list of local segments.
+    /// Writes `far` bytes to the peer from a list of local segments.
     fn write(&self, local: &[LocalSegment], far: u64) -> Result<u64> {
         let key = self.target.key().expect("key");
         let remote = [RemoteSegment { address: key.base(), len: far, key: &key }];
@@ -146,7 +146,7 @@ fn endpoint_refuses_queues_of_another_device() {
     assert_eq!(domain.live().endpoints, 0);
 }
 
-/// The bind of a window in the provider's words, below the checks of the domain.
+/// Binds a window through the provider, without the checks of [`Domain`].
 fn bind(
     domain: &Domain,
     region: &OwnedRegion<Vec<u8>>,
@@ -225,7 +225,7 @@ fn a_device_without_atomics_refuses_to_bind_a_window_with_the_right_to_them() {
         assert_eq!(error.context_value("access"), Some("REMOTE_ATOMIC"), "{error}");
         assert!(error.to_string().contains("fake0"), "{error}");
     }
-    // REMOTE_WRITE means what the device has of it.
+    // The device has no atomics: REMOTE_WRITE then grants RMA writes only.
     let asked = bind(&domain, &region, (16, 64, Access::REMOTE_WRITE)).expect("bind");
     let start = region.range().start().0;
     let flags = AccessFlags::REMOTE_WRITE.bits();

@@ -14,7 +14,9 @@ use hmem_core::{
     Access, Address, AddressRange, Addressing, AuthKey, ErrorKind, Iova, RemoteKey,
     provider::{Backing, Piece, ProviderDomain, ProviderRegion, Registration},
 };
-use hmem_provider_verbs::{ForkSupport, Grant, Verbs, VerbsDomain, VerbsOptions, sys::AccessFlags};
+use hmem_provider_verbs::{
+    ForkSupport, OptionResult, Verbs, VerbsDomain, VerbsOptions, sys::AccessFlags,
+};
 use support::{LOCAL, Pages, Pair, REMOTE, Side, device, open, remote, segment};
 use trials::{Outcome, Skipped, trials};
 
@@ -38,7 +40,7 @@ trials! {
     reused_address_reaches_the_new_bytes,
 }
 
-/// The driver's calls, looked up in the process like a C program does.
+/// Functions of libibverbs that the test calls directly, to compare them with the provider.
 struct Raw {
     reg_mr: unsafe extern "C" fn(*mut c_void, *mut c_void, usize, c_int) -> *mut c_void,
     dereg_mr: unsafe extern "C" fn(*mut c_void) -> c_int,
@@ -70,7 +72,7 @@ impl Raw {
         }
     }
 
-    /// Returns the errno of the raw call, or 0 if it succeeded.
+    /// Returns the errno of a direct registration call, or 0 if it succeeded.
     fn register(&self, domain: &VerbsDomain, address: u64, len: usize, flags: AccessFlags) -> i32 {
         let address = ptr::with_exposed_provenance_mut(address as usize);
         // SAFETY: the protection domain is alive; the driver checks the range.
@@ -221,10 +223,14 @@ fn options_reach_the_driver_or_are_unsupported() -> Outcome {
     for (word, option) in VerbsOptions::all().iter_names() {
         match with_options(&side, pages.range(), option) {
             Ok(region) => {
-                let grants = side.verbs().options(region).expect("options");
+                let results = side.verbs().options(region).expect("options");
                 let unsure = option == VerbsOptions::RELAXED_ORDERING;
-                let grant = if unsure { Grant::RequestedNotConfirmable } else { Grant::Granted };
-                assert_eq!(grants, [(option, grant)]);
+                let expected = if unsure {
+                    OptionResult::RequestedNotConfirmable
+                } else {
+                    OptionResult::Accepted
+                };
+                assert_eq!(results, [(option, expected)]);
                 assert!(side.verbs().flags(region).expect("flags").bits() & option.bits() != 0);
                 side.verbs().deregister(region).expect("deregister");
                 answers.push(format!("{word} granted"));
@@ -253,7 +259,7 @@ fn options_reach_the_driver_or_are_unsupported() -> Outcome {
     Ok(())
 }
 
-/// On-demand pages are not pinned: peers reach newly mapped pages.
+/// On-demand pages are not pinned. Peers access pages that were mapped after the registration.
 fn on_demand_pages_follow_their_mapping() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
@@ -318,7 +324,7 @@ fn failed_change_of_rights_keeps_the_region() -> Outcome {
     Ok(())
 }
 
-/// Runs the test in its own process, since limits and users cannot be restored.
+/// Runs the test `name` in its own process, since a process cannot restore its limits and user.
 fn register_over_the_limit(name: &str, limit: u64, errno: i32) {
     let side = side(name);
     let pages = Pages::new(1 << 20);

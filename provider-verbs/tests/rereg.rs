@@ -136,7 +136,7 @@ fn rereg_refused_for_a_part_restores_the_parts_before_it() {
     assert_eq!(pieces, keys.iter().map(|key| u64::from(key.rkey)).collect::<Vec<_>>());
 }
 
-/// A subscriber that panics at an event.
+/// A tracing subscriber that panics at each event.
 struct Panics;
 
 impl tracing::Subscriber for Panics {
@@ -185,7 +185,7 @@ fn region_can_be_closed_after_a_panic_in_rereg() {
     assert_eq!(domain.live().regions, 0);
 }
 
-/// A driver that blocks the change of rights until the test opens the gate.
+/// A fake driver call that blocks a change of rights until the test opens the gate.
 #[derive(Default)]
 struct Gate {
     inside: bool,
@@ -200,7 +200,7 @@ fn gate() -> MutexGuard<'static, Gate> {
     GATE.0.lock().expect("no panic")
 }
 
-/// Opens the gate, after a failed assertion too.
+/// Guard that opens the gate when dropped, even after a failed assertion.
 struct Release;
 
 impl Drop for Release {
@@ -210,7 +210,7 @@ impl Drop for Release {
     }
 }
 
-/// Returns true if the thread is blocked.
+/// Returns true if the thread with this id is blocked.
 fn sleeps(thread: i32) -> bool {
     let stat = fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap_or_default();
     // The state is the first field after the thread's name in parentheses.

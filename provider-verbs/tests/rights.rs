@@ -27,7 +27,7 @@ fn open(functions: Functions) -> Domain {
     .expect("open")
 }
 
-/// Returns a fake library with a device without atomics.
+/// Returns the function table of a fake library, and sets it up with a device without atomics.
 fn without_atomics() -> Functions {
     let functions = functions();
     with(|script| script.no_atomics = true);
@@ -96,7 +96,7 @@ fn atomic_right_is_refused_without_atomics() {
         assert!(error.to_string().contains("fake0"), "{error}");
     }
     assert!(calls().is_empty(), "the driver was called");
-    // REMOTE_WRITE means what the device has of it.
+    // The device has no atomics: REMOTE_WRITE then grants RMA writes only.
     let attr = MrAttr::new(&ranges, Access::REMOTE_WRITE);
     // SAFETY: the tests' library registers nothing.
     unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("register");
@@ -123,7 +123,7 @@ fn change_to_the_atomic_right_is_refused_without_atomics() {
         assert!(calls().is_empty(), "the driver was called");
         assert_eq!(verbs.flags(handle).expect("flags"), AccessFlags::REMOTE_READ);
     }
-    // REMOTE_WRITE means what the device has of it.
+    // The device has no atomics: REMOTE_WRITE then grants RMA writes only.
     // SAFETY: the tests' library registers nothing.
     unsafe { verbs.rereg(handle, Access::REMOTE_WRITE) }.expect("change the rights");
     assert_eq!(calls(), ["rereg_mr 0x4 0x3"]);

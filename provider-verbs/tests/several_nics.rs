@@ -24,7 +24,7 @@ trials! {
 
 const LEN: u64 = 64 << 10;
 
-/// Device memory with real exports, and the two devices.
+/// Device memory that is exported as real dma-bufs, and two RDMA devices.
 struct Machine {
     memory: Arc<Simulated>,
     registry: Arc<Registry>,
@@ -89,7 +89,7 @@ fn open_fds() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("procfs").count()
 }
 
-/// A single test for both cases, since it counts the process's file descriptors.
+/// Registration and roll-back are one test, since it counts the file descriptors of the process.
 fn shared_dma_buf_is_registered_and_rolled_back_on_two_devices() -> Outcome {
     let machine = Machine::new()?;
     let sides = machine.sides();

@@ -23,7 +23,7 @@ use wire::{Misbehaviour, misbehave};
 
 const CHUNK: u64 = 4096;
 const STAGING: StagingAttr = StagingAttr { buffer_len: CHUNK as usize, buffer_count: 8 };
-/// Longest message: a quarter of the buffers.
+/// Maximum length of a message in bytes: a quarter of the staging buffers.
 const LONGEST: u64 = CHUNK * 2;
 
 fn verbs() -> (Arc<dyn Provider>, Option<String>) {
@@ -42,7 +42,7 @@ fn net_with(staging: StagingAttr, device: Simulated) -> Net {
     Net::new(provider, nic, staging, device)
 }
 
-/// Uses the injected functions on every machine, as calls of a real driver cannot be made to fail.
+/// Creates both sides over a fake library. Calls of a real driver cannot be made to fail.
 fn injected() -> Net {
     let verbs = Verbs::builder().functions(wire::functions()).build().expect("start");
     Net::new(Arc::new(verbs), None, STAGING, device())
@@ -288,7 +288,7 @@ fn wait_steps_staged_transfers_and_arm_requests_calls() {
     assert!(channel.arm().unwrap());
 }
 
-/// Returns whether the fd of a channel is readable, or becomes so within `timeout`.
+/// Returns whether the fd of a channel becomes readable within `timeout`.
 fn is_readable(channel: &dyn CompletionChannel, timeout: Duration) -> bool {
     let fd = channel.fd().unwrap();
     let timeout = timeout.try_into().unwrap();
@@ -418,8 +418,8 @@ fn exhausted_pool_makes_transfers_wait_over_verbs() {
     }
 }
 
-/// Returns staged and host memory of six chunks, three buffers, and a device that copies when the
-/// test steps it.
+/// Creates staged and host memory of six chunks, a pool of three buffers, and a device that copies
+/// only when the test calls [`step`].
 fn stepped() -> (Net, Mem, Mem) {
     let device = Simulated::builder().stepping(Stepping::ByHand).build().unwrap();
     let net = net_with(StagingAttr { buffer_count: 3, ..STAGING }, device);
@@ -428,7 +428,8 @@ fn stepped() -> (Net, Mem, Mem) {
     (net, staged, far)
 }
 
-/// Lets the device copy `times` times. Reads completions after each copy, and returns them.
+/// Makes the device copy `times` times. Reads the completions after each copy, and returns them
+/// all.
 fn step(net: &Net, times: usize) -> Vec<Completion> {
     let mut out = Vec::new();
     for _ in 0..times {
@@ -617,7 +618,7 @@ fn staged_and_direct_transfers_give_equal_bytes() {
 
 type End = (Endpoint, Arc<dyn CompletionQueue>);
 
-/// Opens further connected endpoints of the same domains.
+/// Opens another pair of connected endpoints in the same domains.
 fn another(net: &Net) -> (End, End) {
     let open = |side: &Side| {
         let cq = side.domain.open_cq(16).unwrap();
@@ -629,7 +630,7 @@ fn another(net: &Net) -> (End, End) {
     (near, far)
 }
 
-/// Returns staged and host memory of 64 chunks.
+/// Creates staged and host memory of 64 chunks.
 fn wide() -> (Net, Mem, Mem) {
     let net = net();
     let near = net.near.device(&net.device, CHUNK * 64, LOCAL).unwrap();
@@ -637,7 +638,7 @@ fn wide() -> (Net, Mem, Mem) {
     (net, near, far)
 }
 
-/// Writes 20 chunks and reads only this endpoint's queue.
+/// Writes 20 chunks and reads only the queue of this endpoint.
 fn writes((endpoint, cq): &End, near: &Mem, far: &Mem) {
     let bytes = pattern(CHUNK * 20, 4);
     near.put(CHUNK * 40, &bytes);

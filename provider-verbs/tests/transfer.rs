@@ -153,7 +153,7 @@ fn lists_on_both_sides_move_as_one_run_of_bytes() -> Outcome {
     Ok(())
 }
 
-/// The peer's process or network may be down: there is no answer.
+/// A peer that does not answer is reported as unreachable: its process or network may be down.
 fn transfer_to_a_dead_peer_is_unreachable() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
@@ -406,9 +406,8 @@ fn keys_work_on_an_application_protection_domain() -> Outcome {
     Ok(())
 }
 
-/// Posts transfers of a megabyte each, all of the same bytes, closes one of their regions, and
-/// waits for them. The memory must not change after close returned. Tries again until a transfer
-/// was in flight at the close, which shows as its failure.
+/// Closes a region while transfers of its memory are in flight, and waits for them. The memory must
+/// not change after the close. Repeats until a transfer fails, which shows that it was in flight.
 fn close_amid_transfers(name: &str, into_local: bool) -> Outcome {
     const LEN: usize = 1 << 20;
     const TRANSFERS: u64 = 8;

@@ -26,7 +26,7 @@ fn fine() -> Misbehaviour {
     Misbehaviour { bind: Some(WcStatus::IBV_WC_SUCCESS), ..Misbehaviour::default() }
 }
 
-/// An endpoint that is its own peer, with a region to write from and to.
+/// An endpoint that is connected to itself, with a region for both sides of a write.
 struct Alone {
     region: OwnedRegion<Vec<u8>>,
     endpoint: Endpoint,
@@ -84,7 +84,7 @@ impl Alone {
     }
 }
 
-/// Returns how often the NIC was armed since the last call.
+/// Returns how often completion events were requested since the last call.
 fn requests() -> usize {
     fake::calls().iter().filter(|call| *call == "req_notify_cq").count()
 }

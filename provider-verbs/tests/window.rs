@@ -59,13 +59,14 @@ fn pair(name: &str, window: WindowType) -> Result<Pair, Skipped> {
     Ok(pair)
 }
 
-/// The bind of a type 2 window to a whole region.
+/// Returns a bind of a type 2 window to a whole region.
 fn whole(region: &MemoryRegion, tag: u8) -> Type2Bind<'_> {
     let (len, access, addressing) = (region.len(), Access::REMOTE_WRITE, Addressing::Virtual);
     Type2Bind { region, offset: 0, len, access, addressing, tag }
 }
 
-/// A near buffer that is written to far keys. Both sides connect again after a failed write.
+/// Writes a local buffer to keys of the far side, to find out if they work. Both sides connect
+/// again after a failed write.
 struct Prober<'a> {
     pair: &'a Pair,
     from: Pages,
@@ -248,7 +249,7 @@ fn endpoint_with_a_bound_type_2b_window_closes_at_once() -> Outcome {
     Ok(())
 }
 
-/// A far window of either type. A type 2 window has the tag of its last bind.
+/// A window of the far side, of either type. A type 2 window comes with the tag of its last bind.
 enum Window {
     One(Type1Window),
     Two(Type2Window, u8),
@@ -298,7 +299,8 @@ impl Window {
     }
 }
 
-/// Sends a message that invalidates a key. Both sides connect again after a failure.
+/// Sends a message that invalidates a key of the receiver. Both sides connect again after a
+/// failure.
 fn invalidate_by_peer(prober: &Prober<'_>, inbox: &MemoryRegion, key: &RemoteKey) -> Result<()> {
     let pair = prober.pair;
     let into = segment(inbox.range().slice(0, 64).expect("inside"), inbox.desc().expect("desc"));
@@ -314,14 +316,14 @@ fn invalidate_by_peer(prober: &Prober<'_>, inbox: &MemoryRegion, key: &RemoteKey
     done
 }
 
-/// A window under test, with the regions that its operations need.
+/// A window under test, and the regions that its operations need.
 struct Subject<'a> {
     pair: &'a mut Pair,
     region: &'a MemoryRegion,
     inbox: &'a MemoryRegion,
-    /// `None` once freed.
+    /// The window; `None` once it is freed.
     window: Option<Window>,
-    /// The key that the peer knows: that of the last bind.
+    /// The key of the last bind, which the peer knows.
     key: Option<RemoteKey>,
 }
 
@@ -356,7 +358,7 @@ impl Subject<'_> {
     }
 }
 
-/// Opens new endpoints on both sides, connects them, and closes the old ones.
+/// Opens and connects new endpoints on both sides, then closes the old ones.
 fn reopen(pair: &mut Pair) {
     let replace = |side: &mut support::Side| {
         let cq = side.domain.open_cq(64).expect("open a completion queue");
@@ -372,8 +374,8 @@ fn reopen(pair: &mut Pair) {
     pair.connect();
 }
 
-/// Every sequence of up to four operations in which all but the last succeed. A refused operation
-/// leaves the window as it was, which its state after the refusal shows.
+/// Runs each sequence of up to four operations of which only the last may be refused. A refused
+/// operation must leave the window unchanged.
 fn window_operation_sequences_follow_the_table() -> Outcome {
     const STEPS: [WindowEvent; 8] = [
         WindowEvent::Bind,
@@ -449,8 +451,8 @@ fn window_operation_sequences_follow_the_table() -> Outcome {
     Ok(())
 }
 
-/// The receive of the message was not read when the owner posts its invalidation, which on
-/// rdma_rxe would crash the kernel.
+/// The owner posts an invalidation before the receive of the peer's message is read. On rdma_rxe a
+/// second invalidation would crash the kernel.
 fn window_invalidated_by_a_peer_is_not_invalidated_again_on_rxe() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
@@ -484,7 +486,7 @@ fn window_invalidated_by_a_peer_is_not_invalidated_again_on_rxe() -> Outcome {
     Ok(())
 }
 
-/// A peer reads without a pause while the owner revokes its grant.
+/// The owner revokes a grant while a peer reads continuously.
 fn revoking_a_grant_ends_the_accesses_of_its_peer() -> Outcome {
     const LEN: u64 = 4096;
     let name = device()?;

@@ -1,7 +1,8 @@
 //! The headers and the library that `tests/accelerators/fetch` downloaded, for the tests of Neuron
 //! and Gaudi memory.
 //!
-//! `HMEM_ACCELERATORS=vendor` makes their absence a failure. It is a skip with the reason otherwise.
+//! `HMEM_ACCELERATORS=vendor` makes their absence a failure. It is a skip with the reason
+//! otherwise.
 
 use std::{env, fs, path::PathBuf};
 
@@ -36,7 +37,7 @@ pub(crate) fn has(header: &str, texts: &[&str]) {
     }
 }
 
-/// Checks that a header gives each of these names its value.
+/// Asserts that a header defines each of these constants with its value.
 pub(crate) fn enumerates(header: &str, values: impl IntoIterator<Item = (&'static str, i32)>) {
     for (name, value) in values {
         assert!(

@@ -87,7 +87,7 @@ pub(crate) fn under_memhooks_and_userfaultfd(collect: fn()) {
     churn(&*Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap()), collect);
 }
 
-/// A large block is told when it goes, whoever's calls the allocator makes.
+/// The monitor reports the free of a large block, no matter which functions the allocator calls.
 pub(crate) fn large_blocks_are_told(collect: fn()) {
     let monitor = MemHooks::start().unwrap();
     let recorder = Recorder::new();

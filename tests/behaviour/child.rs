@@ -40,7 +40,7 @@ fn alone_with(name: &str, variables: &[(&str, &str)], body: impl FnOnce()) {
     assert!(output.status.success(), "{name} failed in its own process:\n{text}\n{errors}");
 }
 
-/// Like [`alone`], for a behaviour, in `world` only.
+/// Like [`alone`], but runs the behaviour in `world` only.
 pub(crate) fn alone_in(world: &World, name: &str, body: impl FnOnce()) {
     let world = world.to_string();
     alone_with(name, &[("HMEM_WORLD", &*world)], body);

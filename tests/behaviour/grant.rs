@@ -95,7 +95,7 @@ fn revoke(grant: Grant) {
     grant.revoke().map_err(|rejected| rejected.error).expect("revoke");
 }
 
-/// The means that a domain with all types of windows takes.
+/// The kind of grant that a domain with all types of windows uses.
 fn best(world: &World) -> GrantKind {
     if world.has(MrMode::RAW) { GrantKind::SubRegion } else { GrantKind::Window(WindowType::TwoB) }
 }

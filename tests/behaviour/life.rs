@@ -360,7 +360,7 @@ fn a_region_closes_after_its_endpoint_and_is_unreachable_until_then(world: &Worl
     assert_eq!(net.live().regions, 0);
 }
 
-/// Frees the memory and allocates other memory at the same address.
+/// Frees the memory and allocates new memory at the same address.
 fn come_back(net: &Net, memory: Bytes, was: u64) -> Bytes {
     let memory = match memory {
         Bytes::Host(pages) => {

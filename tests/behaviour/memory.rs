@@ -143,7 +143,7 @@ impl Bytes {
         self.get(0, self.range().len() as usize)
     }
 
-    /// Host pages of a world of system memory.
+    /// Returns the host pages, for worlds that use system memory.
     pub(crate) fn pages(&self) -> &HostPages {
         match self {
             Self::Host(pages) => pages,
@@ -152,8 +152,8 @@ impl Bytes {
     }
 }
 
-/// Bytes that depend on their position and on the seed, none of them 0. They repeat after a prime
-/// number of bytes, so no page, chunk or word equals its neighbour.
+/// Returns bytes other than 0 that depend on their position and on the seed. The pattern repeats
+/// after a prime number of bytes, so that no page, chunk or word equals its neighbour.
 pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let block: Vec<_> = (0..257).map(|at| ((at * 31 + seed * 97) % 251 + 1) as u8).collect();
     let mut bytes = block.repeat(len / block.len() + 1);

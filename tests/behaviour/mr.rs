@@ -141,7 +141,7 @@ fn sizes_up_to_64_mib_register_and_are_reached_at_both_ends(world: &World) {
     assert_eq!(net.live(), before, "something stayed registered");
 }
 
-/// Ranges that lie apart, touch, and run backwards.
+/// Ranges with gaps, adjacent ranges, and ranges in descending order.
 fn scattered(memory: &Bytes) -> Vec<AddressRange> {
     [(8192, 100), (8292, 50), (3, 1), (4096, 777)]
         .map(|(start, len)| memory.part(start, len))

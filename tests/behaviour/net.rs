@@ -110,12 +110,12 @@ impl Setup {
     }
 }
 
-/// The provider's name.
+/// Returns the name of the provider that a world uses.
 pub(crate) fn provider_name(world: &World) -> &'static str {
     if world.is_loopback() { LOOPBACK } else { "verbs" }
 }
 
-/// Name of the provider's NIC to use.
+/// Returns the name of the NIC that a world uses.
 pub(crate) fn nic_name(world: &World) -> Option<String> {
     let verbs = || {
         std::env::var("HMEM_VERBS_DEVICE").expect("a verbs world is made where a device is named")
@@ -139,7 +139,7 @@ pub(crate) fn verbs() -> Arc<dyn Provider> {
     panic!("HMEM_VERBS_DEVICE names a device, and this build is without the cargo feature `verbs`")
 }
 
-/// A simulated iface with two devices.
+/// Creates a simulated iface with two devices that detects frees as `style` says.
 pub(crate) fn device(style: FreeDetection) -> Arc<Simulated> {
     let builder = Simulated::builder().devices(2).free_detection(style).window(1 << 32);
     Arc::new(builder.build().expect("build the simulated device"))
@@ -246,7 +246,7 @@ pub(crate) fn segment(range: AddressRange, desc: Option<LocalKey>) -> LocalSegme
     LocalSegment { address: range.start(), len: range.len(), desc }
 }
 
-/// The fixture of most tests.
+/// The fixture of most tests: an initiator and a target with the memory of one world.
 pub(crate) struct Net {
     pub(crate) world: World,
     scratch: OnceLock<Local>,
@@ -256,7 +256,7 @@ pub(crate) struct Net {
     pub(crate) target: Side,
     pub(crate) hmem: Hmem,
     pub(crate) device: Option<Arc<Simulated>>,
-    /// The target as the initiator's endpoint knows it.
+    /// The handle of the target in the initiator's address vector.
     pub(crate) peer: PeerId,
     pub(crate) faults: Faults,
     next_key: AtomicU64,
@@ -313,7 +313,8 @@ impl Net {
         memory
     }
 
-    /// Registers one range at the target, ready for use.
+    /// Registers one range at the target, and binds and enables the region if the mode requires
+    /// that.
     pub(crate) fn expose(&self, range: AddressRange, access: Access) -> MemoryRegion {
         self.expose_all(&[range], access)
     }
@@ -356,7 +357,7 @@ impl Net {
         self.scratch.get_or_init(|| self.local(SCRATCH as usize, LOCAL))
     }
 
-    /// Posts from the initiator and waits for the completion.
+    /// Posts an operation from the initiator and waits for its completion.
     pub(crate) fn transfer(&self, operation: Operation<'_>, local: &[LocalSegment]) -> Result<u64> {
         self.post(operation, local, 1)?;
         let completion = self.completion();
@@ -450,7 +451,7 @@ impl Net {
         (sent, self.target.wait(&[&self.initiator]).result)
     }
 
-    /// Asserts that the region still takes a write and returns it.
+    /// Asserts that a write to the region succeeds and that a read returns the written bytes.
     pub(crate) fn assert_works(&self, key: &RemoteKey) {
         let bytes = b"the region is alive";
         assert_eq!(self.push(key, 0, bytes).expect("write"), bytes.len() as u64);

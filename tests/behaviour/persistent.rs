@@ -44,8 +44,8 @@ const UNEXPECTED: i32 = libc::E2BIG;
 /// The errno of a thread's `fdatasync`.
 const FILE: i32 = libc::ENOSPC;
 
-/// Runs `body` on a thread on which calls that write memory back fail; so do those of the threads
-/// that it starts.
+/// Runs `body` on a thread on which calls that write memory back fail. They also fail on threads
+/// that this thread starts.
 ///
 /// `msync(MS_SYNC)` fails with `errno` if it covers just the pages that begin at the addresses in
 /// `pages`, and with [`UNEXPECTED`] otherwise. `fdatasync` fails with [`FILE`].
@@ -164,7 +164,7 @@ fn persistent_memory_of_a_device_is_flushed_before_a_write_ends(world: &World) {
     net.assert_works(&key);
 }
 
-/// A write through each of these keys asks for the same page to be written back.
+/// Asserts that a write through each of these keys writes back the same page.
 fn assert_written_back(net: &Net, keys: &[(&str, RemoteKey)]) {
     for (name, key) in keys {
         assert_eq!(errno(net.push(key, 0, &[9; 16])), Some(EXPECTED), "{name}");
@@ -196,7 +196,7 @@ fn persistent_memory_is_written_back_through_windows_and_sub_regions_too() {
     });
 }
 
-/// The kernel is said to have written back the pages of one range; those of the other are refused.
+/// A filter makes the write-back of one range succeed and that of the other range fail.
 ///
 /// MR-12
 #[test]
@@ -266,7 +266,7 @@ fn persistent_files_given_by_their_fd_are_written_back() {
     }
 }
 
-/// Device DAX has no file to write to, which the kernel says with EINVAL.
+/// The kernel refuses `msync` on device DAX with EINVAL, since there is no file to write to.
 ///
 /// MR-12
 #[test]

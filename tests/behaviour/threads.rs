@@ -37,8 +37,8 @@ over_worlds! {
     registering_prefaults_on_request_and_reports_progress: Plain, needs::SYSTEM;
 }
 
-/// A provider that keeps a handle of every domain it opens, so that a test sees what is left when
-/// all is dropped.
+/// A provider that keeps a handle of every domain that it opens, so that a test can count the
+/// objects left after all drops.
 #[derive(Debug)]
 struct Watched {
     provider: Arc<dyn Provider>,
@@ -81,7 +81,7 @@ fn orders(items: usize) -> Vec<Vec<usize>> {
     all
 }
 
-/// An application's objects, each of which may go first. A transfer is under way.
+/// Creates an application's objects, which may be dropped in any order, with a transfer in flight.
 fn objects(provider: &Arc<Watched>, world: &World, subs: bool) -> Vec<Option<Box<dyn Any>>> {
     let builder = Hmem::builder().without_vendor_ifaces();
     let hmem =
@@ -151,7 +151,7 @@ fn every_order_on_loopback(progress: Progress, mode: MrMode) {
     });
 }
 
-/// Without sub-regions, which not every NIC has.
+/// Covers objects other than sub-regions, which not every NIC supports.
 fn any_order_of_drops_leaves_nothing(world: &World) {
     child::alone_in(world, "threads::over_worlds::any_order_of_drops_leaves_nothing", || {
         every_order(world, false, || match world.nic {

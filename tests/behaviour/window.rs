@@ -321,8 +321,7 @@ fn a_peer_invalidates_by_sending(world: &World) {
     f.net.pull(&second, 0, 8).expect("read");
 }
 
-/// Sends from the initiator to the endpoint that it knows as `f.net.peer`, naming `key` for
-/// invalidation.
+/// Sends a message that invalidates `key` from the initiator to `f.net.peer`.
 fn send_invalidating(f: &Fixture, key: &RemoteKey) -> Result<u64> {
     let send = hmem::transfer::Operation::Send { tag: None, invalidate: Some(key) };
     f.net.transfer(send, &[])

@@ -36,12 +36,12 @@ pub(crate) enum Nic {
     },
 }
 
-/// One combination.
+/// One combination of memory, NIC, mode and path to test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct World {
     pub(crate) nic: Nic,
     pub(crate) memory: Memory,
-    /// Mode bits that the application offers and the provider needs.
+    /// The mr_mode bits that the application supports and those that the provider requires.
     pub(crate) mode: Mode,
     pub(crate) key_size: usize,
     pub(crate) progress: Progress,
@@ -203,7 +203,7 @@ pub(crate) enum Worlds {
     Pairs,
     /// Every mode, over host memory.
     Modes,
-    /// Every memory and path, progress and pages, in the default mode.
+    /// Every combination of memory, path, progress mode and page handling, in the default mode.
     Places,
     /// One world, for behaviours that no dimension changes.
     Plain,
@@ -242,7 +242,7 @@ pub(crate) fn verbs_worlds() -> Vec<World> {
     worlds
 }
 
-/// Needs of every behaviour on an RDMA device.
+/// Properties of the world that every behaviour needs on an RDMA device.
 pub(crate) const VERBS_NEEDS: [Need; 2] = [
     need(
         "staged path",
@@ -323,7 +323,7 @@ pub(crate) const fn need(
     Need { class, reason, met }
 }
 
-/// Needs that many behaviours share.
+/// Properties of the world that many behaviours need.
 pub(crate) mod needs {
     use super::*;
 
@@ -386,8 +386,8 @@ pub(crate) struct Behaviour {
 }
 
 impl Behaviour {
-    /// Runs the behaviour over every world that can show it, and names the worlds where it failed.
-    /// `HMEM_WORLD` selects the worlds with that text in their names.
+    /// Runs the behaviour over every world that supports it, and reports the worlds where it
+    /// failed. `HMEM_WORLD` selects the worlds whose names contain its value.
     pub(crate) fn run(&self) {
         let mut shown = 0;
         let mut failures = Vec::new();

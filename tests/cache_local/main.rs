@@ -449,7 +449,7 @@ fn threads_that_post_and_read_together_leave_nothing() {
     net.assert_nothing_left();
 }
 
-/// So that nobody waits for what a thread that panicked was to do.
+/// Sets a flag when its thread panics, so that other threads stop waiting for it.
 struct TellOfPanic<'a>(&'a AtomicBool);
 
 impl Drop for TellOfPanic<'_> {

@@ -114,7 +114,7 @@ impl Net {
         self.domain.cache().expect("a cache").statistics()
     }
 
-    /// Nothing is held, and everything can be given back.
+    /// Asserts that no region is leased and that all objects can be closed.
     pub(crate) fn assert_nothing_left(&self) {
         assert_eq!(self.statistics().leases, 0);
         let cache = self.domain.cache().expect("a cache");
@@ -128,7 +128,7 @@ pub(crate) fn nic() -> Builder {
     Loopback::builder().memory(Memory::Pinned).needs(MrMode::LOCAL)
 }
 
-/// Host memory watched by the test, and the monitor by which it tells.
+/// Returns host memory and an imported monitor, which the test notifies of changes.
 pub(crate) fn told(nic: Builder) -> (Hmem, Arc<ImportMonitor>) {
     let import = ImportMonitor::new(Arc::new(Silent)).expect("a monitor");
     let builder =

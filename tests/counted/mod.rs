@@ -7,14 +7,14 @@ use std::sync::{
 
 use hmem::{AddressRange, OwnedBuffer, Result};
 
-/// Heap memory that counts its end.
+/// Heap memory that counts its frees.
 pub(crate) struct Counted {
     bytes: Vec<u8>,
     ends: Arc<AtomicUsize>,
 }
 
 impl Counted {
-    /// Allocates `len` bytes. The counter counts their frees.
+    /// Allocates `len` bytes. The counter is incremented when they are freed.
     pub(crate) fn new(len: usize, ends: &Arc<AtomicUsize>) -> Self {
         Self { bytes: vec![0; len], ends: Arc::clone(ends) }
     }

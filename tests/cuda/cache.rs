@@ -31,7 +31,7 @@ const MONITORS: &[CudaMonitorKind] = if cfg!(target_arch = "x86_64") {
     &[CudaMonitorKind::Identity]
 };
 
-/// Driver calls of the application, each with the device's primary context current.
+/// Makes driver calls as the application does, each with the device's primary context current.
 struct App<'a>(&'a Functions, CuContext);
 
 impl<'a> App<'a> {
@@ -280,8 +280,8 @@ fn each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
 
 /// CACHE-02
 ///
-/// Other memory mapped into a reservation keeps the identity of the reservation, and is never a
-/// hit, even if the driver names a context for it.
+/// If other memory is mapped into a reservation, the driver's identity for it does not change. A
+/// lookup must still miss, even if the driver reports a context for the memory.
 #[test]
 fn other_memory_mapped_into_a_reservation_is_never_a_hit() {
     for vmm_names_context in [false, true] {

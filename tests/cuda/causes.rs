@@ -23,7 +23,7 @@ use crate::{
     segments::Segments,
 };
 
-/// Fixed facts about a machine.
+/// A source of fixed facts about a machine.
 #[derive(Debug)]
 struct Told(Facts);
 
@@ -33,7 +33,7 @@ impl FactSource for Told {
     }
 }
 
-/// Memory to register.
+/// The memory that a scene registers.
 enum Memory {
     Of(AllocationKind),
     /// A reservation with a handle for each entry, created for RDMA or not.
@@ -46,7 +46,8 @@ struct Scene {
     imports: Imports,
     facts: Facts,
     memory: Memory,
-    /// Refusal by the driver: function, number of the call, and code.
+    /// Injected refusal of the driver: the function, the number of the call that fails, and the
+    /// error code.
     refusal: Option<(&'static str, u64, CuResult)>,
     /// Number of queries after which the driver no longer knows the memory.
     forgotten_after: Option<u64>,
@@ -140,7 +141,7 @@ fn modules(names: &[&str]) -> Facts {
     Facts { modules: Some(modules), ..Facts::default() }
 }
 
-/// Scenes that meet each cause, by its name.
+/// Returns the scenes that provoke each cause, with the cause's name.
 fn scenes() -> Vec<(&'static str, Scene)> {
     const EXPORT: &str = "cuMemGetHandleForAddressRange";
     let refused = |code| Scene { refusal: Some((EXPORT, 1, code)), ..Scene::default() };
@@ -254,8 +255,8 @@ fn scenes() -> Vec<(&'static str, Scene)> {
 
 /// DIAG-03
 ///
-/// A NIC that prefers the PCIe mapping, over a driver that has the mapping: a refusal under it has
-/// its own cause, not the absence of the mapping.
+/// The NIC prefers the PCIe mapping, and the driver supports it. If a registration with the mapping
+/// is refused, the reported cause is not a missing mapping.
 #[test]
 fn refusal_under_an_existing_pcie_mapping_has_its_own_cause() {
     if not_over_a_gpu("the driver must have the mapping and refuse") {

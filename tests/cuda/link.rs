@@ -26,7 +26,7 @@ pub(crate) fn check(code: CuResult) {
     assert_eq!(code, CuResult::CUDA_SUCCESS);
 }
 
-/// Imports of a NIC that supports every path.
+/// Import abilities of a NIC that supports every path.
 pub(crate) const IMPORTS: Imports =
     Imports { dma_buf: true, pcie_mapping_first: false, peer_memory: false, staged: true };
 
@@ -55,7 +55,8 @@ pub(crate) fn direct() -> P2pPolicy {
     if real() { P2pPolicy::Enabled } else { P2pPolicy::Required }
 }
 
-/// Checks that an address was reused. The fake guarantees that; a GPU's driver may not do it.
+/// Asserts `enough`, which is true if addresses were reused. The fake reuses them always, and a
+/// GPU's driver may not: over a GPU the check is skipped.
 pub(crate) fn came_back(enough: bool) {
     assert!(
         enough || not_over_a_gpu("too few addresses were reused"),
@@ -76,7 +77,8 @@ impl Deref for Fake {
 
 static TURN: Mutex<()> = Mutex::new(());
 
-/// Objects of one test. Fields are dropped in order, the driver last.
+/// The driver, iface, domain and endpoints of one test. Fields are dropped in order, the driver
+/// last.
 pub(crate) struct Link {
     wire: Wire,
     pub(crate) cuda: Arc<Cuda>,
@@ -108,7 +110,7 @@ impl Link {
         )
     }
 
-    /// Opens a link with a cache over this monitor.
+    /// Opens a link with a registration cache that uses this monitor.
     pub(crate) fn cached(
         profile: Profile,
         imports: Imports,
@@ -183,8 +185,8 @@ impl Link {
         path == Path::Staged && !owed && not_over_a_gpu(why)
     }
 
-    /// Returns true if a selected GPU lacks a kind of memory, and prints it as [`not_over_a_gpu`]
-    /// does.
+    /// Returns true if a selected GPU lacks a kind of memory. The reason is printed as by
+    /// [`not_over_a_gpu`].
     pub(crate) fn lacks(&self, kind: AllocationKind) -> bool {
         let there = match kind {
             AllocationKind::Managed => self.has(sys::CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY),
@@ -199,8 +201,9 @@ impl Link {
         !there && not_over_a_gpu(&format!("the device has no {} memory", kind.name()))
     }
 
-    /// Returns true if a GPU's driver reports that NICs reach memory that was not created for RDMA,
-    /// and prints it as [`not_over_a_gpu`] does. `cuda.h`: gpuDirectRDMACapable is a hint.
+    /// Returns true if a GPU's driver reports that NICs can access memory that was not created for
+    /// RDMA. The reason is printed as by [`not_over_a_gpu`]. `cuda.h`: gpuDirectRDMACapable is a
+    /// hint.
     pub(crate) fn reaches_anything(&self, address: u64) -> bool {
         let (mut attribute, mut capable) =
             (sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE, 0u64);
@@ -217,21 +220,22 @@ impl Link {
             )
     }
 
-    /// Returns true if NICs cannot reach memory of a selected GPU by its address, and prints it as
-    /// [`not_over_a_gpu`] does.
+    /// Returns true if NICs cannot access memory of a selected GPU by its address. The reason is
+    /// printed as by [`not_over_a_gpu`].
     pub(crate) fn no_rdma(&self) -> bool {
         !self.has(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)
             && not_over_a_gpu("the device has no GPUDirect RDMA")
     }
 
-    /// Returns true if NICs cannot reach VMM memory of a selected GPU, and prints it as
-    /// [`not_over_a_gpu`] does.
+    /// Returns true if NICs cannot access VMM memory of a selected GPU. The reason is printed as by
+    /// [`not_over_a_gpu`].
     pub(crate) fn no_rdma_with_vmm(&self) -> bool {
         !self.has(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)
             && not_over_a_gpu("the device has no GPUDirect RDMA to VMM memory")
     }
 
-    /// Returns true if a selected GPU has no dma-bufs, and prints it as [`not_over_a_gpu`] does.
+    /// Returns true if a selected GPU has no dma-bufs. The reason is printed as by
+    /// [`not_over_a_gpu`].
     pub(crate) fn no_dma_bufs(&self) -> bool {
         !self.cuda.capability().dma_buf && not_over_a_gpu("the device has no dma-bufs")
     }

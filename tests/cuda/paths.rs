@@ -90,8 +90,8 @@ fn managed_memory_is_registered_as_host_pages() {
 
 /// P2P-01
 ///
-/// The software NIC accesses a device address by copies of the iface, where hardware needs a
-/// peer-memory client.
+/// The software NIC accesses device addresses through copies by the iface. Hardware needs a
+/// peer-memory client instead.
 #[test]
 fn nic_with_peer_memory_alone_gets_device_addresses() {
     let imports = Imports { dma_buf: false, peer_memory: true, ..IMPORTS };

@@ -95,9 +95,9 @@ fn freed_or_foreign_pointer_claimed_for_cuda_is_unknown() {
 
 /// MR-07
 ///
-/// Shows the bug that the cache must prevent: a region that is kept after a free moves stale bytes,
-/// and never those of the new allocation. It does not fault, since exported pages of the fake
-/// outlive their allocation, as with a dma-buf.
+/// Shows the bug that the cache must prevent: if a region stays registered after a free, transfers
+/// read the old bytes instead of those of the new allocation. The transfers do not fault, since
+/// exported pages outlive their allocation, as with a dma-buf.
 #[test]
 fn region_that_outlives_its_memory_reaches_no_new_memory() {
     if not_over_a_gpu("the driver determines what happens to freed memory of a dma-buf") {

@@ -49,10 +49,10 @@ struct Module {
     paths: Vec<Vec<String>>,
 }
 
-/// The definition that a path leads to.
+/// The definition to which a path resolves.
 #[derive(Clone, Copy, PartialEq)]
 enum Target {
-    /// An item, by its module.
+    /// An item, given by the number of its module.
     Item(usize),
     Module(usize),
 }

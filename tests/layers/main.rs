@@ -23,7 +23,7 @@ use std::{
 use imports::{Imports, Sources};
 use serde_json::Value;
 
-/// Files of a circle, by their paths below the folder of the crate.
+/// The files of an import circle, as paths relative to the crate's folder.
 type Circle = BTreeSet<String>;
 
 /// The strongly connected files of a crate, where there are several.
@@ -81,7 +81,7 @@ fn workspace() -> BTreeMap<String, (String, Imports)> {
     packages.iter().map(of_package).collect()
 }
 
-/// Circles of the list with their reasons.
+/// Parses the list of import circles, each with its reason.
 fn listed(text: &str) -> BTreeMap<(String, Circle), String> {
     let mut circles = Vec::new();
     for line in text.lines().filter(|line| !line.starts_with('#') && !line.is_empty()) {

@@ -121,7 +121,8 @@ fn expectations() -> Vec<Expectation> {
         FI_RMA, FI_READ, FI_WRITE, FI_RECV, FI_SEND, FI_TRANSMIT, FI_REMOTE_READ, FI_REMOTE_WRITE,
         FI_HMEM, FI_SOURCE, FI_MR_VIRT_ADDR, FI_MR_ALLOCATED, FI_MR_PROV_KEY, FI_MR_HMEM,
         FI_ORDER_RMA_WAW, FI_AV_TABLE, FI_CQ_FORMAT_CONTEXT, FI_WAIT_NONE, FI_THREAD_SAFE,
-        FI_EP_MSG, FI_EP_RDM, FI_HMEM_SYSTEM, FI_ENABLE, FI_EAGAIN, FI_ENODATA, FI_EAVAIL, FI_ENOKEY,
+        FI_EP_MSG, FI_EP_RDM, FI_HMEM_SYSTEM, FI_ENABLE, FI_EAGAIN, FI_ENODATA, FI_EAVAIL,
+        FI_ENOKEY,
     }
     for (name, flag) in MsgOrder::all().iter_names() {
         out.push((format!("(uint64_t) (FI_ORDER_{name})"), flag.bits()));

@@ -121,8 +121,8 @@ mod cases {
         Ok(())
     }
 
-    /// The runtime calls back on threads that free, while other threads look up memory and register
-    /// callbacks. No lock may be held across both.
+    /// The runtime calls back on threads that free memory, while other threads look up memory and
+    /// register callbacks. A lock held across both would deadlock.
     pub(crate) fn concurrent_frees_and_lookups_never_share_an_identity() -> Outcome {
         const THREADS: u64 = 4;
         const ROUNDS: u64 = 500;

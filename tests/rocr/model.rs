@@ -8,7 +8,7 @@ use std::{
 use hmem::rocr::sys::{Agent, Functions, HSA_AMD_AGENT_INFO_HDP_FLUSH, HsaStatus};
 use libloading::os::unix::Library;
 
-/// Functions that abort the process on the model GPU, since they need the kernel driver.
+/// Functions that need the kernel driver. On the model GPU they abort the process.
 const NOT_MODELLED: [&str; 2] = ["hsa_amd_ipc_memory_create", "hsa_amd_memory_lock"];
 
 type AgentGetInfo = unsafe extern "C" fn(Agent, u32, *mut c_void) -> HsaStatus;

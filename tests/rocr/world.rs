@@ -36,7 +36,7 @@ pub(crate) fn open(fake: Option<&FakeRuntime>) -> Rocr {
 
 static TURN: Mutex<()> = Mutex::new(());
 
-/// Objects of one test. Fields are dropped in order, the runtime last.
+/// The runtime, iface and domains of one test. Fields are dropped in order, the runtime last.
 pub(crate) struct World {
     wire: Wire,
     pub(crate) hmem: Hmem,

@@ -75,13 +75,14 @@ pub(crate) enum Memory {
     Part(AllocationKind),
     /// An allocation that was freed.
     Freed,
-    /// More than an allocation holds.
+    /// A range that ends after its allocation.
     PastTheEnd,
     /// Device memory of this length that the application allocated without the iface.
     Application(u64),
-    /// CUDA memory of several handles, each made for RDMA or not.
+    /// CUDA memory that consists of several handles. Each element is true if the handle was created
+    /// for RDMA.
     Handles(&'static [bool]),
-    /// A part of 8 pages of the application's host memory.
+    /// A range inside 8 pages of the application's host memory.
     Host { offset: u64, len: u64 },
     /// Two ranges of host memory.
     HostTwice,
@@ -91,7 +92,7 @@ pub(crate) enum Memory {
     File,
 }
 
-/// A situation.
+/// A test case: memory to register, the NIC's abilities, a policy and injected refusals.
 #[derive(Clone)]
 pub(crate) struct Case {
     /// Distinguishes the situation from others with the same memory, imports and policy.
@@ -106,9 +107,11 @@ pub(crate) struct Case {
     pub(crate) nics: &'static [&'static str],
     /// The iface that the caller claims.
     pub(crate) claim: Option<IfaceKind>,
-    /// Refusals of the simulated device: call, number of the call, code.
+    /// Injected refusal of the simulated device: the call, the number of the call that fails, and
+    /// the error code.
     pub(crate) device_refuses: Option<(Call, u64, i32)>,
-    /// Refusals of a fake driver, in the same form.
+    /// Injected refusal of a fake driver: the function, the number of the call that fails, and the
+    /// error code.
     pub(crate) driver_refuses: Option<(&'static str, u64, u32)>,
     /// The NIC's answers to its first registrations.
     pub(crate) nic_refuses: Vec<i32>,
@@ -125,7 +128,7 @@ enum Door {
     Cached,
 }
 
-/// The ifaces, the fabric and the device of one situation. Fields are dropped in order, the driver
+/// The ifaces, the fabric and the device of one test case. Fields are dropped in order, the driver
 /// last.
 struct World {
     simulated: Option<Arc<Simulated>>,
@@ -138,7 +141,7 @@ struct World {
 }
 
 impl Case {
-    /// Returns the situation as one line, without its policy.
+    /// Describes the test case on one line, without its policy.
     pub(crate) fn subject(&self) -> String {
         let kind = |kind: AllocationKind| kind.name();
         let memory = match self.memory {
@@ -171,7 +174,7 @@ impl Case {
         format!("{device} | {memory} | NIC imports {imports}{what}")
     }
 
-    /// Plays the situation through every entry point, and returns its lines.
+    /// Runs the test case through every entry point, and returns the lines of its trace.
     pub(crate) fn play(&self) -> Vec<String> {
         let plain = self.through(Door::Regattr);
         let mut section = Section::default();
@@ -294,7 +297,7 @@ impl Case {
         }
     }
 
-    /// Arms the refusals of the situation.
+    /// Injects the refusals of the test case.
     fn refuse(&self, world: &World) {
         if let (Some((call, nth, code)), Some(device)) = (self.device_refuses, &world.simulated) {
             device.faults().fail_nth(call, nth, Errno(code));
@@ -308,7 +311,7 @@ impl Case {
     }
 }
 
-/// Registrations of one situation.
+/// The registrations of one test case.
 struct Play<'a> {
     case: &'a Case,
     world: &'a World,

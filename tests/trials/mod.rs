@@ -29,8 +29,8 @@ pub(crate) fn run(tests: &[Test]) -> ExitCode {
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 
-/// Defines the `main` of a test binary, which runs the functions of these names. The doc comment of
-/// an entry names the requirement that it holds.
+/// Defines the `main` of a test binary, which runs the listed functions. The doc comment of an
+/// entry names the requirement that it tests.
 macro_rules! trials {
     ($($(#[doc = $doc:expr])* $name:ident,)+) => {
         fn main() -> std::process::ExitCode {

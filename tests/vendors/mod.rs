@@ -97,7 +97,7 @@ impl Vendor {
     }
 }
 
-/// Faults and counts, for test binaries that inject them.
+/// Fault injection and call counts of the fake drivers.
 #[allow(dead_code, reason = "not every test binary injects faults")]
 impl Vendor {
     /// Returns the functions of the driver's table.
@@ -114,7 +114,7 @@ impl Vendor {
         required.iter().chain(optional).flat_map(|names| names.iter().copied()).collect()
     }
 
-    /// Makes the `nth` call of a function fail, 1 being the next.
+    /// Makes the `nth` call of a function fail; 1 is the next call.
     pub(crate) fn fail_nth(&self, symbol: &'static str, nth: u64) {
         match &self.fake {
             Fake::Cuda(fake) => fake.fail_nth(symbol, nth, CuResult::CUDA_ERROR_UNKNOWN),

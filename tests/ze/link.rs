@@ -27,7 +27,7 @@ pub(crate) fn profiles() -> Vec<Profile> {
 
 static TURN: Mutex<()> = Mutex::new(());
 
-/// Objects of one test. Fields are dropped in order, the driver last.
+/// The driver, iface and domains of one test. Fields are dropped in order, the driver last.
 pub(crate) struct Link {
     wire: Wire,
     pub(crate) hmem: Hmem,

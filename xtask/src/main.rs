@@ -1,7 +1,7 @@
 //! Runs the tasks of this repository.
 //!
-//! `cargo xtask` lists the tasks, and `cargo xtask TASK [ARGUMENT...]` runs one. A task is a list of
-//! commands with their environment. Where a script exists, the task only starts it.
+//! `cargo xtask` lists the tasks, and `cargo xtask TASK [ARGUMENT...]` runs one. A task is a list
+//! of commands with their environment. If a script exists, the task only starts it.
 
 #![forbid(unsafe_code)]
 
@@ -279,7 +279,8 @@ fn main() -> ExitCode {
 const MISSING: u8 = 3;
 
 /// Runs the steps of a task from the repository's root. Returns the status of the first step that
-/// fails. `vendors` continues after a step that lacks something, and returns that status at its end.
+/// fails. `vendors` continues after a step that lacks something, and returns that status at its
+/// end.
 fn run(task: &Task, arguments: &[String]) -> ExitCode {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the root");
     let target =

@@ -33,8 +33,8 @@ struct Calls {
     end: AtomicU64,
 }
 
-/// Adds one without a locked instruction. UCX holds the cache's write lock around both callbacks
-/// where it registers and evicts.
+/// Increments a counter without a locked instruction. UCX holds the cache's write lock during both
+/// callbacks when it registers and evicts.
 fn count(calls: &AtomicU64) {
     calls.store(calls.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
 }
@@ -107,7 +107,8 @@ impl Ucx {
         &self.functions.name
     }
 
-    /// Shows by what a cache of two regions registers that the layouts are this library's.
+    /// Checks that the declared struct layouts fit the loaded UCX, with a test cache of two
+    /// regions.
     fn probe(self) -> Result<(), String> {
         const LEN: u64 = 4096;
         let cache = self.cache(Some(2))?;
@@ -202,7 +203,7 @@ impl Ucx {
         Ok(UcxCache { functions: self.functions, cache, calls })
     }
 
-    /// Returns the process's table of device memory.
+    /// Returns UCX's table of the process's device memory.
     pub(super) fn memory_types(self) -> MemoryTypes {
         // SAFETY: it has no arguments, and nobody uses the table yet.
         unsafe { (self.functions.ucs_memtype_cache_global_init)() };

@@ -149,10 +149,10 @@ const _: () = {
     assert!(offset_of!(ucs_memory_info_t, mem_flags) == 24);
 };
 
-/// Functions whose form the releases do not share.
+/// UCX functions that have different signatures in different releases.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Release {
-    /// The alignment of regions is a parameter of the cache.
+    /// UCX from 1.13 to before 1.22: the alignment of regions is a parameter of the cache.
     V1_13 {
         ucs_rcache_get: unsafe extern "C" fn(
             *mut ucs_rcache_t,
@@ -164,7 +164,7 @@ pub(super) enum Release {
         ) -> ucs_status_t,
         ucs_memtype_cache_update: unsafe extern "C" fn(*const c_void, usize, c_int, u8),
     },
-    /// The alignment is an argument of each get, and memory has flags.
+    /// UCX 1.22 and later: the alignment is an argument of each lookup, and memory has flags.
     V1_22 {
         ucs_rcache_get: unsafe extern "C" fn(
             *mut ucs_rcache_t,
@@ -183,7 +183,7 @@ pub(super) enum Release {
 #[derive(Debug)]
 pub(super) struct Functions {
     pub(super) ucs_status_string: unsafe extern "C" fn(ucs_status_t) -> *const c_char,
-    /// Its first argument is the `ucs_rcache_params_t` of the release.
+    /// `ucs_rcache_create`. The first argument is the `ucs_rcache_params_t` of the loaded release.
     pub(super) ucs_rcache_create: unsafe extern "C" fn(
         *const c_void,
         *const c_char,

@@ -32,7 +32,7 @@ impl fmt::Display for FabricErrno {
 pub(crate) enum FabricError {
     /// The dynamic loader did not find or could not load the library.
     LibraryMissing {
-        /// The file name that was asked for.
+        /// The requested file name.
         library: String,
         /// The loader's reason.
         source: libloading::Error,
@@ -55,53 +55,53 @@ pub(crate) enum FabricError {
     },
     /// `fi_getinfo` knows no such provider with what is asked of it.
     ProviderMissing {
-        /// The provider's name.
+        /// The name of the provider that was requested.
         provider: &'static str,
-        /// The error number that `fi_getinfo` gave.
+        /// The error number that `fi_getinfo` returned.
         code: FabricErrno,
-        /// The library's text for `code`.
+        /// libfabric's description of `code`.
         text: String,
     },
     /// A call failed.
     Call {
-        /// The call as the man pages name it.
+        /// The name of the call, as in the man pages.
         operation: &'static str,
-        /// The error number.
+        /// The error number that the call returned.
         code: FabricErrno,
-        /// The library's text for `code`.
+        /// libfabric's description of `code`.
         text: String,
     },
     /// The object's table has no such operation.
     OperationMissing {
-        /// The call as the man pages name it.
+        /// The name of the call, as in the man pages.
         operation: &'static str,
     },
     /// A call reported success, or no error, and handed nothing over.
     NothingReturned {
-        /// The call as the man pages name it.
+        /// The name of the call, as in the man pages.
         operation: &'static str,
     },
     /// An operation was accepted and failed later.
     Completion {
-        /// The call that was accepted.
+        /// The name of the call that was accepted.
         operation: &'static str,
         /// The error number in the completion.
         code: FabricErrno,
         /// The provider's own number in the completion.
         provider_code: i32,
-        /// The library's text for `code`.
+        /// libfabric's description of `code`.
         text: String,
     },
     /// An operation was accepted and neither completed nor failed.
     Stalled {
-        /// The call that was accepted.
+        /// The name of the call that was accepted.
         operation: &'static str,
         /// How often both sides were asked for progress.
         polls: u64,
     },
-    /// The length is outside what the operation takes.
+    /// The operation does not support this length.
     Length {
-        /// The length given, in bytes.
+        /// The requested length, in bytes.
         given: usize,
         /// The largest length, in bytes; lengths are positive multiples of 8.
         largest: usize,
@@ -159,7 +159,7 @@ impl fmt::Display for FabricError {
     }
 }
 
-/// The loader's own words, which `libloading` keeps behind a short form of its own.
+/// Formats the dynamic loader's own message, which `libloading` stores as the error's source.
 struct Loader<'a>(&'a libloading::Error);
 
 impl fmt::Display for Loader<'_> {

@@ -33,11 +33,11 @@ pub(crate) struct Info {
 }
 
 impl Info {
-    /// Asks for `hints`.
+    /// Queries `fi_getinfo` for providers that satisfy `hints`.
     ///
     /// # Errors
     ///
-    /// [`FabricError::ProviderMissing`] when nothing satisfies them, [`FabricError::Call`]
+    /// [`FabricError::ProviderMissing`] if no provider satisfies them, [`FabricError::Call`]
     /// otherwise.
     pub(crate) fn find(libfabric: Libfabric, hints: Hints) -> Result<Self, FabricError> {
         let wanted = Self::hints(libfabric, hints)?;
@@ -70,8 +70,8 @@ impl Info {
         Self::owned(libfabric, "fi_getinfo", found)
     }
 
-    /// Writes `hints` into a fresh `fi_info`. The library allocates it, so that its length is that
-    /// of the library at hand and not that of [`sys::fi_info`].
+    /// Writes `hints` into a new `fi_info`, which libfabric allocates. The loaded version's struct
+    /// may be longer than [`sys::fi_info`].
     fn hints(libfabric: Libfabric, hints: Hints) -> Result<Self, FabricError> {
         // SAFETY: null asks for an empty `fi_info` with all its attributes allocated.
         let empty = unsafe { (libfabric.functions.fi_dupinfo)(ptr::null()) };
@@ -110,7 +110,7 @@ impl Info {
             .ok_or_else(|| nothing_returned(operation))
     }
 
-    /// The entry, for the calls that open something by it. Valid as long as `self`.
+    /// Returns the entry for the calls that open objects. The pointer is valid as long as `self`.
     pub(crate) fn as_ptr(&self) -> *mut sys::fi_info {
         self.head.as_ptr()
     }
@@ -126,7 +126,7 @@ impl Info {
         unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
     }
 
-    /// The registration modes that the provider demands.
+    /// The mr_mode bits that the provider requires.
     pub(crate) fn mr_mode(&self) -> c_int {
         // SAFETY: entries that `fi_getinfo` returns have a `domain_attr`.
         unsafe { (*self.head.as_ref().domain_attr).mr_mode }

@@ -33,7 +33,7 @@ pub(crate) use error::FabricError;
 pub(crate) use registration::{KeyOrder, RegistrationPeer, RegistrationProvider};
 pub(crate) use shm::{ShmWritePath, ShmWritePeer};
 
-/// The loaded library. Copies refer to the same one.
+/// A handle of the loaded library. Copies refer to the same library.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Libfabric {
     functions: &'static sys::Functions,
@@ -44,17 +44,18 @@ impl Libfabric {
     ///
     /// # Errors
     ///
-    /// As [`Self::load_from`].
+    /// The errors of [`Self::load_from`].
     pub(crate) fn load() -> Result<Self, FabricError> {
         Self::load_from(sys::LIBRARY_NAME)
     }
 
-    /// Loads the libfabric at a path, or of a file name that the dynamic loader looks for.
+    /// Loads libfabric from a path, or from a file name that the dynamic loader searches for.
     ///
     /// # Errors
     ///
-    /// [`FabricError::LibraryMissing`] without the library, [`FabricError::SymbolMissing`] when the
-    /// file is something else, [`FabricError::LibraryTooOld`] before 1.17.
+    /// [`FabricError::LibraryMissing`] if the library cannot be loaded,
+    /// [`FabricError::SymbolMissing`] if the file is not libfabric, [`FabricError::LibraryTooOld`]
+    /// before 1.17.
     pub(crate) fn load_from(name: &str) -> Result<Self, FabricError> {
         // SAFETY: the caller names a libfabric, whose initialisers only register its providers and
         // ask nothing of the process.

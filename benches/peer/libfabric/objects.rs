@@ -39,7 +39,7 @@ impl Libfabric {
         FabricError::Call { operation, code, text: self.text(code) }
     }
 
-    /// As [`Self::check`], for the calls that return a count or a negated error number.
+    /// Like [`Self::check`], for calls that return a count or a negated error number.
     pub(crate) fn check_size(
         self,
         operation: &'static str,
@@ -84,7 +84,7 @@ fn slot<T>(operation: &'static str, slot: Option<T>) -> Result<T, FabricError> {
 ///
 /// The type is `repr(C)` and its first field is a [`sys::fid`].
 pub(crate) unsafe trait Fid {
-    /// Name of the closing call in errors.
+    /// Name of the closing call, for error messages.
     const CLOSE: &'static str;
 }
 
@@ -113,8 +113,8 @@ pub(crate) struct Object<T: Fid> {
 }
 
 impl<T: Fid> Object<T> {
-    /// Runs `open`, which puts the object's address where it is told and returns zero, or returns
-    /// a negated error number.
+    /// Runs `open`, which stores the object's address through its argument and returns zero, or
+    /// returns a negated error number.
     #[inline]
     pub(crate) fn open(
         libfabric: Libfabric,
@@ -249,7 +249,7 @@ impl Object<sys::fid_domain> {
         })
     }
 
-    /// The endpoint that `info` describes.
+    /// Opens the endpoint that `info` describes.
     pub(crate) fn endpoint(&self, info: &Info) -> Result<Object<sys::fid_ep>, FabricError> {
         // SAFETY: the domain is open and owns its table.
         let endpoint = slot("fi_endpoint", unsafe { (*(*self.raw.as_ptr()).ops).endpoint })?;
@@ -364,7 +364,7 @@ impl Object<sys::fid_ep> {
         self.libfabric.check("fi_ep_bind", returned)
     }
 
-    /// Turns the endpoint on.
+    /// Enables the endpoint with `fi_enable`.
     pub(crate) fn enable(&self) -> Result<(), FabricError> {
         // SAFETY: the endpoint is open and owns its table.
         let control = slot("fi_enable", unsafe { (*(*self.fid()).ops).control })?;

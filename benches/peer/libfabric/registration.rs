@@ -26,7 +26,7 @@ pub(crate) enum RegistrationProvider {
     /// `tcp` under `ofi_rxm`, which is how 1.17 offers unconnected endpoints over `tcp`: each
     /// region is one of `tcp`'s wrapped in one of `ofi_rxm`'s.
     TcpRxm,
-    /// Shared memory.
+    /// The `shm` provider, for shared memory.
     Shm,
 }
 
@@ -156,8 +156,7 @@ impl RegistrationPeer {
     ///
     /// # Errors
     ///
-    /// [`FabricError::Call`] with `FI_ENOKEY` (266) when the key is in use; see
-    /// [`Self::vacant_key`].
+    /// [`FabricError::Call`] with `FI_ENOKEY` (266) if the key is in use; see [`Self::vacant_key`].
     #[inline]
     pub(crate) fn reg_close(
         &self,
@@ -198,7 +197,7 @@ impl RegistrationPeer {
         Ok(())
     }
 
-    /// How many regions [`Self::populate`] keeps alive.
+    /// Returns the number of regions that [`Self::populate`] keeps registered.
     pub(crate) fn populated(&self) -> usize {
         self.populated.len()
     }

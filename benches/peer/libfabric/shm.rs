@@ -14,14 +14,14 @@ use super::info::{Hints, Info};
 use super::objects::Object;
 use super::{Libfabric, sys};
 
-/// Bytes that a write must at least have: the mark by which its arrival is recognised.
+/// Minimum length of a write: its mark, by which the benchmark recognises its arrival.
 const MARK: usize = size_of::<u64>();
 
 /// Alignment of both buffers, in bytes.
 const PAGE: usize = 4096;
 
-/// How often both sides are polled before a write is given up: seconds, where a write takes
-/// microseconds.
+/// Number of polls after which a write counts as stalled. These polls take seconds, and a write
+/// takes microseconds.
 const POLLS: u64 = 100_000_000;
 
 /// Entries in each completion queue; one write is under way at a time.
@@ -42,10 +42,10 @@ pub(crate) enum ShmWritePath {
     /// `process_vm_writev` for every write, however short. If the kernel refuses that call, the
     /// path is that of [`Self::CommandQueue`].
     CrossMemoryAttach,
-    /// As [`Self::CommandQueue`], but never by `process_vm_readv`: long writes are copied into
-    /// bounce buffers and out again. `shm` gives up the system call when device memory may be
-    /// involved, so `FI_HMEM` is asked for; `FI_SHM_DISABLE_CMA` would do the same, but for every
-    /// endpoint of the process and only if set before libfabric is loaded.
+    /// Like [`Self::CommandQueue`], but without `process_vm_readv`: long writes are copied through
+    /// bounce buffers. `shm` does not use the system call if device memory may be involved, so the
+    /// benchmark requests `FI_HMEM`. `FI_SHM_DISABLE_CMA` has the same effect, but for every
+    /// endpoint of the process and only if it is set before libfabric is loaded.
     Bounce,
 }
 
@@ -70,8 +70,8 @@ impl ShmWritePath {
     }
 }
 
-/// Zeroed, page-aligned bytes that libfabric reads or writes behind Rust's back: only ever reached
-/// through the pointer.
+/// Zeroed, page-aligned bytes that libfabric reads and writes. Rust code accesses them only through
+/// the raw pointer.
 #[derive(Debug)]
 struct Buffer {
     bytes: NonNull<u8>,
@@ -105,7 +105,7 @@ impl Drop for Buffer {
 }
 
 /// An endpoint with its own completion queue and address vector, in the order in which libfabric
-/// lets go of them.
+/// requires them to be closed.
 #[derive(Debug)]
 struct Side {
     endpoint: Object<sys::fid_ep>,
@@ -214,7 +214,7 @@ impl ShmWritePeer {
     ///
     /// # Errors
     ///
-    /// As [`Self::write`].
+    /// The errors of [`Self::write`].
     #[inline]
     pub(crate) fn write_8_bytes(&mut self) -> Result<(), FabricError> {
         self.write(MARK)
@@ -225,9 +225,9 @@ impl ShmWritePeer {
     ///
     /// # Errors
     ///
-    /// [`FabricError::Length`] for any other `len`, [`FabricError::Call`] when the write is
-    /// refused, [`FabricError::Completion`] when it fails, [`FabricError::Stalled`] when it does
-    /// neither.
+    /// [`FabricError::Length`] for any other `len`, [`FabricError::Call`] if the write cannot be
+    /// posted, [`FabricError::Completion`] if it fails, [`FabricError::Stalled`] if it does not
+    /// complete.
     #[inline]
     pub(crate) fn write(&mut self, len: usize) -> Result<(), FabricError> {
         if !(MARK..=Self::LARGEST).contains(&len) || !len.is_multiple_of(MARK) {
@@ -270,8 +270,8 @@ impl ShmWritePeer {
         }
     }
 
-    /// The mark of the last write of `len` bytes as it lies in the target's memory, which is the
-    /// count of writes at that time. Zero for a `len` that [`Self::write`] does not take.
+    /// Reads the mark of the last write of `len` bytes from the target's memory. The mark is the
+    /// number of writes at that time. Returns 0 for a `len` that [`Self::write`] does not support.
     pub(crate) fn last_mark(&self, len: usize) -> u64 {
         if !(MARK..=Self::LARGEST).contains(&len) || !len.is_multiple_of(MARK) {
             return 0;

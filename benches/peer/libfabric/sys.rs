@@ -26,7 +26,7 @@ use super::error::FabricError;
 /// File name given to the dynamic loader: the soname of libfabric 1.x and 2.x.
 pub(crate) const LIBRARY_NAME: &str = "libfabric.so.1";
 
-/// The interface version asked for, `FI_VERSION(1, 17)`: the headers that this file mirrors.
+/// The requested API version, `FI_VERSION(1, 17)`. This file declares that version's structs.
 pub(crate) const API_VERSION: u32 = version(1, 17);
 
 /// Packs a version the way `fi_version` and `fi_getinfo` exchange it.
@@ -81,7 +81,7 @@ pub(crate) struct iovec {
     pub(crate) iov_len: usize,
 }
 
-/// Head of every libfabric object.
+/// The common first field of every libfabric object.
 #[repr(C)]
 pub(crate) struct fid {
     pub(crate) fclass: usize,
@@ -89,7 +89,7 @@ pub(crate) struct fid {
     pub(crate) ops: *const fi_ops,
 }
 
-/// Operations that every object has.
+/// The function table that every libfabric object has.
 #[repr(C)]
 pub(crate) struct fi_ops {
     pub(crate) size: usize,
@@ -98,7 +98,7 @@ pub(crate) struct fi_ops {
     pub(crate) control: Option<unsafe extern "C" fn(*mut fid, c_int, *mut c_void) -> c_int>,
 }
 
-/// One way of talking to one provider, as found by `fi_getinfo`.
+/// One set of provider attributes, as `fi_getinfo` returns them.
 #[repr(C)]
 pub(crate) struct fi_info {
     pub(crate) next: *mut fi_info,
@@ -146,7 +146,7 @@ pub(crate) struct fi_rx_attr {
     pub(crate) iov_limit: usize,
 }
 
-/// Endpoint as a whole.
+/// Attributes of an endpoint.
 #[repr(C)]
 pub(crate) struct fi_ep_attr {
     pub(crate) r#type: c_int,
@@ -206,7 +206,7 @@ pub(crate) struct fi_fabric_attr {
     pub(crate) api_version: u32,
 }
 
-/// Fabric object.
+/// A fabric object.
 #[repr(C)]
 pub(crate) struct fid_fabric {
     pub(crate) fid: fid,
@@ -304,7 +304,7 @@ pub(crate) struct fid_av {
     pub(crate) ops: *const fi_ops_av,
 }
 
-/// Operations of an address vector, up to `insert`.
+/// The function table of an address vector, declared up to `insert`.
 #[repr(C)]
 pub(crate) struct fi_ops_av {
     pub(crate) size: usize,

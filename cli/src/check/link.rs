@@ -11,7 +11,7 @@ use hmem::{
     transfer::{AtomicOp, AtomicType, Completion, PeerId, RemoteSegment},
 };
 
-/// The time after which a transfer counts as lost.
+/// The timeout after which the check reports a transfer as lost.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Two connected endpoints: an initiator and its target.
@@ -127,7 +127,7 @@ impl Link {
     }
 }
 
-/// Bytes of a registered region, addressed as by a peer.
+/// A byte range of a registered region, with the remote key that a peer uses.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Target<'a> {
     pub(super) key: &'a RemoteKey,

@@ -8,10 +8,10 @@ use hmem::{
     system::{MemFd, System},
 };
 
-/// A sort of memory.
+/// A sort of memory to check, such as a heap buffer or device memory.
 #[derive(Clone, Debug)]
 pub enum Memory {
-    /// A `Vec`.
+    /// A `Vec` on the heap.
     Heap,
     /// Pages that the system iface maps.
     Mapped(Arc<dyn Iface>),
@@ -23,17 +23,17 @@ pub enum Memory {
     HugePages(Arc<System>),
     /// Memory of a device iface.
     Allocated {
-        /// The iface.
+        /// The iface that allocates the memory.
         iface: Arc<dyn Iface>,
-        /// The device; `None` for memory without one.
+        /// The device that holds the memory; `None` for host memory.
         device: Option<DeviceId>,
-        /// The allocation kind.
+        /// The allocation kind, such as device or managed memory.
         kind: AllocationKind,
     },
 }
 
 impl Memory {
-    /// Returns the name of the iface.
+    /// Returns the name of the iface that owns the memory.
     #[must_use]
     pub fn iface(&self) -> &str {
         match self {
@@ -44,7 +44,7 @@ impl Memory {
         }
     }
 
-    /// Returns the kind of the iface.
+    /// Returns the kind of the iface that owns the memory.
     #[must_use]
     pub fn iface_kind(&self) -> IfaceKind {
         match self {
@@ -55,7 +55,7 @@ impl Memory {
         }
     }
 
-    /// Returns the device, if there is one.
+    /// Returns the device that holds the memory, or `None` for host memory.
     #[must_use]
     pub fn device(&self) -> Option<DeviceId> {
         match self {
@@ -78,7 +78,7 @@ impl Memory {
         }
     }
 
-    /// Returns whether a NIC accesses it as host pages.
+    /// Returns whether a NIC accesses this memory as host pages.
     #[must_use]
     pub fn is_host(&self) -> bool {
         match self {
@@ -97,7 +97,7 @@ impl fmt::Display for Memory {
     }
 }
 
-/// Returns zeroed heap memory. `vec!` would end the process where this fails.
+/// Allocates zeroed heap memory. Unlike `vec!`, the function returns an error if memory is short.
 ///
 /// # Errors
 /// [`ErrorKind::OutOfResources`] if the process cannot have that much memory.

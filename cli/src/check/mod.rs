@@ -31,11 +31,12 @@ use crate::{
     problem::{Problem, unknown},
 };
 
-/// The bytes of one transfer, and its place in a larger region.
+/// One transfer: its length and its position in a larger region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Bytes of the allocation before the region, and as many after it. With 0 the whole allocation
-    /// is registered, as is every buffer that no iface allocated.
+    /// Unregistered bytes of the allocation before the region, and as many after it. With 0 the
+    /// check registers the whole allocation. Buffers that no iface allocated are always registered
+    /// whole.
     pub margin: u64,
     /// Bytes from the start of the region to the transfer.
     pub offset: u64,
@@ -43,19 +44,19 @@ pub struct Extent {
     pub len: u64,
 }
 
-/// The selected combinations and transfers.
+/// The combinations of memory, NIC and path to check, and the transfers of each.
 #[derive(Clone, Debug)]
 pub struct Selection {
-    /// Only memory of this iface.
+    /// The only iface to check; `None` for all ifaces.
     pub iface: Option<String>,
-    /// Only this provider or NIC.
+    /// The only provider or NIC to check; `None` for all NICs.
     pub provider: Option<String>,
-    /// Only this path.
+    /// The only path to check; `None` for all paths.
     pub path: Option<Path>,
     /// The transfers. The last one measures the throughput.
     pub extents: Vec<Extent>,
-    /// Nanoseconds of the throughput measurement of each combination. At least one transfer is
-    /// measured.
+    /// Duration of each combination's throughput measurement, in nanoseconds. The measurement has
+    /// at least one transfer.
     pub measure_ns: u64,
     /// Rounds of freeing and allocating memory under each cache monitor; 0 skips them.
     pub stale_rounds: u64,
@@ -71,7 +72,7 @@ const SMALL: [Extent; 5] = [
 const LARGE: Extent = Extent { margin: 0, offset: 0, len: 8 << 20 };
 
 impl Default for Selection {
-    /// Selects every combination, with small transfers, unaligned ones, and a large one.
+    /// Selects every combination, with small, unaligned and large transfers.
     fn default() -> Self {
         let extents = SMALL.into_iter().chain([LARGE]).collect();
         Self {
@@ -121,11 +122,11 @@ impl Selection {
 /// The variable that selects the cache monitor of host memory.
 const MONITOR: &str = "FI_MR_CACHE_MONITOR";
 
-/// Copies of the bytes that one combination keeps at a time.
+/// Buffers of the transfer's size that the check of one combination holds at the same time.
 const COPIES: u64 = 6;
 
-/// Refuses transfers that the available memory cannot hold. Without `/proc/meminfo` all are
-/// allowed.
+/// Returns an error if transfers of `bytes` need more than the available memory. If `/proc/meminfo`
+/// cannot be read, all sizes are allowed.
 fn enough_memory_for(bytes: u64) -> Result<()> {
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
@@ -142,14 +143,14 @@ fn enough_memory_for(bytes: u64) -> Result<()> {
     }
 }
 
-/// Returns the problem of a provider or NIC that this machine does not know.
+/// Returns the problem to report for an unknown provider or NIC name.
 pub(crate) fn unknown_nic(name: &str, option: &str, known: &[String]) -> Problem {
     let sort = if name.contains('/') { "NIC" } else { "provider" };
     unknown(sort, name, option, known)
 }
 
-/// Checks the selected combinations. Calls `progress` before each of them with the number that is
-/// done, the number of all, and the name of the next.
+/// Checks the selected combinations. The function calls `progress` before each combination, with
+/// the number of completed combinations, the total, and the name of the next one.
 #[must_use]
 pub fn check(
     machine: &Machine,

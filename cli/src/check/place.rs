@@ -13,30 +13,30 @@ use hmem::{
     iface::AllocRequest, system::monitor::ImportMonitor,
 };
 
-/// Bytes of reusable memory: the smallest page.
+/// Size of the memory that is freed and allocated again, in bytes: one smallest page.
 const LEN: u64 = 4096;
 
-/// Memory that can be freed and allocated again.
+/// Memory that the check frees and allocates again to provoke stale cache entries.
 pub(super) trait ReusableMemory {
-    /// Returns the present address range.
+    /// Returns the current address range.
     fn range(&self) -> Result<AddressRange>;
 
     /// Frees the memory and allocates other memory, in a way that depends on `round`.
     fn renew(&mut self, round: u64) -> Result<()>;
 
-    /// Copies `from` to the first bytes.
+    /// Copies `from` to the start of the memory.
     fn write(&self, from: &[u8]) -> Result<()>;
 
-    /// Copies the first bytes to `into`.
+    /// Copies the start of the memory to `into`.
     fn read(&self, into: &mut [u8]) -> Result<()>;
 }
 
-/// Pages of the operating system.
+/// One host page, mapped with `mmap`.
 #[derive(Debug)]
 pub(super) struct Pages {
     /// The address of the page; null if none is mapped.
     at: *mut libc::c_void,
-    /// The monitor that the application has to notify, if it is an imported one.
+    /// The imported monitor, which the check notifies of each unmapping; `None` for other monitors.
     import: Option<Arc<ImportMonitor>>,
 }
 
@@ -90,7 +90,8 @@ impl Pages {
     }
 }
 
-/// Maps a page. With `MAP_FIXED`, the caller owns the page at `at`, which is replaced.
+/// Maps a page. With `MAP_FIXED`, the new page replaces the page at `at`, which the caller must
+/// own.
 fn map(at: *mut libc::c_void, flags: i32) -> Result<*mut libc::c_void> {
     // SAFETY: the kernel chooses a free address; or `MAP_FIXED_NOREPLACE` replaces nothing; or the
     // caller owns the page that `MAP_FIXED` replaces.
@@ -153,11 +154,11 @@ impl Drop for Pages {
     }
 }
 
-/// Memory of a device.
+/// Device memory.
 #[derive(Debug)]
 pub(super) struct OnDevice {
     iface: Arc<dyn Iface>,
-    /// The allocation; `None` between two of them.
+    /// The current allocation; `None` after a free and before the next allocation.
     buffer: Option<DeviceBuffer>,
 }
 

@@ -25,7 +25,7 @@ pub enum PathVariant {
 }
 
 impl PathVariant {
-    /// Returns the path that the decision should have.
+    /// Returns the path that the path decision must choose.
     #[must_use]
     pub const fn path(self) -> Path {
         match self {
@@ -35,7 +35,7 @@ impl PathVariant {
         }
     }
 
-    /// Returns the policy that allows no other path.
+    /// Returns the policy under which no other path is allowed.
     #[must_use]
     pub const fn policy(self) -> P2pPolicy {
         match self {
@@ -49,13 +49,13 @@ impl PathVariant {
 /// One combination of memory, NIC and path.
 #[derive(Clone, Debug)]
 pub struct Case<'a> {
-    /// The memory.
+    /// The memory to register.
     pub memory: Memory,
-    /// The NIC.
+    /// The NIC to register with.
     pub nic: &'a Fabric,
-    /// The path between them.
+    /// The expected path between memory and NIC.
     pub variant: PathVariant,
-    /// Set if memory and NIC are software: then every refusal is a failure.
+    /// Set if both memory and NIC are simulated. Then the check reports every refusal as a failure.
     pub software: bool,
 }
 
@@ -70,7 +70,7 @@ impl fmt::Display for Case<'_> {
 pub struct Plan<'a> {
     /// The combinations, in the order of the report.
     pub cases: Vec<Case<'a>>,
-    /// The skipped subjects, with reasons.
+    /// The devices, NICs and combinations that are not checked, with reasons.
     pub skipped: Vec<Skipped>,
 }
 
@@ -132,7 +132,7 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
     plan
 }
 
-/// Returns huge pages, if the machine has a free one.
+/// Returns the huge-page memory to check, or `None` if the machine has no free huge page.
 fn huge_pages(skipped: &mut Vec<Skipped>) -> Option<Memory> {
     let system = Arc::new(System::new());
     match HugeBuffer::allocate(&system, 1) {
@@ -144,7 +144,7 @@ fn huge_pages(skipped: &mut Vec<Skipped>) -> Option<Memory> {
     }
 }
 
-/// Returns the memory of a device iface: each kind on each device, and host memory once.
+/// Returns each kind of memory on each device of an iface, and the iface's host memory once.
 fn of_devices(iface: &Arc<dyn Iface>, skipped: &mut Vec<Skipped>) -> Vec<Memory> {
     let name = iface.name();
     if iface.allocator().is_none() {
@@ -181,7 +181,7 @@ fn of_devices(iface: &Arc<dyn Iface>, skipped: &mut Vec<Skipped>) -> Vec<Memory>
     memories
 }
 
-/// Returns the paths that the memory and the NIC may have in common.
+/// Returns the paths that both the memory and the NIC may support.
 fn variants(
     memory: &Memory,
     simulated: bool,

@@ -10,31 +10,31 @@ use crate::{
     table::{Cell, Style, Table, Tone, bytes, some},
 };
 
-/// The result of a fetch-add.
+/// The result of a fetch-add on the checked memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Atomic {
-    /// Not tried.
+    /// The fetch-add was not tried.
     #[default]
     NotTested,
-    /// Old and new value were correct.
+    /// The value before the fetch-add and the value after it were correct.
     Verified,
-    /// Refused as not supported, as staged paths must do.
+    /// The NIC refused the fetch-add as not supported. Staged paths must refuse it.
     Refused,
 }
 
 /// The result of one combination of memory, NIC and path.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
-    /// The iface.
+    /// The iface of the memory.
     pub iface: String,
-    /// The device; null for memory without one.
+    /// The device that holds the memory; null for host memory.
     pub device: Option<u32>,
-    /// The sort of memory.
+    /// The sort of memory, such as `heap` or `mmap`.
     pub memory: &'static str,
-    /// The provider.
+    /// The name of the NIC's provider.
     pub provider: String,
-    /// The NIC.
+    /// The name of the NIC in its provider.
     pub nic: String,
     /// The path that was checked.
     pub path: &'static str,
@@ -44,26 +44,27 @@ pub struct Row {
     pub sizes: Vec<u64>,
     /// Set if all transfers were verified and nothing leaked.
     pub verified: bool,
-    /// Throughput of RMA writes of the last verified size, in GiB/s; null unless verified.
+    /// Throughput of RMA writes of the last size, in GiB/s; null if the combination is not
+    /// verified.
     pub gib_per_s: Option<f64>,
-    /// The result of a fetch-add.
+    /// The result of a fetch-add on the checked memory.
     pub atomic: Atomic,
-    /// The failure.
+    /// The failure; null if the combination is verified.
     pub error: Option<String>,
-    /// The attempts of the path decision.
+    /// The paths that the path decision tried, in the order of the attempts.
     pub trace: Vec<Attempt>,
 }
 
 /// The results of a check.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// The schema number.
+    /// The version of the JSON schema.
     pub schema: u32,
-    /// The results of combinations.
+    /// The results of all checked combinations.
     pub rows: Vec<Row>,
-    /// The results of cache monitors.
+    /// The results of all checked cache monitors.
     pub stale: Vec<StaleRow>,
-    /// The skipped subjects, with reasons.
+    /// The devices, NICs, monitors and combinations that were not checked, with reasons.
     pub skipped: Vec<Skipped>,
     /// The ifaces that `FI_HMEM` names and that are unavailable, with reasons.
     pub missing: Vec<Skipped>,
@@ -87,7 +88,7 @@ impl Report {
             && self.outcomes().all(|verified| verified)
     }
 
-    /// Returns whether each row is verified.
+    /// Returns one value for each row: true if the row is verified.
     fn outcomes(&self) -> impl Iterator<Item = bool> {
         self.rows.iter().map(|row| row.verified).chain(self.stale.iter().map(|row| row.verified))
     }
@@ -109,7 +110,7 @@ impl Report {
         format!("{summary}; FAILED: FI_HMEM names {}, which is unavailable", missing.join(", "))
     }
 
-    /// Replaces names in all texts.
+    /// Applies `rename` to every text of the report.
     pub(super) fn renamed(mut self, rename: impl Fn(String) -> String + Copy) -> Self {
         for row in &mut self.rows {
             row.error = row.error.take().map(rename);
@@ -124,10 +125,10 @@ impl Report {
     }
 }
 
-/// Prints the report for people.
+/// Prints the report as readable text instead of JSON.
 ///
 /// # Errors
-/// The error of the writer.
+/// Errors of `out`.
 pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()> {
     let mut nics: Vec<_> = report.rows.iter().map(Row::full_nic).collect();
     nics.dedup();
@@ -169,7 +170,7 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
     style.indented(out, ["", "  "], &style.word(&report.summary(), tone))
 }
 
-/// Groups subjects by a key that they share. Groups keep the order of their first subjects.
+/// Groups values with equal keys. The groups are in the order of their first values.
 fn grouped<K: PartialEq, T>(all: impl Iterator<Item = (K, T)>) -> Vec<(K, Vec<T>)> {
     let mut groups: Vec<(K, Vec<T>)> = Vec::new();
     for (key, subject) in all {
@@ -181,7 +182,7 @@ fn grouped<K: PartialEq, T>(all: impl Iterator<Item = (K, T)>) -> Vec<(K, Vec<T>
     groups
 }
 
-/// Prints skipped subjects, those of one cause together.
+/// Prints the skipped entries, grouped by cause.
 fn skipped(out: &mut dyn Write, skipped: &[Skipped], style: Style) -> io::Result<()> {
     if skipped.is_empty() {
         return Ok(());

@@ -4,21 +4,21 @@ use std::fs;
 
 use crate::machine::Machine;
 
-/// Counts of resources at one time.
+/// A snapshot of resource counts, to find leaks.
 #[derive(Debug)]
 pub(super) struct Residue {
     counts: Vec<(&'static str, u64)>,
 }
 
 impl Residue {
-    /// Returns the present counts.
+    /// Counts the open resources.
     pub(super) fn count(machine: &Machine) -> Self {
         let fds = fds().into_iter().map(|fds| ("open fds", fds));
         let watched = machine.watches.iter().map(|watch| (watch.what, (watch.count)()));
         Self { counts: fds.chain(watched).collect() }
     }
 
-    /// Returns the counts that have grown since `before`, or `None` if none has.
+    /// Describes the counts that are higher than in `before`, or returns `None` if there are none.
     pub(super) fn left_since(&self, before: &Self) -> Option<String> {
         let grown = self.counts.iter().filter_map(|(what, now)| {
             let (_, then) = before.counts.iter().find(|(known, _)| known == what)?;

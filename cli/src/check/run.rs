@@ -22,7 +22,7 @@ use crate::{
     machine::{Machine, root},
 };
 
-/// Bytes after each transfer that must not change.
+/// Length of the guard bytes after each transfer. A transfer must not change them.
 const TAIL: u64 = 16;
 const BACKGROUND: u64 = 1 << 40;
 const PAYLOAD: u64 = 2 << 40;
@@ -30,9 +30,9 @@ const ADDEND: u64 = 0x0101_0101_0101_0101;
 
 /// The reason why a combination ended early.
 enum Ended {
-    /// The machine does not support it.
+    /// The machine does not support the combination.
     Unsupported(Error),
-    /// It should work and failed.
+    /// The combination failed although the machine supports it.
     Failed(String),
 }
 
@@ -59,7 +59,8 @@ struct ProbeResult {
 
 /// Checks one combination and adds the result to the report.
 ///
-/// A leak counts if it happens twice: drivers keep what they opened at the first use.
+/// The check reports a leak only if it happens twice, since drivers keep resources that they opened
+/// at the first use.
 pub(super) fn case(machine: &Machine, case: &Case<'_>, selection: &Selection, report: &mut Report) {
     let (mut shown, mut ended, left) = attempt(machine, case, selection, report);
     if ended.is_ok() && left.is_some() {
@@ -94,7 +95,7 @@ pub(super) fn case(machine: &Machine, case: &Case<'_>, selection: &Selection, re
     });
 }
 
-/// Checks a combination once. The last part of the result is the leak, if there is one.
+/// Checks a combination once. The last element of the result describes a leak, if there is one.
 fn attempt(
     machine: &Machine,
     case: &Case<'_>,
@@ -162,7 +163,7 @@ fn closed(domain: Domain) -> Result<(), Ended> {
     Ok(domain.close()?)
 }
 
-/// The check of one size of one combination.
+/// The check of one transfer size of one combination.
 struct SizeCheck<'a> {
     case: &'a Case<'a>,
     domain: &'a Domain,
@@ -174,12 +175,12 @@ struct SizeCheck<'a> {
 }
 
 impl SizeCheck<'_> {
-    /// Returns the bytes of the target region.
+    /// Returns the length of the target region, in bytes.
     fn region_len(&self) -> u64 {
         self.extent.offset.saturating_add(self.extent.len).saturating_add(TAIL)
     }
 
-    /// Returns the bytes of the allocation around the target region.
+    /// Returns the length of the allocation that contains the target region, in bytes.
     fn allocation_len(&self) -> u64 {
         self.region_len().saturating_add(self.extent.margin.saturating_mul(2))
     }
@@ -219,14 +220,14 @@ impl SizeCheck<'_> {
         self.move_bytes(target.map_err(|rejected| rejected.error))
     }
 
-    /// Registers the bytes between the margins by their address.
+    /// Registers the part of the buffer between the margins by its address.
     fn borrow(&mut self, buffer: DeviceBuffer) -> Result<(), Ended> {
         let part = (self.extent.margin, self.region_len());
         let target = Borrowed::register(self.domain, buffer, part, &attr(1));
         self.move_bytes(target.map_err(|rejected| rejected.error))
     }
 
-    /// Transfers and compares bytes of one registration, and closes it.
+    /// Transfers bytes from and to one registration, compares them, and closes the registration.
     fn move_bytes(&mut self, target: Result<impl Registration, Error>) -> Result<(), Ended> {
         let target = target.map_err(|error| self.refused(error))?;
         self.look_at_decision(target.region())?;
@@ -264,7 +265,8 @@ impl SizeCheck<'_> {
         Ok(target.close()?)
     }
 
-    /// Returns whether a refusal is a failure. It is none if hardware or a limit refuses.
+    /// Classifies a refused registration. A refusal by hardware or because of a limit is not a
+    /// failure.
     fn refused(&mut self, error: Error) -> Ended {
         let lacks = matches!(
             error.kind(),
@@ -318,7 +320,8 @@ impl SizeCheck<'_> {
         same(expected, &found, how)
     }
 
-    /// Adds to an aligned word of the target. A staged path must refuse this and change nothing.
+    /// Runs a fetch-add on an aligned word of the target. A staged path must refuse it and leave
+    /// the word unchanged.
     fn fetch_add(
         &mut self,
         target: &impl Registration,
@@ -364,7 +367,7 @@ impl SizeCheck<'_> {
         self.compare(target, expected, "after a fetch-add")
     }
 
-    /// Measures RMA writes into the target, in GiB/s.
+    /// Measures the throughput of RMA writes into the target, in GiB/s.
     fn throughput(
         &mut self,
         source: &OwnedRegion<Vec<u8>>,
@@ -386,7 +389,7 @@ impl SizeCheck<'_> {
     }
 }
 
-/// Returns attributes with all rights, and a key for modes in which the application chooses it.
+/// Returns registration attributes with all rights. `key` applies if the application chooses keys.
 fn attr(key: u64) -> MrAttr<'static> {
     let access = Access::REMOTE_READ | Access::REMOTE_WRITE | Access::READ | Access::WRITE;
     MrAttr::new(&[], access).key(key)

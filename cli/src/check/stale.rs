@@ -30,7 +30,7 @@ use crate::{
     machine::{Fabric, Machine},
 };
 
-/// Bytes of a transfer. Few are enough, since whole pages are stale.
+/// Bytes of a transfer. A short transfer is enough, since stale entries cover whole pages.
 const MOVED: u64 = 64;
 
 /// The result of one monitor.
@@ -38,11 +38,11 @@ const MOVED: u64 = 64;
 pub struct StaleRow {
     /// The iface of the memory.
     pub iface: String,
-    /// The monitor of the memory.
+    /// The monitor that watches the memory.
     pub monitor: String,
-    /// The provider.
+    /// The name of the NIC's provider.
     pub provider: String,
-    /// The NIC.
+    /// The name of the NIC in its provider.
     pub nic: String,
     /// The path from memory to NIC.
     pub path: &'static str,
@@ -50,24 +50,24 @@ pub struct StaleRow {
     pub rounds: u64,
     /// Rounds in which the new memory had the previous address.
     pub reused: u64,
-    /// Lookups that hit.
+    /// Cache lookups that found an existing registration.
     pub hits: u64,
     /// Rounds in which a transfer moved bytes of freed memory.
     pub stale: u64,
     /// Set if no byte was stale, although addresses were reused.
     pub verified: bool,
-    /// The failure.
+    /// The failure; null if the monitor is verified.
     pub error: Option<String>,
 }
 
-/// One monitor to check.
+/// One monitor to check, with the NIC and the memory of the check.
 pub(super) struct Case<'a> {
     machine: &'a Machine,
     nic: &'a Fabric,
     memory: Memory,
 }
 
-/// Memory with its monitor.
+/// The memory to free and allocate again, with the monitor that watches it.
 enum Memory {
     /// Host memory.
     Host(HostMonitor),
@@ -84,12 +84,12 @@ enum HostMonitor {
     UserFaultFd,
     Both,
     Import,
-    /// A monitor that is never notified: the check must fail.
+    /// A monitor that is never notified. The check must find stale bytes with it.
     #[cfg(test)]
     Deaf,
 }
 
-/// A monitor, and the imported monitor that the check has to notify, if there is one.
+/// A started monitor. The second element is set if the check itself must notify the monitor.
 type Started = (Arc<dyn Monitor>, Option<Arc<ImportMonitor>>);
 
 impl HostMonitor {
@@ -122,7 +122,7 @@ impl HostMonitor {
     }
 }
 
-/// The callbacks of an imported monitor. The check notifies it of every free and needs none.
+/// Callbacks of an imported monitor that do nothing. The check notifies the monitor itself.
 #[derive(Debug)]
 struct IgnoreCallbacks;
 
@@ -190,7 +190,7 @@ impl Case<'_> {
         }
     }
 
-    /// Returns the name of the monitor, as far as it is known before the start.
+    /// Returns the monitor's name, or a placeholder if the name is known only after the start.
     fn monitor(&self) -> &'static str {
         match &self.memory {
             Memory::Host(monitor) => monitor.name(),
@@ -199,7 +199,7 @@ impl Case<'_> {
         }
     }
 
-    /// Returns a title for people.
+    /// Returns the title of this check for the progress bar.
     pub(super) fn title(&self) -> String {
         match &self.memory {
             Memory::Host(monitor) => {
@@ -210,10 +210,10 @@ impl Case<'_> {
         }
     }
 
-    /// Runs the rounds.
+    /// Frees and allocates memory in `rounds` rounds and looks for stale transfers.
     ///
     /// # Errors
-    /// The subject with its reason, if this machine does not support it.
+    /// The name of this check with the reason, if the machine does not support the check.
     pub(super) fn run(&self, rounds: u64) -> Result<StaleRow, Skipped> {
         let mut tally = Tally { monitor: self.monitor().to_owned(), ..Tally::default() };
         let done = self.prepare().and_then(|mut prepared| {
@@ -282,7 +282,8 @@ impl Case<'_> {
     }
 }
 
-/// Returns whether the machine lacks a feature or sets a limit, which is not a failure.
+/// Returns whether an error comes from a missing feature or a limit of the machine. The check does
+/// not report these as failures.
 fn lacks(why: &Error) -> bool {
     matches!(
         why.kind(),
@@ -296,7 +297,7 @@ fn lacks(why: &Error) -> bool {
     )
 }
 
-/// The counts of one run.
+/// The counts of one run, summed over its rounds.
 #[derive(Debug, Default)]
 struct Tally {
     monitor: String,
@@ -307,7 +308,7 @@ struct Tally {
 }
 
 impl Tally {
-    /// Returns the reason why a complete run is not a success.
+    /// Returns the reason why a completed run proves nothing or failed, or `None` for a success.
     fn shortcoming(&self) -> Option<String> {
         if self.stale > 0 {
             return Some(format!(
@@ -370,7 +371,8 @@ struct Round<'a> {
 }
 
 impl Round<'_> {
-    /// Fills the memory, lets a peer read or write it through the cache, and frees it.
+    /// Runs round `number`: fills the memory, transfers it through a cached registration, and frees
+    /// it.
     fn run(&mut self, number: u64, tally: &mut Tally) -> Result<()> {
         let (mut before, mut after) = ([0; MOVED as usize], [0; MOVED as usize]);
         pattern::fill(&mut before, number << 16);

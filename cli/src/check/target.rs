@@ -5,15 +5,15 @@ use hmem::{
     OwnedRegion, Rejected, Result,
 };
 
-/// A region, and copies of its bytes through the iface.
+/// A registered region with access to its bytes through the iface.
 pub(super) trait Registration {
     /// Returns the region.
     fn region(&self) -> &MemoryRegion;
 
-    /// Copies bytes of the memory to `into`, through the iface.
+    /// Copies bytes from `offset` of the region to `into`, through the iface.
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<()>;
 
-    /// Copies `from` to the memory, through the iface.
+    /// Copies `from` to `offset` of the region, through the iface.
     fn write(&self, offset: u64, from: &[u8]) -> Result<()>;
 
     /// Closes the region, then frees the memory.
@@ -46,12 +46,12 @@ pub(super) struct Borrowed {
     /// Declared before the buffer, and therefore dropped first.
     region: MemoryRegion,
     buffer: DeviceBuffer,
-    /// Bytes of the buffer before the region.
+    /// Offset of the region in the buffer, in bytes.
     start: u64,
 }
 
 impl Borrowed {
-    /// Registers `len` bytes from `start` of a buffer.
+    /// Registers `len` bytes of a buffer from offset `start`.
     pub(super) fn register(
         domain: &Domain,
         buffer: DeviceBuffer,

@@ -1,5 +1,6 @@
 //! `hmem explain`: the path of each registration, the refused paths, and remedies.
 
+mod pointers;
 mod report;
 
 use std::sync::Arc;
@@ -10,6 +11,7 @@ use hmem::{
     p2p::path::{ExplainRequest, Explanation},
 };
 
+pub use self::pointers::PointerEntry;
 pub use self::report::{Entry, FindingEntry, Report, Wiring, text};
 use crate::{
     Failure,
@@ -20,11 +22,11 @@ use crate::{
     problem::{Problem, unknown},
 };
 
-/// A pair of memory and NIC.
+/// A pair of memory and NIC to explain.
 struct Pair<'a> {
     iface: &'a Arc<dyn Iface>,
     device: Option<DeviceId>,
-    /// The memory of the device, in bytes.
+    /// The size of the device's memory, in bytes.
     memory: Option<u64>,
     nic: &'a Fabric,
 }
@@ -43,7 +45,17 @@ pub fn explain(machine: &Machine, args: &ExplainArgs) -> Result<Report, Failure>
     }
     let mut skipped = Vec::new();
     let mut explanations = Vec::new();
+    let mut pointers = Vec::new();
     for pair in pairs(machine, args, &mut skipped)? {
+        if !args.pointer.is_empty() {
+            match pointers::claim_all(machine, &pair, args, &mut skipped) {
+                Ok(claimed) => pointers.extend(claimed),
+                Err(error) => {
+                    skipped.push(Skipped::new(pair.name(machine), machine.problem(&error)));
+                }
+            }
+            continue;
+        }
         let request = ExplainRequest::new(pair.iface.kind())
             .device(pair.device)
             .nic(pair.nic.attr.nic.name.clone())
@@ -59,7 +71,8 @@ pub fn explain(machine: &Machine, args: &ExplainArgs) -> Result<Report, Failure>
         }
     }
     let missing = machine.hmem.missing_ifaces().count();
-    Ok(Report::new(explanations, skipped, missing > 0))
+    let report = Report::new(explanations, skipped, missing > 0);
+    Ok(if args.pointer.is_empty() { report } else { report.of_pointers(pointers) })
 }
 
 fn found(machine: &Machine, pair: &Pair<'_>, request: &ExplainRequest) -> Result<Explanation> {
@@ -132,7 +145,7 @@ fn pairs<'a>(
     Ok(pairs)
 }
 
-/// The names of a pair, and the memory of the device in bytes.
+/// The names in a pair of memory and NIC, and the size of the device's memory in bytes.
 pub(crate) struct Names {
     iface: String,
     provider: String,

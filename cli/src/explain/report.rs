@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use hmem::p2p::path::Explanation;
 use serde::Serialize;
 
-use super::Names;
+use super::{Names, PointerEntry, pointers};
 use crate::{
     json::{Attempt, SCHEMA, Skipped, open_advice},
     machine::Machine,
@@ -16,14 +16,17 @@ use crate::{
 /// Explanations of all selected pairs.
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// The schema number.
+    /// The version of the JSON schema.
     pub schema: u32,
-    /// The version of the command.
+    /// The version of `hmem`.
     pub version: &'static str,
-    /// The explanations.
+    /// The explanations, one for each pair of memory and NIC.
     pub explanations: Vec<Entry>,
-    /// The pairs without an explanation, with reasons.
+    /// The pairs of memory and NIC that could not be explained, with reasons.
     pub skipped: Vec<Skipped>,
+    /// The outcomes of pointers, which replace explanations if the command line asks for them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pointers: Option<Vec<PointerEntry>>,
     /// Set if an iface that `FI_HMEM` names is unavailable.
     #[serde(skip)]
     missing: bool,
@@ -40,23 +43,23 @@ pub struct Entry {
     pub kind: &'static str,
     /// Bytes that were registered.
     pub size: u64,
-    /// The provider.
+    /// The name of the NIC's provider.
     pub provider: String,
-    /// The NIC.
+    /// The name of the NIC in its provider.
     pub nic: String,
-    /// The policy.
+    /// The policy of direct access.
     pub policy: &'static str,
     /// Set if direct access to device memory is forbidden for every NIC.
     pub p2p_disabled: bool,
-    /// The path; null if every path was refused.
+    /// The chosen path; null if every path was refused.
     pub path: Option<&'static str>,
-    /// The mapping of the dma-buf.
+    /// The dma-buf mapping that the driver was asked for, such as `pcie`; null for other paths.
     pub mapping: Option<String>,
-    /// The reason for the path, or for none.
+    /// The reason why this path was chosen, or why no path was.
     pub reason: String,
-    /// The changes that would enable a better path, or any path.
+    /// The changes that would enable a better path, or a path at all if there is none.
     pub remedies: Vec<String>,
-    /// The attempts, in order.
+    /// The tried paths, in the order of the attempts.
     pub trace: Vec<Attempt>,
     /// The wiring between memory and NIC.
     pub wiring: Wiring,
@@ -69,24 +72,24 @@ pub struct Wiring {
     pub device_pci_bus_id: Option<String>,
     /// The PCI address of the NIC.
     pub nic_pci_bus_id: Option<String>,
-    /// The PCIe path; null if it is unknown.
+    /// The PCIe path between the device and the NIC; null if it is unknown.
     pub topo_path: Option<TopoPathEntry>,
     /// The reason why the PCIe path is unknown.
     pub unknown: Option<String>,
-    /// The mode of the IOMMU.
+    /// The mode of the IOMMU, such as translating or passthrough.
     pub iommu: Option<&'static str>,
     /// The size of the device's largest BAR, in bytes.
     pub largest_bar: Option<u64>,
-    /// The obstacles.
+    /// The obstacles to direct access in the wiring.
     pub findings: Vec<FindingEntry>,
 }
 
-/// An obstacle in the wiring.
+/// An obstacle to direct access in the wiring, such as an enabled IOMMU.
 #[derive(Clone, Debug, Serialize)]
 pub struct FindingEntry {
-    /// The name.
+    /// The name of the obstacle.
     pub name: &'static str,
-    /// A description.
+    /// A description of the obstacle.
     pub what: String,
     /// The change that removes the obstacle.
     pub remedy: &'static str,
@@ -95,12 +98,24 @@ pub struct FindingEntry {
 impl Report {
     pub(super) fn new(explanations: Vec<Entry>, skipped: Vec<Skipped>, missing: bool) -> Self {
         let version = env!("CARGO_PKG_VERSION");
-        Self { schema: SCHEMA, version, explanations, skipped, missing }
+        Self { schema: SCHEMA, version, explanations, skipped, pointers: None, missing }
     }
 
-    /// Returns whether there is a pair, each pair has a path, and no iface is missing.
+    /// Adds the outcomes of pointers.
+    pub(super) fn of_pointers(self, pointers: Vec<PointerEntry>) -> Self {
+        Self { pointers: Some(pointers), ..self }
+    }
+
+    /// Returns true if there is a pair, each pair has a path, and no iface is missing. Pointers
+    /// pass if each outcome is correct and none was left out.
     #[must_use]
     pub fn passed(&self) -> bool {
+        if let Some(pointers) = &self.pointers {
+            return !self.missing
+                && self.skipped.is_empty()
+                && !pointers.is_empty()
+                && pointers.iter().all(|pointer| pointer.correct);
+        }
         !self.missing
             && !self.explanations.is_empty()
             && self.explanations.iter().all(|entry| entry.path.is_some())
@@ -131,7 +146,7 @@ impl Entry {
         }
     }
 
-    /// Returns the memory in words.
+    /// Describes the memory for text output.
     fn memory(&self) -> String {
         match self.device {
             Some(device) => format!("{}:{device}", self.iface),
@@ -181,14 +196,16 @@ impl Wiring {
     }
 }
 
-/// Prints explanations for people.
+/// Prints explanations as readable text instead of JSON.
 ///
 /// # Errors
-/// The error of the writer.
+/// Errors of `out`.
 pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()> {
     for entry in &report.explanations {
         one(out, entry, style)?;
     }
+    let pointers = report.pointers.as_deref().unwrap_or_default();
+    pointers::text(out, pointers, style)?;
     if !report.skipped.is_empty() {
         style.heading(out, "Not explained")?;
         for skipped in &report.skipped {
@@ -196,7 +213,7 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
         }
         writeln!(out)?;
     }
-    if report.explanations.is_empty() {
+    if report.explanations.is_empty() && pointers.is_empty() {
         writeln!(out, "nothing was explained")?;
     }
     Ok(())

@@ -23,11 +23,11 @@ use crate::{
 /// The ifaces, devices, NICs and settings of a machine.
 #[derive(Debug, Serialize)]
 pub struct Inventory {
-    /// The schema number.
+    /// The version of the JSON schema.
     pub schema: u32,
-    /// The version of the command.
+    /// The version of `hmem`.
     pub version: &'static str,
-    /// The ifaces, unavailable ones included.
+    /// All ifaces, including those that are unavailable.
     pub ifaces: Vec<IfaceEntry>,
     /// The devices of all ifaces.
     pub devices: Vec<DeviceEntry>,
@@ -43,28 +43,28 @@ pub struct Inventory {
     pub device_monitors: Vec<DeviceMonitorEntry>,
     /// GDRCopy, with which the CPU accesses memory of CUDA devices.
     pub gdrcopy: GdrcopyEntry,
-    /// Unavailable providers and NICs, and lists that failed.
+    /// Unavailable providers and NICs, and queries that failed, with reasons.
     pub absent: Vec<Skipped>,
 }
 
 /// One iface.
 #[derive(Debug, Serialize)]
 pub struct IfaceEntry {
-    /// The registered name.
+    /// The name under which the iface is registered.
     pub name: String,
-    /// The number: libfabric's, or 256 and up.
+    /// The number of the iface: libfabric's `fi_hmem_iface`, or 256 and above for plug-ins.
     pub kind: u32,
-    /// Set for a simulation.
+    /// Set if the iface simulates its devices.
     pub software: bool,
-    /// Set if the iface started.
+    /// Set if the iface can be used.
     pub available: bool,
-    /// The reason why it did not start.
+    /// The reason why the iface is unavailable; null if it is available.
     pub reason: Option<String>,
-    /// The change that would make it start.
+    /// The change that would make the iface available.
     pub remedy: Option<String>,
     /// The facets that the iface has.
     pub capability: Vec<&'static str>,
-    /// The reason for text output.
+    /// The reason in the form for text output; not part of the JSON.
     #[serde(skip)]
     pub problem: Option<Problem>,
 }
@@ -78,7 +78,7 @@ pub struct CacheEntry {
     pub max_count: usize,
     /// Bytes that a cache may hold.
     pub max_bytes: u64,
-    /// Set if regions that overlap or touch are merged.
+    /// Set if the cache merges overlapping and adjacent regions.
     pub merge: bool,
 }
 
@@ -89,22 +89,23 @@ pub struct CacheMonitorEntry {
     pub requested: &'static str,
     /// The monitor in use.
     pub name: &'static str,
-    /// The reason for the choice.
+    /// The reason why this monitor was chosen.
     pub why: String,
-    /// The changes that the monitor misses.
+    /// The changes of memory that the monitor cannot detect.
     pub limits: String,
-    /// The monitors that were tried, in order.
+    /// The tried monitors, in the order of the attempts.
     pub candidates: Vec<MonitorCandidateEntry>,
 }
 
 /// The monitor of an iface's memory.
 #[derive(Debug, Serialize)]
 pub struct DeviceMonitorEntry {
-    /// The iface.
+    /// The name of the iface that owns the watched memory.
     pub iface: String,
     /// The monitor; null if the iface has none, or if a setting disables it.
     pub name: Option<String>,
-    /// The reason for the choice with the changes that the monitor misses, or the reason for none.
+    /// The reason why this monitor was chosen and the changes that it cannot detect, or the reason
+    /// why there is no monitor.
     pub why: String,
     /// The setting that disables the monitor; null if none does.
     pub disabled_by: Option<&'static str>,
@@ -115,15 +116,15 @@ pub struct DeviceMonitorEntry {
 /// The state of GDRCopy. Without it the CPU copies through the driver.
 #[derive(Debug, Serialize)]
 pub struct GdrcopyEntry {
-    /// The library.
+    /// The file name of the GDRCopy library.
     pub library: &'static str,
-    /// Set if the library and its kernel module opened.
+    /// Set if the library and its kernel module could be opened.
     pub available: bool,
-    /// The reason why it is unavailable.
+    /// The reason why GDRCopy is unavailable.
     pub reason: Option<String>,
-    /// The change that would make it work.
+    /// The change that would make GDRCopy available.
     pub remedy: Option<String>,
-    /// The reason for text output.
+    /// The reason in the form for text output; not part of the JSON.
     #[serde(skip)]
     pub problem: Option<Problem>,
 }
@@ -131,13 +132,13 @@ pub struct GdrcopyEntry {
 /// A monitor that was tried.
 #[derive(Debug, Serialize)]
 pub struct MonitorCandidateEntry {
-    /// The name.
+    /// The name of the monitor.
     pub name: &'static str,
     /// The reason why the monitor was rejected; null if it passed its test.
     pub refused: Option<String>,
-    /// The change that would make it work.
+    /// The change that would make the monitor work.
     pub remedy: Option<String>,
-    /// The reason for text output.
+    /// The reason in the form for text output; not part of the JSON.
     #[serde(skip)]
     pub problem: Option<Problem>,
 }
@@ -145,15 +146,15 @@ pub struct MonitorCandidateEntry {
 /// One device.
 #[derive(Debug, Serialize)]
 pub struct DeviceEntry {
-    /// The iface.
+    /// The name of the iface that the device belongs to.
     pub iface: String,
-    /// The ordinal of the device in its iface.
+    /// The number of the device in its iface, from 0.
     pub device: u32,
     /// The driver's name of the device.
     pub name: String,
-    /// The PCI address.
+    /// The PCI address of the device.
     pub pci_bus_id: Option<String>,
-    /// The size of the memory, in bytes.
+    /// The size of the device's memory, in bytes.
     pub memory: u64,
     /// Set for a simulated device.
     pub software: bool,
@@ -162,7 +163,7 @@ pub struct DeviceEntry {
 /// One NIC.
 #[derive(Debug, Serialize)]
 pub struct NicEntry {
-    /// The provider.
+    /// The name of the NIC's provider.
     pub provider: String,
     /// The name of the NIC in its provider.
     pub nic: String,
@@ -170,64 +171,65 @@ pub struct NicEntry {
     pub software: bool,
     /// A short description.
     pub note: String,
-    /// The PCI address.
+    /// The PCI address of the NIC.
     pub pci_bus_id: Option<String>,
     /// The mr_mode bits that an application must support.
     pub required_mr_mode: Vec<String>,
-    /// The mr_mode bits that the NIC supports if BASIC forces them.
+    /// The mr_mode bits that the NIC supports if the application requests the legacy mode `BASIC`.
     pub basic_mr_mode: Vec<String>,
-    /// Bytes of a key.
+    /// Bytes of a remote key.
     pub key_size: usize,
-    /// Bytes of a raw key.
+    /// Bytes of a raw remote key.
     pub raw_key_size: usize,
-    /// The most ranges of one region.
+    /// The maximum number of address ranges in one region.
     pub mr_iov_limit: usize,
-    /// The most bytes of one region.
+    /// The maximum length of one region, in bytes.
     pub max_mr_size: u64,
-    /// The most regions at a time.
+    /// The maximum number of regions at the same time.
     pub max_mr_count: u64,
     /// The page sizes that a registration can request, in bytes.
     pub page_sizes: Vec<usize>,
-    /// The imports that the NIC supports.
+    /// The ways to import device memory that the NIC supports, such as dma-buf.
     pub imports: Vec<&'static str>,
     /// The registration flags that the NIC supports.
     pub flags: Vec<String>,
-    /// The agent that executes transfers.
+    /// The agent that executes transfers: the NIC or the application's calls.
     pub progress: &'static str,
-    /// The pairs of requests of one endpoint that stay in order.
+    /// The pairs of request kinds that an endpoint executes in the order of their posting.
     pub order: Vec<String>,
-    /// The facets of a domain; null if no domain opens.
+    /// The facets of a domain on the NIC; null if no domain can be opened.
     pub features: Option<Vec<String>>,
-    /// The types of memory windows.
+    /// The types of memory windows that the NIC supports.
     pub windows: Vec<&'static str>,
 }
 
 /// The path from one device to one NIC.
 #[derive(Debug, Serialize)]
 pub struct P2pEntry {
-    /// The iface.
+    /// The name of the iface that owns the memory.
     pub iface: String,
     /// The device; null for host memory.
     pub device: Option<u32>,
-    /// The provider.
+    /// The name of the NIC's provider.
     pub provider: String,
-    /// The NIC.
+    /// The name of the NIC in its provider.
     pub nic: String,
     /// The distance, as `nvidia-smi topo` names it; null if it is unknown.
     pub distance: Option<&'static str>,
-    /// The reason why the distance is unknown; null for host memory, which is no device.
+    /// The reason why the distance is unknown; null for host memory, which has no distance.
     pub distance_unknown: Option<String>,
-    /// The path that a registration took just now; null if every path was refused.
+    /// The path of a registration that this command made; null if every path was refused.
     pub path: Option<&'static str>,
-    /// The reason for the path, or for none.
+    /// The reason why this path was chosen, or why no path was.
     pub reason: String,
-    /// The change that would make a path work, if none did.
+    /// The change that would make a path work; null if a path works.
     pub remedy: Option<String>,
-    /// The attempts, in order.
+    /// The tried paths, in the order of the attempts.
     pub trace: Vec<Attempt>,
 }
 
-/// Lists the machine, and registers a page of each device with each NIC.
+/// Collects the inventory of a machine. The function registers a page of each device with each NIC
+/// to find its path.
 #[must_use]
 pub fn inventory(machine: &Machine) -> Inventory {
     let mut absent: Vec<_> = machine.absent.iter().map(Skipped::from).collect();
@@ -396,7 +398,7 @@ fn imports(imports: Imports) -> Vec<&'static str> {
     all.into_iter().filter(|(has, _)| *has).map(|(_, name)| name).collect()
 }
 
-/// Lists a NIC. Opens a domain, since only a domain has facets.
+/// Returns the entry of a NIC. The function opens a domain to query its facets.
 fn nic(machine: &Machine, fabric: &Fabric, absent: &mut Vec<Skipped>) -> NicEntry {
     let domain = fabric.open(&machine.hmem, P2pPolicy::default());
     if let Err(error) = &domain {
@@ -506,7 +508,7 @@ fn entry(
     }
 }
 
-/// Returns the distance of a device and a NIC, or the reason why it is unknown.
+/// Returns the distance between a device and a NIC, or the reason why it is unknown.
 fn distance(machine: &Machine, device: &DeviceEntry, nic: &Fabric) -> Result<&'static str, String> {
     let name = format!("{}:{}", device.iface, device.device);
     let (topology, from) = machine.function(&name, device.pci_bus_id.as_deref())?;

@@ -15,10 +15,10 @@ use crate::{
     table::{Cell, Style, Table, Tone, bytes, some},
 };
 
-/// Prints the inventory for people.
+/// Prints the inventory as readable text instead of JSON.
 ///
 /// # Errors
-/// The error of the writer.
+/// Errors of `out`.
 pub fn text(out: &mut dyn Write, inventory: &Inventory, style: Style) -> io::Result<()> {
     ifaces(out, &inventory.ifaces, style)?;
     devices(out, inventory, style)?;
@@ -145,13 +145,14 @@ fn list<T: AsRef<str>>(names: &[T]) -> String {
     if names.is_empty() { "none".into() } else { names.join(", ") }
 }
 
-/// Returns the ordered pairs of requests. Those of RMA and atomics alone are parts of them.
+/// Lists the ordered pairs of requests by their short names. Longer names, which are for RMA or
+/// atomics only, are left out.
 fn order(nic: &NicEntry) -> String {
     let pairs: Vec<_> = nic.order.iter().filter(|name| name.len() == 3).cloned().collect();
     if pairs.len() == 9 { "all".to_owned() } else { list(&pairs) }
 }
 
-/// Returns the text of one attribute of a NIC.
+/// A function that formats one attribute of a NIC.
 type Attribute = fn(&NicEntry) -> String;
 
 /// The attributes of a NIC, each with its name.
@@ -180,10 +181,10 @@ const ATTRIBUTES: [(&str, Attribute); 15] = [
     ("flags", |nic| list(&nic.flags)),
 ];
 
-/// Prints NICs with an attribute on each line, since there are few NICs and many attributes.
+/// Prints a table of NICs, with a line for each attribute and a column for each NIC.
 ///
-/// Attributes that all NICs share are printed once. If the columns do not fit, each NIC gets a
-/// list.
+/// Attributes that are equal for all NICs are printed once. If the columns do not fit, each NIC is
+/// printed as a list.
 fn nics(out: &mut dyn Write, nics: &[NicEntry], style: Style) -> io::Result<()> {
     if nics.is_empty() {
         return Ok(());

@@ -42,7 +42,7 @@ impl Plan {
     }
 }
 
-/// The extent of one measurement.
+/// The end condition of one measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Amount {
     /// A number of transfers.
@@ -51,17 +51,17 @@ pub(super) enum Amount {
     For(Duration),
 }
 
-/// Bytes of a warm-up of more than one transfer.
+/// Limit of the bytes that a warm-up transfers. A warm-up has at least one transfer.
 const WARM_UP: u64 = 64 << 20;
 /// The longest latency that the histogram distinguishes, in nanoseconds.
 const SLOWEST: u64 = 100_000_000_000;
-/// Turns of the loop between reads of the clock.
+/// Loop iterations between two reads of the clock.
 const CLOCK: u32 = 64;
 
 /// Called with each event of a measurement. An error ends the measurement.
 pub(super) type Observer<'a> = dyn FnMut(Event<'_>) -> Result<()> + 'a;
 
-/// Measures with the server at the other end of `stream`.
+/// Runs the measurements with the server at the other end of `stream`.
 pub(super) fn measure(
     config: &EndConfig<'_>,
     plan: &Plan,
@@ -130,7 +130,7 @@ fn converse(
     Ok(report)
 }
 
-/// Decodes a key. It must cover `room` bytes.
+/// Decodes the server's remote key, and fails if it covers fewer than `room` bytes.
 fn check_key(bytes: &[u8], room: u64, peer: &Peer) -> Result<RemoteKey> {
     let key = RemoteKey::from_bytes(bytes)?;
     let covers = key
@@ -150,7 +150,7 @@ struct Client<'a> {
     end: End,
     target: PeerId,
     key: Option<RemoteKey>,
-    /// The addend of atomics.
+    /// The registered addend of fetch-adds.
     operand: Option<OwnedRegion<Vec<u8>>>,
     plan: &'a Plan,
     request: Request,

@@ -31,14 +31,14 @@ pub(super) struct EndConfig<'a> {
     pub(super) ordering: WriteOrdering,
 }
 
-/// The side of an end.
+/// The side of the measurement: client or server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Role {
     Client,
     Server,
 }
 
-/// Registered memory and an endpoint.
+/// Registered memory and an endpoint of one side.
 #[derive(Debug)]
 pub(super) struct End {
     // In the order in which they are closed.
@@ -111,7 +111,7 @@ impl End {
         Ok(self.domain.register_with(word.to_ne_bytes().to_vec(), &attr, MrFlags::empty())?)
     }
 
-    /// Connects to the endpoint of this name.
+    /// Connects to the other side's endpoint `name`.
     pub(super) fn connect(&self, name: Vec<u8>, theirs: &Side) -> Result<PeerId> {
         let mine = &self.side;
         if mine.provider != theirs.provider {
@@ -146,8 +146,8 @@ impl End {
     }
 }
 
-/// The wait of a side without work. It retries, then yields, and now and then checks that the other
-/// side is connected.
+/// The wait loop of a side that has no work. It spins first, then yields the processor, and
+/// regularly checks that the other side is connected.
 #[derive(Debug)]
 pub(super) struct Idle {
     turns: u32,
@@ -164,13 +164,12 @@ impl Idle {
         Self { turns: 0, since: now, looked: now }
     }
 
-    /// Resets the wait after some work.
+    /// Resets the wait loop after work was done.
     pub(super) fn busy(&mut self) {
         self.turns = 0;
     }
 
-    /// Waits for a moment. Returns true if the other side has sent a message or closed the
-    /// connection.
+    /// Waits briefly. Returns true if the other side has sent a message or closed the connection.
     pub(super) fn wait(&mut self, domain: &Domain, peer: &Peer) -> Result<bool> {
         if domain.progress()? > 0 {
             return Ok(false);

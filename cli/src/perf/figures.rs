@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::json::Attempt;
 
-/// The most characters of a peer's text that are printed.
+/// Maximum number of characters printed from a peer's text.
 const WORDS: usize = 400;
 
 /// The memory and the NIC of one side, and the path between them.
@@ -16,20 +16,20 @@ const WORDS: usize = 400;
 pub struct Side {
     /// The iface of the memory.
     pub iface: String,
-    /// The device; null for memory without one.
+    /// The device that holds the memory; null for host memory.
     pub device: Option<u32>,
-    /// The provider.
+    /// The name of the NIC's provider.
     pub provider: String,
     /// The NIC within the provider.
     pub nic: String,
     /// The path from memory to NIC.
     pub path: String,
-    /// The reason for the path.
+    /// The reason why this path was chosen.
     pub reason: String,
     /// The write ordering of the registration: `relaxed` or `strict`.
     #[serde(default)]
     pub ordering: String,
-    /// The attempts of the path decision.
+    /// The paths that the path decision tried, in the order of the attempts.
     pub trace: Vec<Attempt>,
 }
 

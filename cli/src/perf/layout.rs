@@ -4,8 +4,8 @@ use hmem::{Error, ErrorKind, Result};
 
 use crate::{args::PerfOp, check::pattern};
 
-/// Bytes of all slots of small transfers. They fit into the processor's caches, as an application's
-/// buffers do.
+/// Limit for the total length of the slots of small transfers. The slots fit into the processor's
+/// caches, as the buffers of a typical application do.
 const BUDGET: u64 = 4 << 20;
 const PAGE: u64 = 4096;
 const LINE: u64 = 64;
@@ -14,7 +14,7 @@ pub(super) const ADDEND: u64 = 0x0101_0101_0101_0101;
 /// Bytes of an atomic's target.
 pub(super) const WORD: u64 = 8;
 
-/// Slots of equal length, used in turn.
+/// Memory of a side, divided into slots of equal length that transfers use in turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
     /// Bytes of a transfer.
@@ -33,17 +33,17 @@ impl Layout {
         Self { size, slots: (BUDGET / stride).clamp(1, u64::from(depth)), stride }
     }
 
-    /// Returns the bytes of all slots and of a line after them that must not change.
+    /// Returns the length of all slots and of a guard line after them, which must not change.
     pub(super) fn room(self) -> u64 {
         self.slots * self.stride + LINE
     }
 
-    /// Returns the offset of a slot.
+    /// Returns the offset of a slot from the start of the memory.
     pub(super) fn offset(self, slot: u64) -> u64 {
         slot % self.slots * self.stride
     }
 
-    /// Returns how many of `transfers` used `slot`.
+    /// Returns the number of `transfers` that used `slot`.
     fn share(self, transfers: u64, slot: u64) -> u64 {
         transfers / self.slots + u64::from(slot < transfers % self.slots)
     }
@@ -90,7 +90,7 @@ fn slot_seed(seed: u64, slot: u64) -> u64 {
     seed.wrapping_add(slot << 40)
 }
 
-/// Compares the memory of a side with the expected bytes.
+/// Returns an error if the memory of a side differs from the expected bytes.
 pub(super) fn same(expected: &[u8], found: &[u8], whose: &'static str) -> Result<()> {
     match pattern::difference(expected, found) {
         None => Ok(()),

@@ -46,7 +46,7 @@ use crate::{
 
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// The number of clients from which a persistent server awaits requests at a time.
+/// The number of clients from which a persistent server reads requests at the same time.
 const ACCEPTORS: usize = 64;
 
 impl Request {
@@ -59,7 +59,7 @@ impl Request {
     }
 }
 
-/// An event of a measurement, at the client.
+/// An event of a measurement that the client reports.
 #[derive(Debug)]
 enum Event<'a> {
     /// Both sides are connected. The report has no results yet.
@@ -131,7 +131,7 @@ struct LiveReport<'a> {
     started: usize,
     /// The heading, until the first row is printed: a measurement that fails before prints none.
     heading: Option<(Report, Option<u32>)>,
-    /// The error of the output, which ended the measurement.
+    /// The write error that ended the measurement.
     unprintable: Option<io::Error>,
 }
 
@@ -142,7 +142,7 @@ impl<'a> LiveReport<'a> {
         Self { json, style, out, progress, measurements, started, heading, unprintable }
     }
 
-    /// Shows an event.
+    /// Prints an event or updates the progress bar.
     fn show(&mut self, machine: &Machine, event: Event<'_>) -> Result<()> {
         let (out, style) = (&mut *self.out, self.style);
         let printed = match event {

@@ -31,21 +31,21 @@ pub enum Role {
 /// The results of a measurement.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// The schema number.
+    /// The version of the JSON schema.
     pub schema: u32,
-    /// The version of the command.
+    /// The version of `hmem`.
     pub version: &'static str,
     /// The side that printed the report.
     pub role: Role,
     /// The TCP address of the other side.
     pub peer: String,
-    /// The operation.
+    /// The measured operation.
     pub op: PerfOp,
     /// The seed of the pattern.
     pub seed: u64,
-    /// This side.
+    /// The memory, NIC and path of this side.
     pub local: Side,
-    /// The other side.
+    /// The memory, NIC and path of the other side.
     pub remote: Side,
     /// The results, in the order of the sizes on the command line.
     pub results: Vec<Row>,
@@ -73,7 +73,7 @@ impl Report {
         }
     }
 
-    /// Replaces names in all texts.
+    /// Applies `rename` to every text of the report.
     pub(super) fn renamed(mut self, rename: impl Fn(String) -> String + Copy) -> Self {
         for side in [&mut self.local, &mut self.remote] {
             side.reason = rename(std::mem::take(&mut side.reason));
@@ -102,10 +102,10 @@ const COLUMNS: [(&str, usize); 10] = [
 /// The columns of latencies.
 const LATENCY: Range<usize> = 3..9;
 
-/// Prints a whole report for people.
+/// Prints a whole report as readable text instead of JSON.
 ///
 /// # Errors
-/// The error of the writer.
+/// Errors of `out`.
 pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()> {
     let bandwidth = report.results.iter().find_map(|row| row.bandwidth);
     heading(out, report, bandwidth.map(|bandwidth| bandwidth.depth), style)?;
@@ -116,7 +116,7 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
 /// Prints the two sides, and the header of the table if it fits.
 ///
 /// # Errors
-/// The error of the writer.
+/// Errors of `out`.
 pub(super) fn heading(
     out: &mut dyn Write,
     report: &Report,
@@ -154,7 +154,7 @@ pub(super) fn heading(
 /// Prints one row of the table, or one item if the columns do not fit.
 ///
 /// # Errors
-/// The error of the writer.
+/// Errors of `out`.
 pub(super) fn row(out: &mut dyn Write, row: &Row, style: Style) -> io::Result<()> {
     let none = || "-".to_owned();
     let verified = if row.verified { "yes" } else { "NO" };
@@ -209,7 +209,7 @@ fn line(cells: &[String; COLUMNS.len()]) -> String {
     line
 }
 
-/// Returns the columns of the table's header.
+/// Returns the width of a table line, in columns of the terminal.
 fn line_width() -> usize {
     1 + COLUMNS.iter().map(|(_, width)| width + 1).sum::<usize>()
 }

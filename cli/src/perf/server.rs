@@ -16,7 +16,8 @@ use crate::{
 };
 
 const MOST_DEPTH: u32 = 4096;
-/// Receives posted in addition to the depth, so that the client does not wait for new ones.
+/// Number of receive requests that the server posts beyond the depth, so that the client never
+/// waits for a new one.
 const SPARE_RECEIVES: u32 = 256;
 
 /// A client with a valid request, which waits for the answer.

@@ -22,14 +22,14 @@ const MAGIC: [u8; 8] = *b"hmemperf";
 /// The most bytes of a message.
 const LIMIT: usize = 256 << 10;
 
-/// The timeout of an answer while no transfer runs.
+/// The timeout for an answer while no transfer runs.
 pub(super) const HANDSHAKE: Duration = Duration::from_secs(10);
-/// The timeout of a message while transfers run. The client sends one every [`HEARTBEAT`].
+/// The timeout for a message while transfers run. The client sends a message every [`HEARTBEAT`].
 pub(super) const PATIENCE: Duration = Duration::from_secs(20);
 /// The interval of messages from a client that measures.
 pub(super) const HEARTBEAT: Duration = Duration::from_secs(1);
 
-/// One message.
+/// One message of the protocol between client and server.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(super) enum Message {
@@ -109,7 +109,7 @@ pub(super) struct Peer {
 }
 
 impl Peer {
-    /// Exchanges greetings.
+    /// Exchanges the greetings that begin a connection.
     pub(super) fn greet(stream: TcpStream, address: SocketAddr) -> Result<Self> {
         let mut peer = Self { stream, address };
         let setup = peer.stream.set_nodelay(true);
@@ -289,7 +289,7 @@ mod tests {
 
     use super::*;
 
-    /// The deadline is that of the whole message and not of each byte.
+    /// The deadline applies to the whole message and not to each byte.
     #[test]
     fn peer_that_sends_too_slowly_times_out() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

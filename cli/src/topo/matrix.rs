@@ -19,10 +19,10 @@ pub(crate) const fn tone(distance: Distance) -> Tone {
     }
 }
 
-/// Prints the table, the meaning of the distances, and the nearest NICs.
+/// Prints the table of distances, its legend, and the nearest NICs of each device.
 ///
 /// # Errors
-/// The error of the writer.
+/// Errors of `out`.
 pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Result<()> {
     let accelerators: Vec<_> = topology.accelerators().map(|device| device.bus_id).collect();
     let nics = nic_functions(topology);

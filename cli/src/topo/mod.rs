@@ -30,8 +30,8 @@ use crate::{
 /// Reads the topology and prints, draws or records it.
 ///
 /// # Errors
-/// [`Failure::Topology`] for a tree that cannot be read and a file that cannot be written;
-/// [`Failure::Output`].
+/// [`Failure::Topology`] for a tree that cannot be read or a file that cannot be written;
+/// [`Failure::Output`] if `out` fails.
 pub fn run(args: &TopoArgs, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
     let topology = match &args.from {
         Some(path) => Topology::open(path),
@@ -67,10 +67,10 @@ fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     })
 }
 
-/// Prints the topology for people.
+/// Prints the topology as readable text instead of JSON.
 ///
 /// # Errors
-/// The error of the writer.
+/// Errors of `out`.
 pub fn text(out: &mut dyn Write, topology: &Topology, all: bool, style: Style) -> io::Result<()> {
     tree::print(out, topology, all, style)?;
     matrix::print(out, topology, style)?;

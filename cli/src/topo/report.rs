@@ -12,13 +12,13 @@ use crate::json::SCHEMA;
 /// The wiring of a machine.
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// The schema number.
+    /// The version of the JSON schema.
     pub schema: u32,
-    /// The version of the command.
+    /// The version of `hmem`.
     pub version: &'static str,
-    /// The recording; null for this machine.
+    /// The path of the recording that was read; null for this machine.
     pub from: Option<String>,
-    /// The kernel.
+    /// The properties of the kernel.
     pub kernel: KernelEntry,
     /// The mode of the IOMMU.
     pub iommu: &'static str,
@@ -26,7 +26,7 @@ pub struct Report {
     pub numa: Vec<NodeEntry>,
     /// Every PCI function.
     pub functions: Vec<FunctionEntry>,
-    /// The RDMA devices.
+    /// The RDMA devices of the machine.
     pub nics: Vec<RdmaEntry>,
     /// The PCIe paths between accelerators, and from them to RDMA devices.
     pub paths: Vec<PathEntry>,
@@ -35,15 +35,15 @@ pub struct Report {
 /// The properties of the kernel that decide paths.
 #[derive(Debug, Serialize)]
 pub struct KernelEntry {
-    /// The release.
+    /// The kernel release, as `uname -r` prints it.
     pub release: Option<String>,
-    /// Words of the command line.
+    /// The words of the kernel command line that concern paths.
     pub command_line: Vec<String>,
-    /// Options of the configuration; null if it cannot be read.
+    /// Options of the kernel configuration; null if the configuration cannot be read.
     pub options: Option<BTreeMap<String, &'static str>>,
-    /// Modules, loaded or built in.
+    /// Kernel modules that are loaded or built in.
     pub modules: Vec<String>,
-    /// The modules that let a NIC resolve device addresses.
+    /// The peer-memory modules of the kernel, with which NICs register device memory by address.
     pub peer_memory: Vec<String>,
     /// The NVIDIA driver.
     pub nvidia: Option<NvidiaEntry>,
@@ -52,7 +52,7 @@ pub struct KernelEntry {
 /// The NVIDIA kernel driver.
 #[derive(Debug, Serialize)]
 pub struct NvidiaEntry {
-    /// The version.
+    /// The version of the driver.
     pub version: String,
     /// Set for the open kernel modules.
     pub open: bool,
@@ -61,70 +61,70 @@ pub struct NvidiaEntry {
 /// A NUMA node.
 #[derive(Debug, Serialize)]
 pub struct NodeEntry {
-    /// The number.
+    /// The number of the node.
     pub node: u32,
-    /// The processors.
+    /// The processors of the node, as a list of ranges.
     pub cpus: String,
 }
 
 /// A PCI function.
 #[derive(Debug, Serialize)]
 pub struct FunctionEntry {
-    /// The address.
+    /// The PCI address of the function.
     pub pci_bus_id: String,
-    /// The host bridge.
+    /// The PCI host bridge above the function.
     pub host_bridge: String,
     /// The bridges above the function, from the root port down.
     pub bridges: Vec<String>,
-    /// The role for this library.
+    /// The role of the function for this library, such as accelerator or NIC.
     pub role: &'static str,
-    /// The kind of node in the tree.
+    /// The kind of PCIe port or endpoint that the function is.
     pub port: &'static str,
-    /// The class, as in sysfs.
+    /// The PCI class of the function, as in sysfs.
     pub class: String,
-    /// The numbers of vendor and device.
+    /// The PCI vendor and device ids.
     pub id: String,
     /// The name of the vendor.
     pub vendor: Option<&'static str>,
-    /// The driver.
+    /// The kernel driver that is bound to the function.
     pub driver: Option<String>,
-    /// The NUMA node.
+    /// The NUMA node of the function.
     pub numa_node: Option<u32>,
     /// The IOMMU group.
     pub iommu_group: Option<u32>,
-    /// The type of the IOMMU group.
+    /// The type of the function's IOMMU group, as in sysfs.
     pub iommu_type: Option<String>,
     /// The state of Access Control Services, which can redirect traffic between devices.
     pub acs: &'static str,
     /// The ACS bits that are set.
     pub acs_control: Vec<&'static str>,
-    /// The link.
+    /// The PCIe link above the function.
     pub link: Option<LinkEntry>,
-    /// The base address registers.
+    /// The base address registers of the function.
     pub bars: Vec<BarEntry>,
 }
 
 /// A PCIe link.
 #[derive(Debug, Serialize)]
 pub struct LinkEntry {
-    /// The speed, in gigatransfers per second.
+    /// The current speed, in gigatransfers per second.
     pub speed: Option<f64>,
-    /// The number of lanes.
+    /// The current number of lanes.
     pub width: Option<u8>,
     /// The highest speed of the device.
     pub max_speed: Option<f64>,
-    /// The most lanes of the device.
+    /// The maximum number of lanes of the device.
     pub max_width: Option<u8>,
 }
 
 /// A base address register.
 #[derive(Debug, Serialize)]
 pub struct BarEntry {
-    /// The number.
+    /// The number of the BAR.
     pub index: u8,
-    /// The size, in bytes.
+    /// The size of the address range, in bytes.
     pub size: u64,
-    /// `memory` or `ports`.
+    /// The address space of the BAR: `memory` or `ports`.
     pub kind: &'static str,
     /// Set for 64-bit addresses.
     pub wide: bool,
@@ -135,22 +135,22 @@ pub struct BarEntry {
 /// An RDMA device.
 #[derive(Debug, Serialize)]
 pub struct RdmaEntry {
-    /// The name.
+    /// The name of the RDMA device.
     pub name: String,
-    /// The PCI function.
+    /// The PCI address of the device.
     pub pci_bus_id: Option<String>,
-    /// The ports.
+    /// The ports of the device.
     pub ports: Vec<PortEntry>,
-    /// The nearest accelerators.
+    /// The PCI addresses of the nearest accelerators.
     pub nearest: Vec<String>,
 }
 
 /// A port of an RDMA device.
 #[derive(Debug, Serialize)]
 pub struct PortEntry {
-    /// The number.
+    /// The number of the port.
     pub port: u32,
-    /// `InfiniBand` or `Ethernet`.
+    /// The link layer: `InfiniBand` or `Ethernet`.
     pub link_layer: Option<String>,
     /// Set if the port is active.
     pub active: Option<bool>,
@@ -161,29 +161,29 @@ pub struct PortEntry {
 /// The PCIe path between two functions, with its ends.
 #[derive(Debug, Serialize)]
 pub struct PathEntry {
-    /// One end, an accelerator.
+    /// The PCI address of the accelerator at one end of the path.
     pub from: String,
-    /// The other end.
+    /// The PCI address of the function at the other end of the path.
     pub to: String,
-    /// The RDMA devices of the other end; empty for an accelerator.
+    /// The names of the RDMA devices at the other end; empty for an accelerator.
     pub nics: Vec<String>,
-    /// The PCIe path.
+    /// The PCIe path between the two functions.
     #[serde(flatten)]
     pub topo_path: TopoPathEntry,
 }
 
-/// A PCIe path.
+/// A PCIe path between two functions, with its distance and steps.
 #[derive(Clone, Debug, Serialize)]
 pub struct TopoPathEntry {
     /// The distance, as `nvidia-smi topo` names it.
     pub distance: &'static str,
     /// Set if the distance is a guess, since a NUMA node is unknown.
     pub numa_unknown: bool,
-    /// The steps.
+    /// The steps of the path from one function to the other, in words.
     pub hops: Vec<String>,
-    /// The redirection of traffic to the root complex by ACS.
+    /// The state of ACS on the path: ACS may redirect traffic to the root complex.
     pub redirection: &'static str,
-    /// The ports that redirect, or that cannot be read.
+    /// The ports that redirect traffic, or whose ACS state cannot be read.
     pub ports: Vec<String>,
 }
 

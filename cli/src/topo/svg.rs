@@ -33,7 +33,7 @@ const fn colors(distance: Distance) -> (&'static str, &'static str, &'static str
     }
 }
 
-/// A device or NIC, at one end of lines.
+/// A device or NIC in the picture. Each line connects two of them.
 struct End {
     id: BusId,
     title: String,
@@ -77,7 +77,8 @@ pub(super) fn draw(topology: &Topology) -> String {
     let mut picture = Picture { text: String::new(), width };
     picture.put(format_args!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
-         viewBox=\"0 0 {width} {height}\" font-family=\"DejaVu Sans, Verdana, Arial, sans-serif\" font-size=\"12\">\n\
+         viewBox=\"0 0 {width} {height}\" \
+         font-family=\"DejaVu Sans, Verdana, Arial, sans-serif\" font-size=\"12\">\n\
          <rect width=\"{width}\" height=\"{height}\" fill=\"#ffffff\"/>"
     ));
     picture.heading(topology);

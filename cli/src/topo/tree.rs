@@ -24,7 +24,7 @@ struct Tree<'a> {
 /// bridges are only counted.
 ///
 /// # Errors
-/// The error of the writer.
+/// Errors of `out`.
 pub(super) fn print(
     out: &mut dyn Write,
     topology: &Topology,
@@ -72,7 +72,7 @@ impl Tree<'_> {
         self.below.get(&device.bus_id).map_or(&[], Vec::as_slice)
     }
 
-    /// Returns whether the function or one below it is shown.
+    /// Returns whether the tree shows this function or a function below it.
     fn shows(&self, device: &PciDevice) -> bool {
         self.all
             || matches!(device.role(), Role::Accelerator | Role::Network)
@@ -85,7 +85,7 @@ impl Tree<'_> {
             + self.below(device).iter().map(|below| self.hidden(below)).sum::<usize>()
     }
 
-    /// Returns the NUMA node of a host bridge, which is that of the functions below it.
+    /// Returns the NUMA node of a host bridge, taken from the PCI functions below it.
     fn node_of(&self, devices: &[&PciDevice]) -> String {
         let Some(node) = devices.iter().find_map(|device| device.numa_node) else {
             return " (NUMA node unknown)".to_owned();
@@ -129,7 +129,7 @@ impl Tree<'_> {
         Ok(())
     }
 
-    /// Returns the address of a port, and its ACS mark if it redirects traffic.
+    /// Returns the address of a port, followed by a mark if ACS redirects traffic there.
     fn port(&self, device: &PciDevice) -> String {
         let address = self.style.word(&short(device.bus_id), Tone::Dim);
         match device.acs.redirects() {
@@ -177,7 +177,8 @@ impl Tree<'_> {
         words.join(", ")
     }
 
-    /// Returns the link, or with `only_if_degraded` only a degraded one.
+    /// Describes the link of a function. With `only_if_degraded`, links at full speed return
+    /// nothing.
     fn link(&self, device: &PciDevice, only_if_degraded: bool) -> Option<String> {
         let link = device.link?;
         let of =
@@ -191,7 +192,7 @@ impl Tree<'_> {
     }
 }
 
-/// Returns an address without its domain, which the line of the host bridge has.
+/// Formats an address without its PCI domain. The tree prints the domain with the host bridge.
 fn short(id: BusId) -> String {
     format!("{:02x}:{:02x}.{:x}", id.bus, id.device, id.function)
 }

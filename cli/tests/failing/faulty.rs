@@ -15,16 +15,16 @@ use hmem::{
 
 use crate::monitor::{FaultyMonitor, MonitorFault};
 
-/// The fault of a device.
+/// The injected fault of a simulated device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
     /// Flips a bit in the last byte of each copy.
     FlipsABit,
     /// Leaves an fd open after each export.
     LeaksAnFd,
-    /// Exports from the start of the allocation.
+    /// Exports from the start of the allocation instead of the requested address.
     ExportsFromTheStart,
-    /// Reports memory as freed and keeps it.
+    /// Reports memory as freed without freeing it.
     KeepsMemory,
     /// Has a monitor that does not distinguish allocations at the same address.
     ConfusesAllocations,

@@ -73,14 +73,14 @@ fn run(machine: &Machine) -> Report {
     check(machine, &quick(), |_, _, _| {})
 }
 
-/// Returns the row of one sort of memory over one path.
+/// Returns the report's row for one sort of memory and one path.
 #[track_caller]
 fn row<'a>(report: &'a Report, memory: &str, path: &str) -> &'a hmem_cli::check::Row {
     let mut rows = report.rows.iter().filter(|row| row.memory == memory && row.path == path);
     rows.next().unwrap_or_else(|| panic!("no row of {memory} over {path}: {report:?}"))
 }
 
-/// Asserts that the row failed with an error that contains all words.
+/// Asserts that the check of this memory and path failed, with an error that contains all words.
 #[track_caller]
 fn failed(report: &Report, memory: &str, path: &str, words: &[&str]) {
     let row = row(report, memory, path);
@@ -145,7 +145,7 @@ fn leaks_fail_the_check() {
 
 /// DIAG-02
 ///
-/// The text and the JSON have the error of the driver.
+/// The text and the JSON output contain the driver's error.
 #[test]
 fn failing_copy_fails_the_command_and_is_named() {
     let _alone = alone();
@@ -176,7 +176,7 @@ fn failing_copy_fails_the_command_and_is_named() {
 
 /// DIAG-02, CACHE-02
 ///
-/// The text and the JSON have the count of stale rounds.
+/// Text and JSON output contain the number of stale rounds.
 #[test]
 fn monitor_that_misses_frees_fails_the_command() {
     let _alone = alone();
@@ -254,7 +254,7 @@ fn nic_that_loses_transfers_or_registrations_fails_the_check() {
 
 /// DIAG-02
 ///
-/// A refusal by software is a failure.
+/// The check fails if a simulated device refuses a supported path.
 #[test]
 fn device_that_refuses_its_own_export_fails_the_check() {
     let _alone = alone();
@@ -285,7 +285,7 @@ fn device_without_export_is_checked_only_over_staged() {
 
 /// DIAG-02
 ///
-/// A report without rows is a failure.
+/// The check fails if no combination was checked.
 #[test]
 fn check_of_an_empty_machine_fails() {
     let _alone = alone();

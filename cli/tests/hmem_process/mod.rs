@@ -11,12 +11,12 @@ use serde_json::Value;
 
 const SCHEMA: &str = include_str!("../../../docs/perf-schema.md");
 
-/// Returns the program to run.
+/// Returns the path of the `hmem` executable.
 pub(crate) fn program() -> String {
     std::env::var("HMEM_PROGRAM").unwrap_or_else(|_| env!("CARGO_BIN_EXE_hmem").to_owned())
 }
 
-/// The variables that the command reads.
+/// The environment variables that the command reads.
 const VARIABLES: [&str; 22] = [
     "CLICOLOR_FORCE",
     "COLUMNS",
@@ -42,7 +42,7 @@ const VARIABLES: [&str; 22] = [
     "NO_COLOR",
 ];
 
-/// Returns the command without the variables of the tests' environment that it reads.
+/// Returns the command, cleared of the environment variables that would change its output.
 pub(crate) fn hmem(subcommand: &str, arguments: &[&str]) -> Command {
     let mut command = Command::new(program());
     for name in VARIABLES {
@@ -61,7 +61,7 @@ pub(crate) fn text(bytes: &[u8]) -> &str {
     std::str::from_utf8(bytes).expect("UTF-8")
 }
 
-/// Asserts one readable line with these words.
+/// Asserts that an error is one readable line that contains these words.
 pub(crate) fn one_line(error: &str, words: &[&str]) {
     assert!(error.starts_with("error: ") && error.trim_end().lines().count() == 1, "{error}");
     assert!(!error.trim_end().contains(|c: char| c.is_control()), "{error:?}");
@@ -70,7 +70,8 @@ pub(crate) fn one_line(error: &str, words: &[&str]) {
     }
 }
 
-/// Asserts an exit status, an error with these words on stderr, and an empty stdout.
+/// Asserts that the command failed with this exit status, these words on stderr and an empty
+/// stdout.
 pub(crate) fn refused(output: &Output, code: i32, words: &[&str]) {
     assert_eq!(output.status.code(), Some(code), "{}", text(&output.stderr));
     assert_eq!(text(&output.stdout), "");
@@ -83,14 +84,14 @@ pub(crate) fn refused(output: &Output, code: i32, words: &[&str]) {
     }
 }
 
-/// Returns the document of a successful run.
+/// Returns the JSON document that a successful run printed.
 pub(crate) fn document_of(output: &Output) -> Value {
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     assert_eq!(text(&output.stderr), "");
     serde_json::from_slice(&output.stdout).expect("JSON")
 }
 
-/// Asserts that an object has exactly these fields, and that the document describes them.
+/// Asserts that a JSON object has exactly these fields, and that the schema document lists them.
 fn has(object: &Value, fields: &[&str]) {
     let mut names: Vec<_> =
         object.as_object().expect("an object").keys().map(String::as_str).collect();
@@ -103,8 +104,8 @@ fn has(object: &Value, fields: &[&str]) {
     }
 }
 
-/// Asserts that the document of a client matches `docs/perf-schema.md`, and that its content was
-/// verified over these paths: that of this side, then that of the other.
+/// Asserts that a client's JSON matches `docs/perf-schema.md` and is verified. `paths` are the
+/// expected paths of this side and the other side.
 pub(crate) fn is_as_documented(document: &Value, paths: [&str; 2]) {
     has(
         document,
@@ -135,7 +136,7 @@ pub(crate) fn is_as_documented(document: &Value, paths: [&str; 2]) {
     }
 }
 
-/// A server that listens. Dropping this value kills it.
+/// A listening `hmem perf` server. Dropping this value kills the process.
 pub(crate) struct Server {
     pub(crate) process: Child,
     stderr: BufReader<ChildStderr>,
@@ -155,7 +156,7 @@ impl Server {
         Self { port: port.unwrap_or_else(|| panic!("{line}")), process, stderr }
     }
 
-    /// Returns the arguments of a client of this server.
+    /// Returns `arguments` plus the arguments that connect a client to this server.
     pub(crate) fn client(&self, arguments: &[&str]) -> Vec<String> {
         let port = self.port.to_string();
         [&["127.0.0.1", "--port", &port], arguments]

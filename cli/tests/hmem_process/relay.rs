@@ -16,7 +16,7 @@ pub(crate) enum From {
     Server,
 }
 
-/// A relay of one connection.
+/// A relay that forwards the messages of one connection.
 pub(crate) struct Relay {
     pub(crate) port: u16,
     thread: JoinHandle<()>,

@@ -1,4 +1,4 @@
-//! Copies: blocking and asynchronous.
+//! Behaviours of copies, blocking and asynchronous.
 
 use std::{sync::Arc, thread};
 
@@ -9,7 +9,7 @@ use hmem_core::{
 use super::{LEN, PARTS, assert_bytes, at, buffer, buffers, contents, need, pattern, whole};
 use crate::trial::{Outcome, skip};
 
-/// A copy function: to, from, bytes.
+/// A copy function. Its arguments are the destination, the source and the length in bytes.
 type Copy<'a> = &'a dyn Fn(Address, Address, u64) -> Result<()>;
 
 pub(super) fn copy_moves_exactly_the_named_bytes(iface: &Arc<dyn Iface>) -> Outcome {
@@ -32,8 +32,8 @@ pub(super) fn started_copy_moves_exactly_the_named_bytes(iface: &Arc<dyn Iface>)
     Ok(())
 }
 
-/// Copies parts in, out, and from one end of the buffer to the other. Asserts each time that the
-/// bytes around the part stay the same.
+/// Copies parts from host memory into the buffer, back to host memory, and within the buffer.
+/// Asserts after each copy that the bytes around the part did not change.
 fn assert_copies(buffer: &DeviceBuffer, copy: Copy<'_>) {
     let kind = buffer.allocation().kind.name();
     for (seed, (offset, len)) in PARTS.into_iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Dma-bufs.
+//! Behaviours of dma-buf exports.
 
 use std::{os::fd::AsFd, ptr, slice, sync::Arc};
 
@@ -87,8 +87,8 @@ pub(super) fn dma_buf_past_an_allocation_is_refused(iface: &Arc<dyn Iface>) -> O
     Ok(())
 }
 
-/// Uses allocations with pages of their own. Drivers place small allocations side by side in pages
-/// that they keep.
+/// Uses allocations of whole pages, because drivers place small allocations side by side in one
+/// page and keep that page.
 pub(super) fn dma_buf_of_freed_memory_shows_no_other_memory(iface: &Arc<dyn Iface>) -> Outcome {
     const OWN_PAGES: u64 = 2 << 20;
     let (exporter, exported) = exportable(iface)?;
@@ -146,8 +146,8 @@ fn mapped_bytes(export: &DmaBufExport) -> Result<Vec<u8>, Skipped> {
         Ok(base) => base,
         Err(errno) => return skip(format!("the dma-buf cannot be mapped by the CPU: {errno}")),
     };
-    // SAFETY: the mapping above is readable and `len` bytes long. The iface exported these bytes, and
-    // a dma-buf ends with a whole page. Nothing writes the memory while the slice lives.
+    // SAFETY: the mapping above is readable and `len` bytes long. The iface exported these bytes,
+    // and a dma-buf ends with a whole page. Nothing writes the memory while the slice lives.
     let bytes = unsafe { slice::from_raw_parts(base.cast::<u8>(), len) };
     let bytes = bytes[in_page as usize..][..export.len as usize].to_vec();
     // SAFETY: the mapping was made above, and no reference into it is left.
@@ -155,7 +155,7 @@ fn mapped_bytes(export: &DmaBufExport) -> Result<Vec<u8>, Skipped> {
     Ok(bytes)
 }
 
-/// Asserts that a dma-buf holds its range, if its size can be read.
+/// Asserts that the exported range is inside the dma-buf, if the dma-buf's size can be read.
 fn assert_in_bounds(export: &DmaBufExport) {
     if let Ok(size) = seek(&export.fd, SeekFrom::End(0)) {
         let end = export.offset.0 + export.len;

@@ -1,4 +1,5 @@
-//! Facets that few ifaces have: segments, IPC, host registration, the flush of inbound writes.
+//! Behaviours of facets that few ifaces have: segments, IPC, host registration, the flush of
+//! inbound writes.
 
 use std::sync::Arc;
 

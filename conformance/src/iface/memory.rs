@@ -1,4 +1,4 @@
-//! Allocations and queries.
+//! Behaviours of allocations and queries.
 
 use std::{collections::HashSet, fs, sync::Arc};
 
@@ -142,8 +142,8 @@ pub(super) fn second_free_is_refused(iface: &Arc<dyn Iface>) -> Outcome {
     Ok(())
 }
 
-/// Allocates and frees in turns. In all, that is more memory than the device has, and more than the
-/// limit for the growth of the address space.
+/// Allocates and frees memory repeatedly. The total is more memory than the device has, and more
+/// than the allowed growth of the process's address space.
 pub(super) fn freed_memory_can_be_allocated_again(iface: &Arc<dyn Iface>) -> Outcome {
     const PARTS: u64 = 16;
     need(&**iface, iface.allocator(), Facet::Allocator)?;
@@ -165,7 +165,7 @@ pub(super) fn freed_memory_can_be_allocated_again(iface: &Arc<dyn Iface>) -> Out
     Ok(())
 }
 
-/// Returns the bytes of address space that the process has mapped.
+/// Returns the number of bytes of address space that the process has mapped.
 fn address_space() -> u64 {
     let statm = fs::read_to_string("/proc/self/statm").expect("read /proc/self/statm");
     let pages = statm.split(' ').next().and_then(|pages| pages.parse::<u64>().ok());

@@ -95,11 +95,12 @@ behaviours! {
     registration_queries_the_iface_once_per_end,
 }
 
-/// Length of the allocations: several pages of every page size except huge pages.
+/// The length of the test allocations in bytes. That is several pages, whatever the machine's base
+/// page size is.
 const LEN: u64 = 256 << 10;
 
-/// Parts of an allocation, as offset and length: all of it, whole pages in the middle, and a range
-/// that starts and ends inside pages.
+/// The parts of an allocation that the behaviours use, as offset and length: all of it, whole pages
+/// in the middle, and a range that starts and ends inside pages.
 const PARTS: [(u64, u64); 3] = [(0, LEN), (64 << 10, 64 << 10), (70_001, 10_007)];
 
 /// The kinds of memory that an iface may allocate.
@@ -112,7 +113,8 @@ const KINDS: [AllocationKind; 6] = [
     AllocationKind::System,
 ];
 
-/// Returns `facet`, or the outcome of a behaviour that needs it.
+/// Returns the value of `facet`. If the iface does not have the facet, returns the outcome that
+/// skips the behaviour.
 fn need<T>(iface: &dyn Iface, facet: Option<T>, which: Facet) -> Result<T, Skipped> {
     facet.map_or_else(|| skip(format!("the iface lacks it: {}", iface.unavailable(which))), Ok)
 }
@@ -165,7 +167,8 @@ fn at(buffer: &DeviceBuffer, offset: u64) -> Address {
     Address(buffer.allocation().base().0 + offset)
 }
 
-/// Returns the range of a buffer's allocation from a query. Drivers round virtual memory up.
+/// Queries the iface for the range of a buffer's allocation. For virtual memory the range may be
+/// longer than the buffer, because drivers round its length up to their granularity.
 fn whole(iface: &dyn Iface, buffer: &DeviceBuffer) -> AddressRange {
     let own = buffer.allocation();
     let found = iface.query(own.base()).expect("query").expect("an allocation is claimed");
@@ -177,7 +180,7 @@ fn whole(iface: &dyn Iface, buffer: &DeviceBuffer) -> AddressRange {
     found.range
 }
 
-/// Returns the facets that an iface lacks.
+/// Returns the facets that an iface does not have.
 fn lacking(iface: &dyn Iface) -> Vec<Facet> {
     let can = Capability::of(iface);
     [

@@ -1,4 +1,4 @@
-//! The monitor that detects frees.
+//! Behaviours of the monitor that detects frees.
 
 use std::sync::{
     Arc,
@@ -14,7 +14,7 @@ use hmem_core::{
 use super::{buffers, is_missing, need};
 use crate::trial::{Outcome, Skipped, skip};
 
-/// Counts the notifications about a range.
+/// An invalidator that counts the notifications about a range.
 #[derive(Debug)]
 struct Listener {
     range: AddressRange,
@@ -61,7 +61,8 @@ fn start(iface: &dyn Iface) -> Result<Arc<dyn Monitor>, Skipped> {
     }
 }
 
-/// Detects the free by a callback, or by another identity at the address.
+/// Requires that the monitor detects a free: by a callback, or by a changed identity at the
+/// address.
 pub(super) fn monitor_detects_a_free(iface: &Arc<dyn Iface>) -> Outcome {
     let monitor = start(&**iface)?;
     for buffer in buffers(iface)? {
@@ -82,7 +83,7 @@ pub(super) fn monitor_detects_a_free(iface: &Arc<dyn Iface>) -> Outcome {
             }
             DetectionMethod::Identity => {
                 assert!(!valid(), "freed memory is valid: {allocation:?}");
-                // The address may be reused, with another identity.
+                // The new allocations may reuse the address, with another identity.
                 let again = buffers(iface)?;
                 assert!(!valid(), "{allocation:?} is valid beside {again:?}");
             }

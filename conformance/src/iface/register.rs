@@ -1,4 +1,4 @@
-//! Registrations of the iface's memory over the software NIC.
+//! Behaviours of the iface's memory when the software NIC registers it.
 
 use std::sync::{
     Arc,
@@ -124,7 +124,7 @@ fn moves_bytes(
     endpoint.close().map_err(Error::from)
 }
 
-/// Waits for a transfer. A read of this NIC's queue executes it.
+/// Waits for a transfer. The software NIC executes a transfer when its completion queue is read.
 fn moved(cq: &dyn CompletionQueue) -> Result<u64> {
     let mut done = Vec::new();
     while cq.read(&mut done, 1)? == 0 {}

@@ -1,4 +1,4 @@
-//! Completions: waits, the file descriptor of a queue, immediate data.
+//! Behaviours of completions: waits, the file descriptor of a queue, immediate data.
 
 use std::{
     sync::Arc,

@@ -1,4 +1,4 @@
-//! Keys, and names of endpoints.
+//! Behaviours of keys, and of endpoint names.
 
 use std::{collections::HashSet, sync::Arc};
 

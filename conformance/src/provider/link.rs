@@ -1,4 +1,4 @@
-//! Two domains on one NIC: a target that exposes memory, and an initiator that reaches for it.
+//! Two domains on one NIC: a target that exposes memory, and an initiator that accesses it.
 
 use std::{
     cell::Cell,
@@ -76,7 +76,7 @@ impl Side {
         Ok(())
     }
 
-    /// Waits for the next completion. Makes progress on the other side too.
+    /// Waits for this side's next completion. Meanwhile makes progress on `other`.
     pub(super) fn wait(&self, other: &Self) -> Completion {
         let mut done = Vec::new();
         eventually("the end of a transfer", || {
@@ -87,8 +87,8 @@ impl Side {
     }
 }
 
-/// Waits until another thread or the NIC has reached a state. Panics after a minute, so that a test
-/// fails instead of hanging.
+/// Waits until `reached` returns true. Panics after a minute, so that a test fails instead of
+/// hanging.
 pub(super) fn eventually(what: &str, mut reached: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !reached() {
@@ -97,11 +97,11 @@ pub(super) fn eventually(what: &str, mut reached: impl FnMut() -> bool) {
     }
 }
 
-/// The fixture of the behaviours: both sides, and a device for the target's memory.
+/// The fixture of the behaviours: both domains, and a simulated device for the target's memory.
 pub(super) struct Link {
     pub(super) initiator: Side,
     pub(super) target: Side,
-    /// The target's endpoint, as the initiator resolved it.
+    /// The target's endpoint, as a peer of the initiator's endpoint.
     pub(super) peer: PeerId,
     pub(super) device: Arc<Simulated>,
 }
@@ -141,7 +141,7 @@ impl Link {
         mapped.expect("map the raw key")
     }
 
-    /// Writes bytes to an offset of the region behind `key`.
+    /// Writes `bytes` to `offset` of the region that `key` belongs to.
     pub(super) fn push(&self, key: &RemoteKey, offset: u64, bytes: &[u8]) -> Result<u64> {
         let source = self.initiator.register(bytes.to_vec(), LOCAL);
         let len = bytes.len() as u64;
@@ -150,7 +150,7 @@ impl Link {
         self.ended()
     }
 
-    /// Reads bytes from an offset of the region behind `key`.
+    /// Reads `len` bytes from `offset` of the region that `key` belongs to.
     pub(super) fn pull(&self, key: &RemoteKey, offset: u64, len: u64) -> Result<Vec<u8>> {
         let sink = self.initiator.register(vec![0xEE; len as usize], LOCAL);
         let remote = [remote(key, offset, len)];
@@ -178,21 +178,21 @@ impl Link {
         (arrived.remove(0), ended)
     }
 
-    /// Waits for the one request of the initiator, and returns its result.
+    /// Waits for the completion of the initiator's only request in flight, and returns its result.
     pub(super) fn ended(&self) -> Result<u64> {
         let completion = self.initiator.wait(&self.target);
         assert_eq!(completion.context, 1, "a completion of another request");
         completion.result
     }
 
-    /// Asserts that neither a write nor a read through the key reaches memory.
+    /// Asserts that a write and a read with the key are refused. `what` names the key in failures.
     #[track_caller]
     pub(super) fn assert_dead(&self, key: &RemoteKey, offset: u64, what: &str) {
         assert_refused(self.push(key, offset, &[0xFF]), what);
         assert_refused(self.pull(key, offset, 1), what);
     }
 
-    /// Asserts that a write and a read through the key succeed.
+    /// Asserts that a write and a read with the key succeed.
     #[track_caller]
     pub(super) fn assert_works(&self, key: &RemoteKey) {
         let bytes = pattern(9, 19);
@@ -201,12 +201,13 @@ impl Link {
     }
 }
 
-/// Returns the segment of `len` bytes from an offset of the region behind `key`.
+/// Returns the segment of `len` bytes from `offset` of the region that `key` belongs to.
 pub(super) fn remote(key: &RemoteKey, offset: u64, len: u64) -> RemoteSegment<'_> {
     RemoteSegment { address: Iova(key.base().0.wrapping_add(offset)), len, key }
 }
 
-/// Asserts that the target refused an access. RDMA devices do not return the reason.
+/// Asserts that the target refused an access. Accepts every kind of access error, because RDMA
+/// devices do not return the reason.
 #[track_caller]
 pub(super) fn assert_refused<T>(result: Result<T>, what: &str) {
     match result {

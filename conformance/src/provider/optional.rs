@@ -1,4 +1,5 @@
-//! Facets of a domain: sub-regions, windows, counters, refresh. Also asynchronous registration.
+//! Behaviours of optional facets (sub-regions, windows, counters, refresh) and of asynchronous
+//! registration.
 
 use std::{sync::Arc, time::Duration};
 
@@ -61,7 +62,8 @@ pub(super) fn region_with_a_sub_region_is_busy(provider: &Arc<dyn Provider>) -> 
     Ok(())
 }
 
-/// Returns the types of windows of the NIC, or the outcome of a behaviour that needs one.
+/// Returns the window types of the NIC. If the NIC has none, returns the outcome that skips the
+/// behaviour.
 fn window_types(link: &Link) -> Result<Vec<WindowType>, Skipped> {
     if link.has(MrMode::RAW) {
         return skip("windows have no raw keys, and this mode has no other keys");
@@ -72,7 +74,7 @@ fn window_types(link: &Link) -> Result<Vec<WindowType>, Skipped> {
     }
 }
 
-/// A window of any type.
+/// A memory window of type 1 or type 2.
 enum Window {
     One(Type1Window),
     Two(Type2Window),

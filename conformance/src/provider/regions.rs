@@ -1,4 +1,4 @@
-//! Rights and bounds of regions, and their close.
+//! Behaviours of regions: rights, bounds and closing.
 
 use std::{sync::Arc, thread};
 
@@ -93,7 +93,7 @@ pub(super) fn closed_region_is_unreachable(provider: &Arc<dyn Provider>) -> Outc
     Ok(())
 }
 
-/// Some of the writes may succeed before the region is closed.
+/// Writes that end before the region is closed may succeed.
 pub(super) fn transfers_in_flight_leave_a_closed_region_alone(
     provider: &Arc<dyn Provider>,
 ) -> Outcome {
@@ -227,7 +227,7 @@ pub(super) fn opening_and_closing_leaks_no_fd(provider: &Arc<dyn Provider>) -> O
     Ok(())
 }
 
-/// Asserts that a region with dependents refuses to close, and still works.
+/// Asserts that a region in use by a sub-region or window refuses to close, and still works.
 pub(super) fn assert_busy(
     link: &Link,
     region: hmem_core::OwnedRegion<Vec<u8>>,

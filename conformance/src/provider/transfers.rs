@@ -1,4 +1,4 @@
-//! Transfers. Every byte arrives, and no other byte changes.
+//! Behaviours of transfers: every byte arrives, and no other byte changes.
 
 use std::sync::Arc;
 
@@ -17,10 +17,11 @@ use crate::{
     trial::{Outcome, skip},
 };
 
-/// Bytes of the regions.
+/// The length of each region in bytes.
 const LEN: u64 = 200_000;
 
-/// Parts of a region: all, one byte at each end, and an uneven one in the middle.
+/// The parts of a region that are transferred, as offset and length: all of it, one byte at each
+/// end, and an odd number of bytes in the middle.
 const PARTS: [(u64, u64); 4] = [(0, LEN), (0, 1), (LEN - 1, 1), (4095, 70_001)];
 
 pub(super) fn write_and_read_move_exactly_the_named_bytes(provider: &Arc<dyn Provider>) -> Outcome {
@@ -167,7 +168,7 @@ pub(super) fn transfers_progress_by_the_declared_agent(provider: &Arc<dyn Provid
     Ok(())
 }
 
-/// Two writes to the same bytes and a read of them, all in flight at once.
+/// Posts two writes to the same bytes and a read of these bytes, all in flight at once.
 pub(super) fn requests_take_effect_in_the_declared_order(provider: &Arc<dyn Provider>) -> Outcome {
     const LEN: u64 = 16 << 10;
     let link = Link::open(provider);

@@ -11,9 +11,9 @@ use hmem_core::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(dead_code, reason = "each test binary with this module uses one variant")]
 pub(crate) enum MonitorFault {
-    /// The monitor watches nothing.
+    /// The monitor reports no free.
     Deaf,
-    /// The monitor reports every identity as current.
+    /// The monitor reports every allocation as still existing.
     Confused,
 }
 

@@ -1,4 +1,5 @@
-//! Memory that keeps its type: a stale index always leads to a `T`.
+//! An arena: memory that is only ever used for values of one type. So an outdated index still
+//! refers to a valid `T`.
 //!
 //! An arena reserves addresses for all the values that it may ever hold. It makes them accessible
 //! as it grows, so that one addition turns an index into a reference. The arena unmaps nothing
@@ -14,7 +15,8 @@ pub(super) use self::modelled::Arena;
 /// # Safety
 /// All bytes zero must be a valid value, and the type must need no drop.
 pub(super) unsafe trait Zeroed {
-    /// Returns that value, for memory that does not come from the operating system.
+    /// Returns the value with all bytes zero, for memory that does not come from the operating
+    /// system.
     #[cfg(loom)]
     fn zeroed() -> Self;
 }
@@ -36,13 +38,14 @@ mod mapped {
 
     const PAGE: usize = 4096;
 
-    /// Up to a fixed number of `T`s. Index 0 means "none".
+    /// An arena of up to a fixed number of `T`s. Index 0 means "none".
     pub(in crate::cache) struct Arena<T> {
         base: NonNull<T>,
-        /// The address of index 0 if all indices had the tag of [`Arena::at_tagged`].
+        /// The base from which [`Arena::at_tagged`] computes addresses: a tagged index is added to
+        /// it.
         tagged: *const T,
         reserved: usize,
-        /// Accessible bytes. They grow under the cache's lock.
+        /// The number of accessible bytes. It grows under the cache's lock.
         usable: AtomicUsize,
     }
 
@@ -82,7 +85,7 @@ mod mapped {
         }
 
         /// Makes everything up to `index` accessible. Returns `false` if the arena is full or
-        /// memory is short. The caller lets no other thread call it at the same time.
+        /// memory is short. The caller ensures that no other thread calls this at the same time.
         pub(in crate::cache) fn ensure(&self, index: u32) -> bool {
             let needed = (index as usize + 1) * size_of::<T>();
             let usable = self.usable.load(Ordering::Relaxed);
@@ -121,7 +124,7 @@ mod mapped {
             unsafe { self.base.add(index as usize).as_ref() }
         }
 
-        /// Returns the value whose index is `tagged` without the arena's tag. `tagged` has the tag.
+        /// Returns the value of an index that includes the arena's tag.
         #[inline(always)]
         pub(in crate::cache) fn at_tagged(&self, tagged: u32) -> &T {
             // SAFETY: the tag is subtracted and added by wrapping arithmetic only. The sum is the
@@ -143,7 +146,7 @@ mod mapped {
             }
         }
 
-        /// Disables huge pages, which would take memory for values that are not used yet.
+        /// Disables huge pages, which would use memory for values that are not in use yet.
         pub(in crate::cache) fn small_pages(self) -> Self {
             // SAFETY: the pages belong to the arena, and the advice changes no content.
             let advised = unsafe {

@@ -9,7 +9,7 @@ use crate::{Rejected, Result, monitor::Invalidator};
 ///
 /// Any threads may call the methods at once. The cache holds none of its locks during a call.
 pub trait CacheBackend: Send + Sync + 'static {
-    /// A registration.
+    /// A registered region of the backend.
     type Region: Send + Sync + 'static;
 
     /// A subscription to changes of one registration's memory.
@@ -31,13 +31,13 @@ pub trait CacheBackend: Send + Sync + 'static {
     /// Returns whether each hit must call [`CacheBackend::is_current`].
     fn needs_validation(&self, watch: &Self::Watch) -> bool;
 
-    /// Returns whether the memory is still the memory that was registered.
+    /// Returns whether the memory at the addresses is still the memory that was registered.
     ///
     /// # Errors
     /// A failed driver call. The cache then invalidates the entry.
     fn is_current(&self, watch: &Self::Watch) -> Result<bool>;
 
-    /// Returns the largest number of bytes of one registration. Merging does not exceed it.
+    /// Returns the largest length of a registration in bytes. Merging does not exceed it.
     fn max_len(&self) -> u64;
 
     /// Registers the key's memory. `watch` is the result of [`CacheBackend::watch`] for the same
@@ -58,12 +58,13 @@ pub trait CacheBackend: Send + Sync + 'static {
 /// The limits of a cache, and the switch for merging.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Largest number of entries, in use or idle. Invalidated entries do not count. 0 turns caching
-    /// off. A cache never holds more than 4,194,304 entries.
+    /// The largest number of entries, in use or idle. Invalidated entries do not count. 0 disables
+    /// caching. A cache never holds more than 4,194,304 entries.
     pub max_count: usize,
-    /// Largest number of bytes of these entries. 0 turns caching off.
+    /// The largest number of bytes of these entries together. 0 disables caching.
     pub max_bytes: u64,
-    /// Merges a registration with entries of the same rights that it overlaps or touches.
+    /// Set if a new registration is merged with the entries of the same rights that it overlaps or
+    /// touches.
     pub merge: bool,
 }
 

@@ -15,13 +15,14 @@ use crate::{
     monitor::{InvalidationCause, InvalidationToken, Invalidator},
 };
 
-/// The number of entries beyond the limit, for invalidated entries with leases and for new entries
-/// during an eviction.
+/// The number of entries that the index has room for beyond the limit. They are needed for
+/// invalidated entries that still have leases, and for new entries during an eviction.
 #[cfg(not(loom))]
 const SPARE_ENTRIES: usize = 4096;
 #[cfg(loom)]
 const SPARE_ENTRIES: usize = 2;
-/// The largest limit of entries.
+/// The maximum of [`Limits::max_count`](super::Limits::max_count). A higher limit is reduced to
+/// this.
 const MAX_ENTRIES: usize = 1 << 22;
 
 /// The state of a cache, one part for each group of modules. Lookups read the first two parts.
@@ -44,17 +45,17 @@ pub(super) struct CacheCore<S: CacheBackend> {
     pub(super) waker: Waker,
 }
 
-/// State under the cache's lock.
+/// The state that the cache's lock protects.
 pub(super) struct LockedState<S: CacheBackend> {
     pub(super) index: IndexState,
     pub(super) reclaim: ReclaimState<S>,
     pub(super) misses: MissState,
 }
 
-/// State of misses under the cache's lock.
+/// The state of misses that the cache's lock protects.
 #[derive(Default)]
 pub(super) struct MissState {
-    /// Misses that made an entry, those in progress included.
+    /// The number of misses that made an entry, including misses in progress.
     pub(super) registrations: u64,
     /// Errors of failed registrations, for the threads that waited for them.
     pub(super) failures: HashMap<u32, Error>,
@@ -63,7 +64,7 @@ pub(super) struct MissState {
 /// Counts that change without the lock. Hits are counted in the lease slots instead.
 #[derive(Debug)]
 pub(super) struct Counters {
-    /// Hits of misses that waited or searched again.
+    /// The number of hits by lookups that missed first, and then waited or searched again.
     pub(super) late_hits: AtomicU64,
     pub(super) uncached: AtomicU64,
     pub(super) failures: AtomicU64,
@@ -116,14 +117,14 @@ impl<S: CacheBackend> CacheCore<S> {
         })
     }
 
-    /// Takes a block for a new owner. Returns `None` if all blocks are in use. Takes the lock, so
-    /// that a thread that ends entries under the lock knows all owners.
+    /// Assigns a free block to a new owner. Returns `None` if all blocks are in use. Locks the
+    /// cache, so that a thread that ends entries under the lock knows all owners.
     pub(super) fn take_block(&self) -> Option<&LeaseBlock> {
         let _ends_no_entries = self.state.lock();
         self.leases.blocks.take_first()
     }
 
-    /// Marks an entry invalidated, whatever its range.
+    /// Marks an entry invalidated without a check of its range.
     pub(super) fn mark_invalidated(&self, index: u32, cause: InvalidationCause) {
         if self.index.entries.at(index).mark_invalidated(|_| true) {
             self.counters.count_invalidation(cause);
@@ -137,7 +138,8 @@ impl<S: CacheBackend> CacheCore<S> {
     }
 
     /// Invalidates the entries that have a byte of the range, but not those that only share a page
-    /// with it. Serves the application, which knows its bytes; monitors report pages.
+    /// with it. The application calls this, because it knows the exact bytes. Monitors report whole
+    /// pages.
     pub(super) fn invalidate_bytes(&self, range: AddressRange) {
         let Some(last) = range.len().checked_sub(1) else { return };
         let start = range.start().0;
@@ -146,8 +148,8 @@ impl<S: CacheBackend> CacheCore<S> {
         self.invalidate_end(change);
     }
 
-    /// Publishes an invalidation of the addresses from `start` to `last`. The caller then looks for
-    /// entries.
+    /// Publishes an invalidation of the addresses from `start` to `last`. The caller then searches
+    /// for entries.
     fn publish(&self, start: u64, last: u64, cause: InvalidationCause) -> InvalidationToken {
         let change = self.active_invalidations.begin(start, last, cause);
         fence_after_exchange();

@@ -1,4 +1,5 @@
-//! One word that every lookup loads first: cache number and close count; 0 after a fork.
+//! The gate: a word that every lookup loads first. It holds the cache's number and a count of
+//! closes, and is 0 after a fork.
 
 use super::sync::{AtomicU64, Ordering};
 use crate::Result;
@@ -9,11 +10,11 @@ use crate::process::WipedWord;
 const FENCED: u64 = 1;
 /// Set once the gate is closed permanently.
 const CLOSED_PERMANENTLY: u64 = 2;
-/// Added by each close. The cache's number stands above the bits of this count.
+/// The amount by which each close increases the word. The higher bits hold the cache's number.
 const CLOSE: u64 = 4;
 const NUMBER: u32 = 16;
 
-/// Returns the word of cache `number` while the gate is open for lookups without a fence.
+/// Returns the value that the word of cache `number` has while fast lookups are enabled.
 pub(super) const fn fast_open(number: u64) -> u64 {
     number << NUMBER
 }
@@ -22,7 +23,7 @@ const fn open(number: u64, fenced: bool) -> u64 {
     fast_open(number) | if fenced { FENCED } else { 0 }
 }
 
-/// Disables all hits while closed.
+/// A switch that disables all hits while it is closed.
 ///
 /// The word has a page of its own, which the kernel zeroes in a forked child (`MADV_WIPEONFORK`),
 /// however the fork was made.
@@ -57,7 +58,8 @@ impl Gate {
         &self.word
     }
 
-    /// Loads the word: [`fast_open`] of the cache's number while lookups may hit without a fence.
+    /// Loads the word. Fast lookups are enabled if and only if it equals `fast_open(number)` for
+    /// the cache's number ([`fast_open`]).
     #[inline(always)]
     pub(super) fn load(&self) -> u64 {
         self.word().load(Ordering::Acquire)
@@ -86,7 +88,7 @@ impl Gate {
         self.load() & CLOSED_PERMANENTLY != 0
     }
 
-    /// Closes the gate until a matching [`Gate::open`]. Closes are counted.
+    /// Closes the gate until a matching [`Gate::open`]. Closes may be nested.
     pub(super) fn close(&self) {
         self.word().fetch_add(CLOSE, Ordering::SeqCst);
     }

@@ -83,7 +83,7 @@ impl<S: CacheBackend> Cache<S> {
     }
 
     /// Returns a region like [`Cache::get_or_register`], for a key that [`Cache::get_cached`] did
-    /// not find. Skips the search without the lock.
+    /// not find. This skips the lookup without the lock.
     ///
     /// # Errors
     /// The errors of [`Cache::get_or_register`].
@@ -106,8 +106,8 @@ impl<S: CacheBackend> Cache<S> {
         threads::own_block(&self.core.leases, || self.core.take_block())
     }
 
-    /// Looks up with a block of the calling thread, and registers on a miss. `found` has the result
-    /// of a fast lookup's search, if there was one.
+    /// Looks up with a lease slot of the calling thread, and registers on a miss. `found` is the
+    /// result of a fast lookup's search, or `None` if it did not search.
     #[inline(never)]
     pub(super) fn lookup_in_block<'c>(
         &'c self,
@@ -164,7 +164,8 @@ impl<S: CacheBackend> Cache<S> {
         Ok(OwnedLease::new(self, self.register_missing(key)?))
     }
 
-    /// Creates a handle for many lookups on one thread. Its lookups need not find the lease block.
+    /// Creates a handle for many lookups on one thread. Its lookups are faster, because the handle
+    /// already has a lease block.
     #[must_use]
     pub fn lookup_handle(&self) -> LookupHandle<'_, S> {
         let usable = !self.core.leases.gate.is_forked();
@@ -191,8 +192,8 @@ impl<S: CacheBackend> Cache<S> {
         self.core.invalidate_bytes(range);
     }
 
-    /// Invalidates like [`Cache::invalidate`], and calls `callback` once all of these entries are
-    /// deregistered. Entries of the range whose deregistration had begun before count too.
+    /// Invalidates like [`Cache::invalidate`], and calls `callback` once all entries of the range
+    /// are deregistered. This includes entries with a deregistration that is already in flight.
     ///
     /// The thread that deregisters the last of these entries calls `callback`. If there are none,
     /// the calling thread does.
@@ -254,13 +255,13 @@ impl<S: CacheBackend> Cache<S> {
     }
 }
 
-/// The index of a search that found no entry.
+/// The result of a search of the table that found no entry.
 const NOT_FOUND: u32 = 0;
 
 impl<S: CacheBackend> Drop for Cache<S> {
     fn drop(&mut self) {
         if self.core.leases.gate.is_forked() {
-            // Thread, locks and regions belong to the parent.
+            // The thread, the locks and the regions belong to the parent.
             #[cfg(not(loom))]
             std::mem::forget(self.worker.take());
             return;
@@ -286,7 +287,7 @@ pub struct LookupHandle<'c, S: CacheBackend> {
     not_send: PhantomData<*const ()>,
 }
 
-/// A handle's block, and the slot of it that a lookup tries first.
+/// The lease block of a handle, and the slot of the block that a lookup tries first.
 struct HandleBlock<'c> {
     block: &'c LeaseBlock,
     slot: Cell<&'c LeaseSlot>,
@@ -372,7 +373,7 @@ impl<S: CacheBackend> fmt::Debug for LookupHandle<'_, S> {
 /// A lease that keeps its cache alive. It may outlive the borrow of the cache, and costs a shared
 /// reference count.
 pub struct OwnedLease<S: CacheBackend> {
-    /// Refers to the cache, so it is dropped first.
+    /// The lease, which refers to the cache and so is dropped before it.
     lease: Lease<'static, S>,
     _cache: Arc<Cache<S>>,
 }

@@ -1,31 +1,33 @@
-//! Invalidations in progress, which a registration must not overlap.
+//! The invalidations in progress. A registration that overlaps one of them is invalidated at once.
 
 use super::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::monitor::{InvalidationCause, InvalidationToken};
 
-/// Slots that an invalidation claims for itself.
+/// The number of own slots, which an invalidation claims with one exchange.
 #[cfg(not(loom))]
 const OWN: usize = 4;
 #[cfg(loom)]
 const OWN: usize = 1;
 
-/// Slots for invalidations that found their own slot claimed.
+/// The number of shared slots, for invalidations that found their own slot claimed.
 #[cfg(not(loom))]
 const SHARED: usize = 64;
 #[cfg(loom)]
 const SHARED: usize = 2;
 
-/// The token of an invalidation without a slot.
+/// The token of an invalidation that found no free slot.
 const NO_SLOT: u32 = u32::MAX;
 
-/// A range that is being invalidated: all addresses until the range is written.
+/// A range that is being invalidated. A claimed slot covers all addresses until its range is
+/// written.
 #[repr(align(64))]
 #[derive(Debug)]
 struct InvalidationSlot {
     start: AtomicU64,
     last: AtomicU64,
     cause: AtomicU32,
-    /// 1 while an own slot is claimed. Shared slots use a bit of `taken`.
+    /// 1 while the slot is claimed, if it is an own slot. For a shared slot, a bit of `taken` says
+    /// this instead.
     claimed: AtomicU32,
 }
 
@@ -61,7 +63,7 @@ impl InvalidationSlot {
 
     /// Returns the cause if the slot's range overlaps this one.
     fn overlapping(&self, start: u64, last: u64) -> Option<InvalidationCause> {
-        // Until its range is written, a slot stands for all addresses.
+        // Until its range is written, a slot covers all addresses.
         let other_last = self.last.load(Ordering::Acquire);
         let other_start = self.start.load(Ordering::Relaxed);
         (other_last == u64::MAX || (start <= other_last && other_start <= last)).then(|| {
@@ -146,7 +148,7 @@ impl ActiveInvalidations {
         }
     }
 
-    /// Withdraws a range and releases its slot.
+    /// Ends an invalidation: withdraws its range and releases its slot.
     #[inline]
     pub(super) fn end(&self, change: &InvalidationToken) {
         match self.own.get((change.0 as usize).wrapping_sub(SHARED)) {

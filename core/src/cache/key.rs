@@ -22,10 +22,10 @@ pub struct Key {
     /// The last address.
     pub(super) last: u64,
     pub(super) access: u32,
-    /// Iface and device.
+    /// The iface and the device, in one number.
     pub(super) owner: u64,
     pub(super) allocation: u64,
-    /// All ones if owner and allocation must match, 0 if any owner matches.
+    /// A mask: all ones if owner and allocation must match, 0 if the key matches any owner.
     pub(super) exact: u64,
 }
 

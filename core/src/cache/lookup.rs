@@ -56,7 +56,8 @@ impl<S: CacheBackend> CacheCore<S> {
         FastLookup::SlowPath { found: Some(index) }
     }
 
-    /// Looks up `key` in the slot's last entry, which starts in the same page.
+    /// Looks up `key` in the entry that the slot's last lookup found. The entry starts in the same
+    /// page as the key.
     #[inline(always)]
     fn lookup_last<'c>(
         &'c self,
@@ -184,15 +185,15 @@ impl<S: CacheBackend> CacheCore<S> {
         self.wake_if_invalidated(entry);
     }
 
-    /// Ends a lease in any cache.
+    /// Ends a lease, with a fence if the cache's lookups need one.
     pub(super) fn release_checked(&self, entry: &Entry<S>, slot: &LeaseSlot) {
         slot.entry.store(0, Ordering::Release);
         self.leases.barrier.light();
         self.wake_if_invalidated(entry);
     }
 
-    /// Wakes the worker if the entry is invalidated. The entry may be in another use by now, which
-    /// at worst wakes the worker for nothing.
+    /// Wakes the worker if the entry is invalidated. The entry may have been reused by now. Then
+    /// the worker may be woken without need, which is harmless.
     #[inline(always)]
     fn wake_if_invalidated(&self, entry: &Entry<S>) {
         if entry.state.load(Ordering::Relaxed) & state::INVALIDATED != 0 {

@@ -20,10 +20,11 @@ use super::{
 };
 use crate::{Error, ErrorKind, Result, monitor::Invalidator};
 
-/// The number of times that a miss yields to a closed gate before it registers uncached.
+/// The number of times that a miss yields the processor while the gate is closed, before it
+/// registers an uncached region.
 const GATE_TRIES: u32 = 64;
 
-/// Fails a registration if the backend panics.
+/// A guard that fails a registration if the backend panics.
 struct RegistrationGuard<'c, S: CacheBackend> {
     core: &'c CacheCore<S>,
     index: u32,
@@ -44,7 +45,7 @@ impl<S: CacheBackend> Drop for RegistrationGuard<'_, S> {
 
 impl<S: CacheBackend> CacheCore<S> {
     /// Registers the key's memory, or leases an entry that another thread registers. Searches the
-    /// table once, and once more each time it waited in vain.
+    /// table once, and again after each wait for a registration that failed.
     ///
     /// The caller owns the slot's block, and the slot is free.
     #[cold]
@@ -173,7 +174,7 @@ impl<S: CacheBackend> CacheCore<S> {
             locked.misses.registrations += 1;
             slot.publish(index);
         }
-        // Announces the entry, which is in the table.
+        // The unlock announces the entry, which is in the table now, to invalidations.
         drop(locked);
         fence_after_exchange();
         let index = match made {
@@ -261,7 +262,7 @@ impl<S: CacheBackend> CacheCore<S> {
         self.register(locked, invalidator, slot, own, false)
     }
 
-    /// Sets an entry's bits after its registration and wakes the threads that wait for it.
+    /// Sets the state of an entry after its registration, and wakes the threads that wait for it.
     fn end_registration(&self, index: u32, phase: u32) {
         let entry = self.index.entries.at(index);
         let mut word = entry.state.load(Ordering::Relaxed);
@@ -281,8 +282,9 @@ impl<S: CacheBackend> CacheCore<S> {
 
     /// Ends a registration without a region.
     ///
-    /// Threads that waited for exactly its range and rights get the error. Other waiters register
-    /// themselves. Without an error all waiters do, and the miss still counts as a registration.
+    /// With an error, the waiting threads that asked for exactly its range and rights get the
+    /// error, and the others register themselves. Without an error all waiting threads register
+    /// themselves, and the miss still counts as a registration.
     #[cold]
     #[inline(never)]
     fn fail_registration(&self, index: u32, slot: &LeaseSlot, error: Option<Error>) {
@@ -302,21 +304,21 @@ impl<S: CacheBackend> CacheCore<S> {
         self.deregister(&mut detached, &mut PendingCallbacks::new());
     }
 
-    /// Counts a miss that made an entry as uncached or failed instead, under the lock, so that the
-    /// statistics always add up.
+    /// Recounts a miss that made an entry, as an uncached one or a failed one. Does so under the
+    /// lock, so that the statistics always add up.
     fn recount_registration(&self, registered: bool) {
         let mut locked = self.state.lock();
         locked.misses.registrations -= 1;
         count(if registered { &self.counters.uncached } else { &self.counters.failures });
     }
 
-    /// Registers an uncached region for a thread that can have no lease slot: the thread ends, or
-    /// the cache has no more blocks.
+    /// Registers an uncached region for a thread that can have no lease slot: the thread is ending,
+    /// or the cache can have no more blocks.
     pub(super) fn register_without_slot(&self, key: &Key) -> Result<Lease<'_, S>> {
         self.register_uncached(key, self.bypass_reason().unwrap_or(UncachedReason::Full))
     }
 
-    /// Registers a region for one lease.
+    /// Registers an uncached region, which is deregistered when its lease ends.
     #[cold]
     #[inline(never)]
     fn register_uncached(&self, key: &Key, reason: UncachedReason) -> Result<Lease<'_, S>> {
@@ -336,7 +338,8 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Registers. On `OutOfResources`, evicts idle entries and, if there were any, retries once.
+    /// Calls the backend to register the memory. On `OutOfResources`, evicts idle entries and, if
+    /// there were any, retries once.
     #[inline]
     fn register_in_backend(
         &self,

@@ -51,7 +51,8 @@ fn key(offset: u64, len: u64) -> Key {
     Key::new(range, Access::SEND).expect("a key")
 }
 
-/// Returns the searches of `lookup`, which the statistics must count as a miss.
+/// Returns the number of searches of the table by `lookup`, and its result. Asserts that the
+/// statistics count `lookup` as a miss.
 fn searches_of_miss<T>(cache: &Cache<Numbers>, lookup: impl FnOnce() -> T) -> (u32, T) {
     let before = cache.statistics().misses;
     searches::take();
@@ -61,7 +62,8 @@ fn searches_of_miss<T>(cache: &Cache<Numbers>, lookup: impl FnOnce() -> T) -> (u
     (counted, lease)
 }
 
-/// Runs `miss` in all the situations that a fast lookup can meet.
+/// Asserts that `get` searches the table at most twice for each miss, in every situation that a
+/// fast lookup can find.
 fn assert_searched_at_most_twice<T>(cache: &Cache<Numbers>, get: impl Fn(&Key) -> T) {
     let mut next = 0;
     let miss = |name: &str, offset: u64, len: u64| {

@@ -17,35 +17,37 @@ use crate::monitor::InvalidationCause;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CacheStatistics {
-    /// Lookups that may register: hits and misses.
+    /// The number of lookups that register on a miss: hits and misses.
     pub lookups: u64,
-    /// Lookups that returned a cached region, including those that waited for another thread's
-    /// registration.
+    /// The number of lookups that returned a cached region, including those that waited for another
+    /// thread's registration.
     pub hits: u64,
-    /// Lookups that found no cached region.
+    /// The number of lookups that found no cached region.
     pub misses: u64,
-    /// Misses that made an entry, those in progress included.
+    /// The number of misses that made an entry, including misses in progress.
     pub registrations: u64,
-    /// Misses that returned an uncached region.
+    /// The number of misses that returned an uncached region.
     pub uncached: u64,
-    /// Misses that failed.
+    /// The number of misses whose registration failed.
     pub failures: u64,
-    /// Entries evicted to make room.
+    /// The number of entries that were evicted to make room.
     pub evictions: u64,
-    /// Entries that a merged entry replaced.
+    /// The number of entries that a larger, merged entry replaced.
     pub merged: u64,
     invalidations: [u64; InvalidationCause::ALL.len()],
-    /// Entries that are live or being registered.
+    /// The number of entries that are registered or being registered. Invalidated entries do not
+    /// count.
     pub entries: usize,
-    /// Bytes of these entries.
+    /// The number of bytes of these entries.
     pub bytes: u64,
-    /// Leases of cached regions.
+    /// The number of leases of cached regions.
     pub leases: usize,
-    /// Entries with at least one lease, invalidated ones included.
+    /// The number of entries with at least one lease, including invalidated entries.
     pub in_use: usize,
-    /// Invalidated entries that wait for the end of their last lease or for deregistration.
+    /// The number of invalidated entries that wait for the end of their last lease or for
+    /// deregistration.
     pub pending_reclaim: usize,
-    /// Regions that the provider refused to deregister. The worker retries.
+    /// The number of regions that the provider refused to deregister. The worker retries.
     pub deregister_failed: usize,
 }
 
@@ -68,14 +70,15 @@ impl CacheStatistics {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CachedEntryInfo<T> {
-    /// Range, rights and identity.
+    /// The key of the registration: range, rights, owner and allocation.
     pub key: Key,
     /// Time since the registration, to the resolution of the kernel's coarse clock (a few
     /// milliseconds).
     pub age: Duration,
-    /// Number of leases.
+    /// The number of leases of the entry.
     pub users: usize,
-    /// The caller's data about the region.
+    /// The value that the closure of [`Cache::entries`](super::Cache::entries) returned for the
+    /// region.
     pub region: T,
 }
 

@@ -1,4 +1,4 @@
-//! Races on real processors.
+//! Tests of races on real processors.
 
 use std::sync::{
     Arc,
@@ -8,10 +8,10 @@ use std::sync::{
 use super::{Cache, CacheBackend, Key, Limits, sync::Barrier};
 use crate::{Access, Address, AddressRange, Rejected, Result, monitor::Invalidator};
 
-/// Numbers as registrations, which are harmless to read after their deregistration.
+/// A backend with numbers as registrations, which are harmless to read after their deregistration.
 struct Numbers {
     next: AtomicU64,
-    /// For each place, one more than the number in it that was deregistered last.
+    /// For each position, one more than the number that was last deregistered at that position.
     gone: Box<[AtomicU64]>,
 }
 
@@ -70,7 +70,7 @@ fn await_turn(turn: &AtomicU64, number: u64) -> bool {
 
 const OVER: u64 = u64::MAX;
 
-/// Ends the other thread's wait, even if this one panics.
+/// A guard that ends the other thread's wait when it is dropped, even by a panic.
 struct Ends<'a>(&'a AtomicU64);
 
 impl Drop for Ends<'_> {
@@ -150,7 +150,7 @@ fn lease_does_not_outlive_its_region_with_fences() {
     assert_eq!(find_stale_lease(Barrier::Fences, ROUNDS), None);
 }
 
-/// Needs two processors. On a busy machine it takes some ten thousand rounds.
+/// The test needs two processors. On a busy machine it takes some ten thousand rounds.
 #[test]
 #[ignore = "the slow tier"]
 fn lease_outlives_its_region_without_the_barrier() {

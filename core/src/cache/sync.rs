@@ -15,7 +15,7 @@ pub(super) use parking_lot::{Mutex, MutexGuard};
 #[cfg(loom)]
 pub(super) use self::modelled::{Mutex, MutexGuard};
 
-/// Marks the branch that calls it as unlikely: `std::hint::cold_path`, which Rust 1.95 has.
+/// Marks the branch that calls it as unlikely. A stand-in for `std::hint::cold_path` of Rust 1.95.
 #[cold]
 #[inline(always)]
 pub(super) const fn cold_path() {}
@@ -65,9 +65,10 @@ pub(super) enum Barrier {
     /// makes every other processor pass a barrier.
     #[cfg_attr(loom, expect(dead_code, reason = "loom has no membarrier"))]
     Expedited,
-    /// Both sides fence.
+    /// A full fence on both sides.
     Fences,
-    /// Like `Expedited` without the ending thread's half: shows that a test notices.
+    /// Like `Expedited`, but without the ending thread's half. A test uses it to show that it
+    /// detects a missing barrier.
     #[cfg(all(test, not(loom)))]
     Missing,
 }
@@ -173,7 +174,8 @@ pub(super) unsafe fn read_settled_u32(value: &AtomicU32) -> u32 {
     return unsafe { value.unsync_load() };
 }
 
-/// Fences between an announcement and a search for what it concerns, after a read-modify-write.
+/// Fences after a read-modify-write: between the publication of a value, and the search for entries
+/// or threads that the value affects.
 ///
 /// On x86-64 the read-modify-write is itself a full fence. A second one would stall every `munmap`.
 /// The callers' read-modify-writes are:
@@ -217,10 +219,10 @@ pub(super) mod modelled {
     pub(in crate::cache) const HEAVY: u32 = 2;
     pub(in crate::cache) const ANNOUNCE: u32 = 4;
 
-    /// No fence: the generation of a chain that is taken apart is not incremented.
+    /// The increment of the generation of a chain that is taken apart. This is not a fence.
     pub(in crate::cache) const GENERATION: u32 = 8;
 
-    /// The kinds that are left out. Not part of the model.
+    /// The kinds of fences that are left out. Loom does not track it.
     pub(in crate::cache) static LEFT_OUT: Plain = Plain::new(0);
 
     pub(super) fn is_left_out(kind: u32) -> bool {

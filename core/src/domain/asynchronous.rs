@@ -1,7 +1,8 @@
 //! Asynchronous registration, by one worker thread for each domain with a bound event queue.
 //!
 //! A job keeps its region alive. If the application drops the region while the job waits, the
-//! worker registers and deregisters it, or does neither. So no callback uses freed state (EVT-03).
+//! worker registers and deregisters it, or does neither. So no callback of a driver uses freed
+//! state (EVT-03).
 
 use std::{
     collections::VecDeque,
@@ -34,7 +35,7 @@ impl RegionId {
     }
 }
 
-/// A pending registration, which borrows nothing.
+/// A pending registration, with copies of all data that its request borrowed.
 pub(super) struct Job {
     region: Arc<RegionInner>,
     attr: MrAttr<'static>,
@@ -125,7 +126,8 @@ impl Worker {
 }
 
 impl Worker {
-    /// Cancels the pending job of a closed region. Returns false if the thread has started the job.
+    /// Cancels the pending job of a closed region. Returns false if the worker has started the job
+    /// already.
     pub(super) fn withdraw(&self, id: RegionId) -> bool {
         let withdrawn = {
             let jobs = &mut self.queue.jobs.lock().0;
@@ -148,8 +150,8 @@ fn canceled() -> Error {
 impl Drop for Worker {
     fn drop(&mut self) {
         if !self.process.is_current() {
-            // A forked child does not have the thread. A thread of the parent may have held the
-            // lock at the fork.
+            // A forked child does not have the worker thread. A thread of the parent may have held
+            // the lock at the fork.
             std::mem::forget(self.thread.take());
             return;
         }
@@ -203,8 +205,8 @@ impl Job {
         if result.is_err() {
             self.region.fail();
         }
-        // The order matters. First the job is dropped, so that it keeps neither the region nor the
-        // domain busy. Then a waiting close continues. Then the event can be read.
+        // The order matters. The job is dropped first, so that it does not keep the region or the
+        // domain busy. Then a waiting close continues. Last, the event becomes readable.
         let ended = self.region.ended();
         drop(self);
         if let Some(ended) = ended {

@@ -16,7 +16,7 @@ use crate::{
 pub struct DomainAttr {
     /// The NIC's name. `None` means the provider's first NIC.
     pub nic: Option<String>,
-    /// The mr_mode bits that the application supports.
+    /// The mr_mode bits that the application offers to the provider.
     pub mr_mode: MrMode,
     /// Set if the application uses device memory (`FI_HMEM`). Otherwise [`MrAttr::iface`] is
     /// ignored.
@@ -67,11 +67,11 @@ pub struct CacheAttr {
     pub max_count: Option<usize>,
     /// The largest number of bytes of all entries together. 0 disables caching.
     pub max_bytes: Option<u64>,
-    /// Merges registrations that overlap or touch.
+    /// True to merge registrations that overlap or touch.
     pub merge: Option<bool>,
-    /// Lets a miss register more than the range of the lookup, so that later lookups in the same
-    /// allocation are hits. [`Growth`] explains what this exposes to peers. All bytes of an entry
-    /// count for the limit. There is no environment variable for this setting.
+    /// The permission for a miss to register more than the range of the lookup, so that later
+    /// lookups in the same allocation are hits. [`Growth`] explains what this exposes to peers. All
+    /// bytes of an entry count for the limit. There is no environment variable for this setting.
     pub growth: Option<Growth>,
     /// Ifaces whose monitors are disabled. Their memory is registered uncached.
     pub without_monitors: Option<Vec<IfaceKind>>,
@@ -96,7 +96,7 @@ impl CacheAttr {
         Self { merge: Some(merge), ..self }
     }
 
-    /// Sets how far a miss may grow.
+    /// Sets how much more than the range of the lookup a miss may register.
     #[must_use]
     pub fn growth(self, growth: Growth) -> Self {
         Self { growth: Some(growth), ..self }
@@ -158,30 +158,31 @@ pub struct MrAttr<'a> {
     pub offset: u64,
     /// The requested key. Ignored in PROV_KEY mode. With `None` the provider chooses the key.
     pub requested_key: Option<u64>,
-    /// A number that the event of an asynchronous registration carries.
+    /// A number of the application. The event of an asynchronous registration returns it.
     pub context: u64,
-    /// The authorization key. `None` means the domain's.
+    /// The authorization key. `None` means the domain's key.
     pub auth_key: Option<&'a AuthKey>,
-    /// The iface that owns the memory. `None` detects it. Ignored without [`DomainAttr::hmem`].
+    /// The iface that owns the memory. With `None` the domain queries its ifaces. Ignored if
+    /// [`DomainAttr::hmem`] is false.
     pub iface: Option<IfaceKind>,
-    /// The device that owns the memory. `None` detects it.
+    /// The device that owns the memory. With `None` the domain queries its ifaces.
     pub device: Option<DeviceId>,
     /// Reserved: must be 0.
     pub hmem_data: u64,
     /// The page size that the provider should use, in bytes. With 0 the provider chooses.
     pub page_size: usize,
-    /// Registers part of this region instead of new memory.
+    /// If set, the request registers part of this region instead of new memory.
     pub base: Option<&'a MemoryRegion>,
     /// A hint for the provider: the expected number of sub-regions.
     pub sub_mr_count: usize,
     /// The dma-buf to register, if [`MrFlags::MR_DMABUF`](crate::MrFlags::MR_DMABUF) is set.
     pub dma_buf: Option<DmaBufAttr<'a>>,
-    /// Populates host pages first, on several CPUs.
+    /// If set, host pages are populated first, on several CPUs.
     pub prefault: Option<Prefault<'a>>,
-    /// Lets the provider register host memory in several parts at once.
+    /// If set, the provider may register host memory in several parts at once.
     pub parallel: Option<Parallel<'a>>,
-    /// The order in which the NIC's writes become visible. `None` means the domain's. Memory that
-    /// software polls needs the strict order.
+    /// The order in which the NIC's writes become visible. `None` means the domain's order. Memory
+    /// that software polls needs the strict order.
     pub ordering: Option<WriteOrdering>,
 }
 

@@ -65,7 +65,7 @@ pub unsafe trait OwnedBuffer: Sized {
     fn write(parts: &Self::Parts, offset: u64, from: &[u8]) -> Result<()>;
 }
 
-/// Returns the reference by which a region keeps a buffer's memory allocated.
+/// Returns the reference with which a region keeps a buffer's memory allocated.
 pub(super) fn keep_alive<B: OwnedBuffer>(parts: &Arc<B::Parts>) -> KeepAlive {
     KeepAlive::Region { iface: Some(B::iface(parts)), memory: Arc::clone(parts) as _ }
 }
@@ -332,7 +332,8 @@ unsafe impl OwnedBuffer for Arc<DeviceBuffer> {
 /// A part of a region that owns its memory, for the safe transfers of an
 /// [`Endpoint`](super::Endpoint).
 ///
-/// A slice may outlive its region. The provider refuses its descriptor once the region is closed.
+/// A slice may outlive its region. The provider refuses the slice's descriptor once the region is
+/// closed.
 #[derive(Clone, Copy, Debug)]
 pub struct RegionSlice {
     segment: LocalSegment,
@@ -344,7 +345,7 @@ impl RegionSlice {
         Self::within(region, region.range(), offset, len)
     }
 
-    /// Returns `len` bytes from `offset` of the part `within` of a region.
+    /// Returns the slice of `len` bytes from `offset` of `within`, which is a part of the region.
     pub(super) fn within(
         region: &MemoryRegion,
         within: AddressRange,

@@ -153,7 +153,8 @@ impl RegionCache {
         }
     }
 
-    /// Returns a region of memory in a listed buffer of this cache.
+    /// Returns a region of memory in a buffer that a [`CachedBuffer`](super::CachedBuffer) of this
+    /// cache owns.
     #[inline]
     pub(super) fn get_or_register_held(
         &self,
@@ -237,7 +238,8 @@ impl RegionCache {
     /// `buffer` is the listed buffer that contains the range, if there is one.
     ///
     /// If the grown region fails, cannot be cached or would be staged, the range alone is
-    /// registered. So growth never makes a lookup fail, and never exposes memory for nothing.
+    /// registered. So growth never makes a lookup fail, and never exposes memory to peers without a
+    /// benefit.
     fn register_grown<L>(
         &self,
         (range, access): (AddressRange, Access),
@@ -298,15 +300,15 @@ impl RegionCache {
 
     /// Creates a handle for many lookups on one thread.
     ///
-    /// A lookup through the handle is faster, because the handle has found the thread's data
-    /// already.
+    /// Lookups through the handle are faster, because the handle already has the data that the
+    /// cache keeps for each thread.
     #[must_use]
     pub fn lookup_handle(&self) -> RegionLookupHandle<'_> {
         RegionLookupHandle { handle: self.cache.lookup_handle(), cache: self }
     }
 
-    /// Returns a lease that outlives the borrow of the cache. Returns `None` for host memory unless
-    /// `host` is true.
+    /// Returns a lease of a region that covers `range`, registered if needed. The lease may outlive
+    /// the borrow of the cache. Returns `None` for host memory unless `host` is true.
     pub(super) fn lease(
         &self,
         range: AddressRange,
@@ -451,13 +453,15 @@ fn key_of(range: AddressRange, access: Access, owner: &AddressOwner) -> Result<K
     })
 }
 
-/// The largest number of bounds for which a cache remembers that growth failed.
+/// The largest number of [`GrowthBound`]s for which a cache remembers that growth failed.
 const MOST_UNGROWABLE: usize = 4096;
 
-/// The number of misses in a bound between two attempts to grow, if another attempt may succeed.
+/// The number of misses between two attempts to grow within one [`GrowthBound`], if another attempt
+/// may succeed.
 const MISSES_UNTIL_RETRY: u32 = 64;
 
-/// The memory that a registration may grow to: its iface, its allocation and its start.
+/// An identifier of the largest range that a registration may grow to: the iface, the allocation
+/// and the start of the range.
 type GrowthBound = (IfaceKind, Option<AllocationId>, u64);
 
 /// An iface with its monitor, or the reason why it has none.
@@ -466,17 +470,18 @@ type OfIface = (IfaceKind, Result<Arc<dyn Monitor>>);
 /// The backend of a domain's cache, which registers through the domain.
 pub struct Registrations {
     domain: Arc<DomainInner>,
-    /// The largest length of a grown region in bytes, or 0 if none grows.
+    /// The largest length of a grown region in bytes, or 0 if growth is disabled.
     grow_to: u64,
-    /// Bounds in which a registration failed to grow, each with the number of misses until the next
-    /// attempt. `None` means that there is no further attempt.
+    /// The bounds within which a registration failed to grow, each with the number of misses until
+    /// the next attempt. `None` means that no further attempt follows.
     ungrowable: Mutex<HashMap<GrowthBound, Option<u32>>>,
-    /// The listed buffers. Shared with the callbacks that remove them.
+    /// The list of buffers that the cache's regions keep alive, shared with the callbacks that
+    /// remove buffers.
     held: Arc<HeldBuffers>,
     without: Vec<IfaceKind>,
-    /// The monitors that were started, and the reasons why others were not.
+    /// The monitors that were started, and the reasons why other monitors were not.
     monitors: Mutex<Vec<OfIface>>,
-    /// The cache whose backend this is.
+    /// The cache that uses this backend.
     cache: OnceLock<Weak<Cache<Self>>>,
 }
 
@@ -522,8 +527,8 @@ impl Registrations {
 }
 
 impl Registrations {
-    /// Returns the range that a miss registers instead of `range`, with its bound. `None` if the
-    /// registration does not grow.
+    /// Returns the larger range that a miss registers instead of `range`, and the bound of its
+    /// growth. Returns `None` if the registration does not grow.
     ///
     /// Memory longer than the limit is divided into blocks of the limit's length, so that all
     /// misses in a block register the same range.
@@ -546,7 +551,7 @@ impl Registrations {
         }
         let bound =
             (owner.iface, owner.allocation.map(|allocation| allocation.id), bound.start().0);
-        // Growth is useless for memory that is not cached.
+        // Memory that is not cached gains nothing from growth.
         (self.may_grow(&bound) && self.monitor(owner.iface).is_ok()).then_some((grown, bound))
     }
 
@@ -567,14 +572,15 @@ impl Registrations {
         }
     }
 
-    /// Remembers that registrations in this bound failed to grow: for some misses if another
-    /// attempt may succeed, and permanently otherwise.
+    /// Remembers that registrations within this bound failed to grow: for the next
+    /// [`MISSES_UNTIL_RETRY`] misses if another attempt may succeed, and permanently otherwise.
     fn refuse_growth(&self, bound: GrowthBound, may_pass: bool) {
         let mut ungrowable = self.ungrowable.lock();
         if ungrowable.len() >= MOST_UNGROWABLE {
             ungrowable.clear();
         }
-        // Without an identity, other memory may be allocated at the address later.
+        // Without an identity, the cache cannot tell if other memory is allocated at the address
+        // later.
         let passes = may_pass || bound.1.is_none();
         ungrowable.insert(bound, passes.then_some(MISSES_UNTIL_RETRY));
     }
@@ -649,9 +655,9 @@ impl CacheBackend for Registrations {
     fn register(&self, key: &Key, watch: Option<&Watch>) -> Result<MemoryRegion> {
         let ranges = [key.range()];
         let attr = MrAttr::new(&ranges, key.access());
-        // Cached registrations cause no event, because the caller waits for them.
-        // The caller resolved the owner in the key. `watch` has the owner that was still the same
-        // after the subscription.
+        // Cached registrations cause no event, because the caller waits for them. The key has the
+        // owner that the caller resolved. `watch` has the owner that was checked again after the
+        // subscription.
         let owner = match watch.and_then(|watch| watch.allocation.as_deref()) {
             Some(allocation) => Some(AddressOwner::of(allocation)),
             None => (key.iface() == IfaceKind::SYSTEM).then_some(AddressOwner::SYSTEM),

@@ -86,7 +86,8 @@ impl RegionCache {
         }
         let parts = Arc::new(parts);
         let id = self.held().add(range, iface, Arc::clone(&parts) as _);
-        // Regions that were registered before `add` do not keep the buffer alive.
+        // Regions that were registered before the call of `add` do not keep the buffer alive, so
+        // they are invalidated.
         self.invalidate(range);
         Ok(CachedBuffer { listing: Listing { cache: self.share(), range, id, domain }, parts })
     }

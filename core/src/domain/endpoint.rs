@@ -50,7 +50,8 @@ use crate::{
 pub struct Endpoint {
     inner: Arc<dyn ProviderEndpoint>,
     domain: Arc<DomainInner>,
-    /// Registers local memory without a descriptor through the domain's cache, if there is one.
+    /// The means to register local memory without a descriptor through the domain's cache. `None`
+    /// if descriptors are required.
     leasing: Option<Leasing>,
     closed: bool,
 }
@@ -62,9 +63,9 @@ pub struct Atomic<'a> {
     pub op: AtomicOp,
     /// The type of the elements.
     pub datatype: AtomicType,
-    /// The target.
+    /// The elements in the peer's memory.
     pub remote: RemoteSegment<'a>,
-    /// The operands.
+    /// The operands of the operation, in local memory.
     pub operand: RegionSlice,
     /// The destination of the old values, for fetching and comparing operations.
     pub result: Option<RegionSlice>,
@@ -140,9 +141,11 @@ impl Endpoint {
     #[inline]
     pub unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()> {
         match &self.leasing {
-            // SAFETY: the caller guarantees the conditions of this function, which has the same.
+            // SAFETY: the caller guarantees the conditions of this function, which are those of the
+            // call.
             None => unsafe { self.inner.post(request) },
-            // SAFETY: the caller guarantees the conditions of this function, which has the same.
+            // SAFETY: the caller guarantees the conditions of this function, which are those of the
+            // call.
             Some(leasing) => unsafe { leasing.post(&*self.inner, request) },
         }
     }
@@ -276,7 +279,7 @@ impl Endpoint {
         self.post_slices(Operation::Send { tag, invalidate: None }, local, peer, context)
     }
 
-    /// Sends a message like [`Endpoint::send`], whose receive completes with `data`.
+    /// Sends a message like [`Endpoint::send`]. The peer's receive completes with `data`.
     ///
     /// # Errors
     /// The errors of [`Endpoint::write_immediate`].
@@ -321,9 +324,9 @@ impl Endpoint {
 
     /// Closes the endpoint. Outstanding requests complete as canceled.
     ///
-    /// In ENDPOINT mode, regions that are bound to the endpoint do not keep it open. After this no
-    /// new access reaches these regions. They can still be closed, which waits for accesses in
-    /// flight.
+    /// In ENDPOINT mode, regions that are bound to the endpoint do not keep it open. Once the
+    /// endpoint is closed, no new access reaches these regions. They can still be closed; their
+    /// close waits for accesses in flight.
     ///
     /// # Errors
     /// [`ErrorKind::Busy`] while a type 2A window is bound through the endpoint. The error returns
@@ -340,7 +343,7 @@ impl Endpoint {
 
     fn shut(&self) -> Result<()> {
         if !self.domain.process.is_current() {
-            // In a forked child, closing it would close an object of the parent.
+            // In a forked child, closing the endpoint would close an object of the parent.
             std::mem::forget(Arc::clone(&self.inner));
             return Ok(());
         }

@@ -24,9 +24,9 @@ use crate::{
 /// The mechanism behind a [`Grant`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GrantKind {
-    /// A memory window of this type.
+    /// The grant uses a memory window of this type.
     Window(WindowType),
-    /// A sub-region, for a NIC, region or mode without windows.
+    /// The grant uses a sub-region, because the NIC, the region or the mode has no windows.
     SubRegion,
 }
 
@@ -45,7 +45,7 @@ pub enum GrantKind {
 /// # Ok(()) }
 /// ```
 pub struct Grant {
-    /// `None` once revoked.
+    /// The window or sub-region behind the grant. `None` after the grant was revoked.
     held: Option<Held>,
     domain: Arc<DomainInner>,
     fallback_reasons: Vec<Error>,
@@ -65,7 +65,7 @@ struct BoundWindow {
     key: RemoteKey,
     /// The number of earlier grants that used the window.
     uses: u8,
-    /// Released after the window.
+    /// The region of the window. Released after the window is freed.
     region: Dependent,
 }
 
@@ -129,11 +129,12 @@ impl MemoryRegion {
     /// 2. a type 1 window, whose key works through every endpoint of the domain;
     /// 3. a sub-region.
     ///
-    /// [`Grant::fallback_reasons`] has the error of each mechanism that was tried before it.
-    /// Windows need a region with [`Access::MW_BIND`].
+    /// [`Grant::fallback_reasons`] has the errors of the mechanisms that were tried before. Windows
+    /// need a region with [`Access::MW_BIND`].
     ///
     /// The NIC binds a type 2 window after the requests that were posted to the endpoint earlier.
-    /// This call waits for them. A send to a peer that has posted no receive blocks it.
+    /// This call waits for these requests. If one of them is a send and the peer has posted no
+    /// receive for it, this call blocks.
     ///
     /// # Errors
     /// - ZeroLength, OutOfBounds and BadAccess for a wrong range or right.
@@ -200,10 +201,10 @@ fn bind_window(
     kind: WindowType,
 ) -> Result<BoundWindow> {
     if kind != WindowType::One {
-        // Peers need not learn the address of the memory.
+        // The key has zero-based addresses, so that peers do not learn the address of the memory.
         bind.addressing = Addressing::ZeroBased;
     }
-    // Before the bind, so that the region cannot close first.
+    // The dependent is created before the bind, so that the region cannot be closed before it.
     let region = Dependent::of(part.region.inner());
     let mut spare = domain.spare_windows.take(domain, kind)?;
     let bound = if kind == WindowType::One {
@@ -321,7 +322,8 @@ impl Grant {
         }
     }
 
-    /// Revokes the grant. When this returns, the key is dead and no access with it is in flight.
+    /// Revokes the grant. When this returns, the key is invalid and no access with the key is in
+    /// flight.
     ///
     /// A type 2 window is invalidated through its endpoint, after the requests that were posted
     /// there earlier. If that fails, because the connection has failed for example, the window is

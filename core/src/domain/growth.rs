@@ -37,7 +37,7 @@ pub enum Growth {
 }
 
 impl Growth {
-    /// Returns the largest length of a grown registration in bytes, or 0 if none grows.
+    /// Returns the largest length of a grown registration in bytes, or 0 if growth is disabled.
     fn limit(self) -> u64 {
         match self {
             Self::None => 0,
@@ -53,14 +53,15 @@ impl DomainInner {
         growth.limit().min(self.provider_attr.max_mr_size)
     }
 
-    /// Returns true if a grown region is staged, although its memory alone may not be.
+    /// Returns true if a grown region is staged although the policy allows direct access. The
+    /// requested range alone might not need staging.
     pub(super) fn is_staged_by_growth(&self, region: &MemoryRegion) -> bool {
         let staged = region.decision().is_ok_and(|decision| decision.path == Path::Staged);
         staged && self.attr.p2p != P2pPolicy::Disabled
     }
 
-    /// Returns a grown region if it is not staged. Otherwise closes the region and fails. A region
-    /// that cannot be closed is added to `left`.
+    /// Returns a grown region unless it is staged. Closes a staged region and fails. If the region
+    /// cannot be closed, adds it to `left`.
     pub(super) fn without_staging(
         &self,
         region: MemoryRegion,

@@ -29,9 +29,8 @@ struct HeldBuffer {
 
 /// The list of buffers that a cache registers by parts.
 ///
-/// A new region of the cache keeps every listed buffer alive that it overlaps. This also holds for
-/// a region that a lookup of a neighbour's memory registered: merging joins the memory of several
-/// buffers in one region.
+/// A new region of the cache keeps alive every listed buffer that it overlaps. One region may
+/// overlap several buffers, because the cache merges registrations of adjacent memory.
 #[derive(Default)]
 pub(super) struct HeldBuffers {
     next_number: AtomicU64,
@@ -41,7 +40,7 @@ pub(super) struct HeldBuffers {
 #[derive(Default)]
 struct State {
     buffers: BTreeMap<BufferId, HeldBuffer>,
-    /// The lengths of the listed buffers. The longest bounds a search.
+    /// The lengths of the listed buffers. The longest one limits how far a search goes.
     lengths: BTreeSet<(u64, BufferId)>,
 }
 
@@ -79,7 +78,8 @@ impl HeldBuffers {
         state.buffers.insert(id, HeldBuffer { range, iface, memory });
     }
 
-    /// Removes a buffer from the list. No region of the cache has a byte of it.
+    /// Removes a buffer from the list. The caller ensures that no region of the cache has a byte of
+    /// the buffer.
     pub(super) fn remove(&self, id: BufferId) {
         let mut state = self.state.lock();
         let removed = state.buffers.remove(&id);
@@ -87,11 +87,12 @@ impl HeldBuffers {
             state.lengths.remove(&(buffer.range.len(), id));
         }
         drop(state);
-        // May free the memory, so not under the lock.
+        // This may free the memory, so the lock is released first.
         drop(removed);
     }
 
-    /// Returns the reference that keeps the memory of a new region allocated.
+    /// Returns the guarantee for a new region of `range`, which keeps every listed buffer that
+    /// overlaps `range` allocated.
     pub(super) fn keep(&self, range: AddressRange) -> KeepAlive {
         let state = self.state.lock();
         let Some(last) = range.len().checked_sub(1) else { return KeepAlive::Caller };

@@ -2,9 +2,9 @@
 //!
 //! A completion shows that the NIC wrote the bytes. Some devices also need a flush
 //! ([`InboundFlush`](crate::iface::InboundFlush)) before device work that starts later sees them.
-//! So a completion queue flushes before it returns a completion after which device memory may have
-//! new bytes: a receive, a remote write with immediate data, a read or an atomic. A receive may
-//! follow earlier writes of its sender, for which the target has no completion.
+//! So a completion queue flushes before it returns the completion of a request that may have
+//! changed device memory: a receive, a remote write with immediate data, a read or an atomic. A
+//! receive may follow earlier writes of its sender, for which the target has no completion.
 
 use std::{
     any::Any,
@@ -28,7 +28,7 @@ use crate::{
 #[derive(Debug)]
 pub(super) struct Inbound {
     registry: Arc<Registry>,
-    /// The number of devices. It never decreases.
+    /// The number of devices in the set. It never decreases.
     count: AtomicUsize,
     devices: RwLock<Vec<(IfaceKind, DeviceId)>>,
     warned: AtomicBool,
@@ -44,12 +44,13 @@ impl Inbound {
         }
     }
 
-    /// Returns true if the registry has device ifaces.
+    /// Returns true if the registry has device ifaces, so that a flush may be needed.
     pub(super) fn may_have_any(&self) -> bool {
         self.registry.iter().any(|iface| iface.kind() != IfaceKind::SYSTEM)
     }
 
-    /// Notes the device of memory that is about to be registered, if the NIC may write there.
+    /// Adds the device of memory that is about to be registered, if `access` lets the NIC write to
+    /// the memory.
     pub(super) fn note(&self, owner: &AddressOwner, access: Access) {
         let Some(device) = owner.device.filter(|_| access.nic_writes()) else { return };
         let device = (owner.iface, device);

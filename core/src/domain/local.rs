@@ -28,9 +28,10 @@ use crate::{
     transfer::{Completion, LocalSegment, Operation, WorkRequest},
 };
 
-/// The rights for memory that the NIC reads in any transfer. Such memory may be read-only.
+/// The rights with which the cache registers memory that a transfer reads. This memory may be
+/// read-only.
 const SOURCE: Access = Access::SEND.union(Access::WRITE);
-/// The rights for memory that the NIC writes in any transfer.
+/// The rights with which the cache registers memory that a transfer writes.
 const SINK: Access = SOURCE.union(Access::RECV).union(Access::READ);
 
 /// The upper 16 bits of a marked context. Below are 24 bits for the slot's generation and 24 bits
@@ -82,7 +83,7 @@ impl Slots {
 }
 
 impl InFlight {
-    /// Returns the number of a new endpoint.
+    /// Returns a number for a new endpoint, which identifies its requests.
     fn enrol(&self) -> u64 {
         let mut slots = self.slots.lock();
         slots.endpoints += 1;
@@ -97,7 +98,8 @@ impl InFlight {
             None if slots.slots.len() >> PLACE_BITS > 0 => return None,
             None => {
                 slots.slots.push(Slot::default());
-                // Freeing a slot then does not allocate.
+                // The list of free slots gets room for all slots, so that freeing a slot does not
+                // allocate.
                 let all = slots.slots.len();
                 slots.free.reserve(all);
                 all as u32 - 1
@@ -123,7 +125,8 @@ impl InFlight {
             let slot = slots.marked(marked)?;
             (slot.context, std::mem::take(&mut slot.leases))
         };
-        // May deregister, so not under the lock. No other thread uses the slot before it is free.
+        // This may deregister regions, so the lock is released first. No other thread uses the slot
+        // before it is marked free.
         leases.clear();
         let mut slots = self.slots.lock();
         let slot = slots.marked(marked)?;
@@ -173,7 +176,7 @@ impl LeasingQueue {
         any.downcast_ref()
     }
 
-    /// Returns the attributes with the provider's own queues, for the provider.
+    /// Returns endpoint attributes with the provider's own queues in place of the wrapped ones.
     pub(super) fn unwrapped(attr: &EndpointAttr) -> EndpointAttr {
         let own = |queue: &Arc<dyn CompletionQueue>| {
             Arc::clone(FlushingQueue::unwrapped(
@@ -188,7 +191,8 @@ impl CompletionQueue for LeasingQueue {
     fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
         let before = out.len();
         let read = self.queue.read(out, max);
-        // The application also gets the completions that were read before an error.
+        // Also translates the completions that were read before an error, because the application
+        // gets them too.
         self.in_flight.translate(&mut out[before..]);
         read
     }
@@ -205,7 +209,7 @@ impl CompletionQueue for LeasingQueue {
     }
 }
 
-/// One direction of an endpoint.
+/// One direction of an endpoint: sends or receives.
 struct Side {
     in_flight: Arc<InFlight>,
     endpoint: u64,
@@ -218,10 +222,11 @@ impl Side {
     }
 }
 
-/// The cache of an endpoint, and the slots of its queues.
+/// The means by which an endpoint registers local memory: the domain's cache, and the slots for
+/// leases in the endpoint's completion queues.
 pub(super) struct Leasing {
     cache: RegionCache,
-    /// Set if host memory needs a descriptor too.
+    /// Set if host memory needs a descriptor too, not only device memory.
     host: bool,
     transmits: Option<Side>,
     receives: Option<Side>,

@@ -80,14 +80,14 @@ struct Group {
     range: AddressRange,
     access: Access,
     owner: Option<AddressOwner>,
-    /// The range that the registration must stay in. `None` if it cannot grow.
+    /// The range that the registration must not exceed. `None` if the registration cannot grow.
     bound: Option<AddressRange>,
     /// The views: `count` positions from `first` in the sorted order.
     first: usize,
     count: usize,
 }
 
-/// The input of one call.
+/// The input of one registration of many views.
 struct Request<'a> {
     domain: &'a Arc<DomainInner>,
     views: &'a [View],
@@ -149,8 +149,8 @@ impl Request<'_> {
         Ok(groups)
     }
 
-    /// Registers the groups one by one. After an error `regions` has the regions registered before
-    /// it.
+    /// Registers the groups one by one. After an error, `regions` has the regions that were already
+    /// registered.
     fn register(&self, regions: &mut Vec<MemoryRegion>) -> Result<Vec<Placed>> {
         if u32::try_from(self.views.len()).is_err() {
             return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
@@ -199,7 +199,7 @@ impl Request<'_> {
         Ok(placed)
     }
 
-    /// Registers all views. After an error closes the regions registered before it.
+    /// Registers all views. After an error, closes the regions that were already registered.
     fn run(&self, call: &'static str) -> Result<RegionViews, Rejected<RegionViews>> {
         let mut regions = Vec::new();
         match self.register(&mut regions) {
@@ -220,7 +220,7 @@ impl Request<'_> {
 }
 
 impl Group {
-    /// Returns the range extended by another view, if one registration may serve both.
+    /// Returns the group's range extended by `range`, if one registration may cover both.
     fn joined(&self, range: AddressRange, limit: u64) -> Option<AddressRange> {
         if !self.bound?.contains_range(range) {
             return None;
@@ -229,7 +229,7 @@ impl Group {
         (joined.len() <= limit).then_some(joined)
     }
 
-    /// Returns true if the known owner of this group's memory also owns `range`.
+    /// Returns true if the owner that was found for this group also owns `range`.
     fn holds_owner_of(&self, range: AddressRange) -> bool {
         let allocation = self.owner.and_then(|owner| owner.allocation);
         allocation.is_some_and(|allocation| allocation.range.contains_range(range))
@@ -298,7 +298,7 @@ fn ranges_of(held: &[Held], views: &[BufferView]) -> Result<(Vec<View>, Vec<u32>
     views.iter().enumerate().map(range_of).collect()
 }
 
-/// A view: its region, and its range in the region.
+/// A registered view: the position of its region, and its range.
 #[derive(Clone, Copy, Debug)]
 struct Placed {
     region: u32,
@@ -572,7 +572,8 @@ impl Domain {
         views: &[View],
         growth: Growth,
     ) -> Result<RegionViews, Rejected<RegionViews>> {
-        // SAFETY: the caller guarantees the conditions of this function, which has the same.
+        // SAFETY: the caller guarantees the conditions of this function, which are those of the
+        // call.
         unsafe { reg_many(&self.inner, views, growth) }
     }
 

@@ -103,7 +103,7 @@ use crate::{
 /// }
 /// ```
 pub struct Domain {
-    /// Dropped first, because its regions use the domain.
+    /// The cache. Dropped first, because its regions use the domain.
     cache: OnceLock<RegionCache>,
     inner: Arc<DomainInner>,
 }
@@ -117,7 +117,7 @@ pub(crate) struct DomainInner {
     effective: MrMode,
     provider_attr: ProviderAttr,
     plain_host: Arc<Decision>,
-    /// The process that opened the domain. A forked child uses nothing of the domain.
+    /// The process that opened the domain. A forked child must not use the domain.
     process: ProcessMark,
     worker: OnceLock<Worker>,
     inbound: Arc<Inbound>,
@@ -251,7 +251,7 @@ impl Domain {
         self.inner.provider.staging().map_or(0, |staging| staging.staging_bytes())
     }
 
-    /// Executes posted requests that need a call to make progress. Returns the number of requests
+    /// Makes progress with posted requests that need calls for it. Returns the number of requests
     /// that ended.
     ///
     /// [`ProviderAttr::progress`] tells which transfers need this. Reading a completion queue makes
@@ -705,8 +705,8 @@ impl DomainInner {
         })
     }
 
-    /// Returns the error of a call that needs a facet which the provider's domain does not have.
-    /// The remedy is the provider's own, or else `remedy`.
+    /// Returns the error for a facet that the provider's domain does not have. The remedy is the
+    /// provider's own, or else `remedy`.
     #[cold]
     pub(crate) fn missing(
         &self,

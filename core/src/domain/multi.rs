@@ -27,7 +27,7 @@ use crate::{
 
 /// Registers one memory range with several NICs, by its raw addresses or its dma-buf.
 ///
-/// Each NIC has a domain of its own. One `Hmem` opened all these domains, so that they share their
+/// Each NIC has a domain of its own. All domains must come from one `Hmem`, because they share its
 /// ifaces and path selector. The memory is exported once, and the NICs register the same dma-buf. A
 /// NIC that cannot import it uses its next path under the policy of its domain. A requested key is
 /// requested from every NIC.
@@ -42,8 +42,8 @@ use crate::{
 /// The errors of [`Domain::regattr`], and [`ErrorKind::InvalidArgument`] for an empty list, for
 /// domains of different registries, and for a base region.
 ///
-/// After an error the regions of earlier NICs are closed, and the value of the error is empty. If a
-/// driver refuses to close one, the value has the regions that are left. Close them again.
+/// After an error the regions of earlier NICs are closed. If a driver refuses to close one, the
+/// error carries the remaining regions ([`Rejected::value`]): close them again.
 pub unsafe fn regattr_on(
     domains: &[&Domain],
     attr: &MrAttr<'_>,

@@ -8,7 +8,8 @@ use crate::{
 };
 
 impl DomainInner {
-    /// Returns the owner that the caller named. For dma-bufs, whose addresses cannot be queried.
+    /// Returns the owner that the caller named. Used for dma-bufs, because their addresses cannot
+    /// be queried.
     pub(super) fn claimed_owner(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<AddressOwner> {
         let Some(iface) = attr.iface.filter(|_| self.attr.hmem) else {
             return Ok(AddressOwner::SYSTEM);

@@ -254,7 +254,7 @@ impl MemoryRegion {
             return Err(Error::new(ErrorKind::BadState, "enable")
                 .remedy("in ENDPOINT mode bind the region to an endpoint first"));
         }
-        // Without the facet, the region is usable since it was registered.
+        // Without the facet, the region has been usable since it was registered.
         if let Some(enabling) = self.inner.domain.provider().enabling() {
             enabling.enable(registration.region)?;
         }

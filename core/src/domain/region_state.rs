@@ -30,11 +30,11 @@ pub enum RegionState {
     Registering = 1,
     /// Registered, not usable before [`MemoryRegion::enable`](super::MemoryRegion::enable).
     Disabled = 2,
-    /// In use.
+    /// Registered and usable.
     Enabled = 3,
     /// Its asynchronous registration failed.
     Failed = 4,
-    /// Closed, or given up before it was registered.
+    /// Closed, or cancelled before it was registered.
     Closed = 5,
 }
 
@@ -51,17 +51,17 @@ impl RegionState {
     }
 }
 
-/// The reason why memory stays allocated while it is registered.
+/// The guarantee that memory stays allocated while it is registered.
 #[derive(Clone)]
 pub(super) enum KeepAlive {
-    /// The caller of an unsafe function promises it.
+    /// The caller of an unsafe function guarantees it.
     Caller,
-    /// A scope borrows host memory.
+    /// A scope borrows the memory, which is host memory.
     Scope,
     /// The region owns the memory.
     Region {
         /// The iface of the memory, as the memory's owner reports it. `None` if the region owns
-        /// only parts of the memory, and the caller promises the rest.
+        /// only parts of the memory, and the caller guarantees the rest.
         iface: Option<IfaceKind>,
         #[expect(dead_code, reason = "held until the region is closed")]
         memory: Arc<dyn Any + Send + Sync>,
@@ -79,7 +79,8 @@ impl KeepAlive {
     }
 }
 
-/// The hot part; what few regions have is in `rare`, because a million regions may be live.
+/// The state that every region has. State that few regions have is in `rare`, because a million
+/// regions may be live.
 pub(crate) struct RegionInner {
     pub(super) domain: Arc<DomainInner>,
     pub(super) registered: OnceLock<PathRegistration>,
@@ -89,7 +90,7 @@ pub(crate) struct RegionInner {
     pub(super) context: u64,
     pub(super) rare: Option<Box<Rare>>,
     pub(super) bindings: OnceLock<Box<Bindings>>,
-    /// Sub-regions and windows.
+    /// The number of sub-regions and bound windows.
     pub(super) dependents: AtomicU32,
     pub(super) state: AtomicU8,
 }
@@ -103,7 +104,7 @@ pub(super) struct Rare {
     pub(super) asynchronous: Option<(RegionId, Arc<Ended>)>,
 }
 
-/// A signal that the worker is done with a region.
+/// A signal that the worker no longer uses a region.
 #[derive(Default)]
 pub(super) struct Ended {
     done: Mutex<bool>,
@@ -124,7 +125,7 @@ impl Ended {
     }
 }
 
-/// A window whose binding may end without a call of its owner.
+/// A type 2 window, which may lose its binding without a call by its owner.
 pub(super) trait Settle: Send + Sync {
     /// Releases the region if the provider reports that the window is no longer bound to it.
     fn settle(&self);
@@ -140,9 +141,10 @@ pub(super) struct Bindings {
 /// The type 2 windows that were ever bound to a region, each listed once.
 #[derive(Default)]
 struct WindowList {
-    /// By address. A weak pointer keeps its allocation, so no later window has the same address.
+    /// The windows by address. A weak pointer keeps the allocation, so no later window has the same
+    /// address.
     by_address: HashMap<usize, Weak<dyn Settle>>,
-    /// The length at which dropped windows are next removed from the list.
+    /// The length of the list at which dropped windows are removed next.
     purge_at: usize,
 }
 
@@ -186,7 +188,7 @@ impl Drop for Dependent {
 }
 
 impl RegionInner {
-    /// Makes a region: registered, or to be registered by the worker.
+    /// Creates a region: a registered one, or a pending one that the worker will register.
     #[inline]
     pub(super) fn new(
         domain: &Arc<DomainInner>,
@@ -260,7 +262,7 @@ impl RegionInner {
         self.registered.get()?.decision.clone()
     }
 
-    /// Lets go of the memory, once closed.
+    /// Takes out the guarantee that kept the memory allocated. Called once the region is closed.
     pub(super) fn release(&self) -> KeepAlive {
         let release = |rare: &Rare| std::mem::replace(&mut *rare.keep.lock(), KeepAlive::Caller);
         self.rare.as_deref().map_or(KeepAlive::Caller, release)
@@ -275,14 +277,14 @@ impl RegionInner {
         self.bindings().windows.lock().insert(window);
     }
 
-    /// Returns the number of sub-regions and bound windows, after the provider was asked about the
-    /// type 2 windows.
+    /// Returns the number of sub-regions and bound windows. Queries the provider for the state of
+    /// type 2 windows first.
     fn settled_dependents(&self) -> u32 {
         let dependents = self.dependents.load(Ordering::Acquire);
         let Some(bindings) = self.bindings.get().filter(|_| dependents > 0) else {
             return dependents;
         };
-        // Outside the list's lock: a window locks its own state to settle.
+        // The list's lock is released first, because `settle` locks the window's own state.
         let windows = bindings.windows.lock().live();
         windows.iter().for_each(|window| window.settle());
         self.dependents.load(Ordering::Acquire)
@@ -309,28 +311,30 @@ impl RegionInner {
         None
     }
 
-    /// For the worker: ends a registration that worked.
+    /// Ends a registration that succeeded. For the worker.
     pub(super) fn complete(&self, registered: PathRegistration) {
         let set = self.registered.set(registered);
         debug_assert!(set.is_ok(), "the worker registers a region once");
         self.state.store(self.domain.first_state(self.flags) as u8, Ordering::Release);
     }
 
-    /// For the worker: claims a pending registration; `false` if it was given up.
+    /// Claims a pending registration. Returns false if the registration was cancelled. For the
+    /// worker.
     pub(super) fn start_registering(&self) -> bool {
         let (from, to) = (RegionState::Pending as u8, RegionState::Registering as u8);
         self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// For the worker: ends a registration that failed, unless the region was given up before.
+    /// Ends a registration that failed, unless the region was cancelled before. For the worker.
     pub(super) fn fail(&self) {
         let (from, to) = (RegionState::Registering as u8, RegionState::Failed as u8);
-        // Nothing else is done about a region that is closed already.
+        // A region that is already closed needs nothing else.
         let _was_given_up =
             self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_err();
     }
 
-    /// For the worker: what a close waits for.
+    /// Returns the signal that the worker raises when this region's registration has ended, or
+    /// `None` for a synchronous registration. A close waits for it.
     pub(super) fn ended(&self) -> Option<Arc<Ended>> {
         self.rare.as_ref()?.asynchronous.as_ref().map(|(_, ended)| Arc::clone(ended))
     }
@@ -339,10 +343,10 @@ impl RegionInner {
         self.rare.as_ref()?.parent.as_ref().map(|parent| &parent.0)
     }
 
-    /// Takes back a registration that did not begin, and waits for one that did; `true` if nothing
-    /// was registered.
+    /// Cancels a registration that has not begun, or waits for one that has. Returns true if
+    /// nothing was registered.
     ///
-    /// Either way the worker holds nothing of the region afterwards.
+    /// Afterwards the worker no longer uses the region.
     fn give_up_or_wait(&self) -> bool {
         let (from, to) = (RegionState::Pending as u8, RegionState::Closed as u8);
         let given_up =
@@ -389,7 +393,7 @@ impl RegionInner {
 
     fn deregister(&self) -> Result<()> {
         let open = matches!(self.state(), RegionState::Enabled | RegionState::Disabled);
-        // In a forked child this is a copy: the registration is the parent's.
+        // In a forked child this value is a copy, and the registration belongs to the parent.
         let open = open && self.domain.process.is_current();
         if let Some(registered) = self.registered.get().filter(|_| open) {
             self.domain.provider().deregister(registered.region)?;
@@ -401,13 +405,14 @@ impl RegionInner {
 
 impl Drop for RegionInner {
     fn drop(&mut self) {
-        // Freed only once the NIC cannot reach it: the allocator would let the NIC write to other
-        // data. A panic leaks it too.
+        // The memory is freed only once the NIC cannot access it. Otherwise the NIC could write to
+        // data that the allocator places there next. A panic also leaks the memory.
         let keep = ManuallyDrop::new(self.release());
         match self.deregister() {
             Ok(()) => drop(ManuallyDrop::into_inner(keep)),
             Err(error) => {
-                tracing::error!(range = %self.range, %error, "a region could not be deregistered; its memory is leaked");
+                let range = self.range;
+                tracing::error!(%range, %error, "cannot deregister a region; its memory is leaked");
             }
         }
     }

@@ -25,7 +25,8 @@ use crate::{
     registry::AddressOwner,
 };
 
-/// Leaks the memory if its registration panics, because the NIC may have registered it.
+/// A guard that leaks the memory if its registration panics, because the NIC may have registered
+/// the memory.
 pub(super) struct LeakOnPanic(Option<KeepAlive>);
 
 impl LeakOnPanic {
@@ -50,7 +51,7 @@ impl Drop for LeakOnPanic {
 }
 
 impl DomainInner {
-    /// Registers at once, or leaves it to the worker if an event queue is bound.
+    /// Registers memory during the call, or queues a job for the worker if an event queue is bound.
     #[inline]
     pub(super) fn register(
         self: &Arc<Self>,
@@ -68,8 +69,8 @@ impl DomainInner {
         }
     }
 
-    /// Registers at once. `owner` is the owner of the memory, if the caller has resolved it
-    /// already.
+    /// Registers memory during the call. `owner` is the owner of the memory, if the caller has
+    /// resolved it already.
     #[inline]
     pub(super) fn register_now(
         self: &Arc<Self>,
@@ -117,8 +118,8 @@ impl DomainInner {
         validate::check_base(base, attr)
     }
 
-    /// Resolves the owner of the memory, and touches host pages if the request asks for that. This
-    /// is the only query of the ifaces.
+    /// Resolves the owner of the memory, and populates host pages if the request asks for that. The
+    /// ifaces are queried only here.
     fn resolve<'a>(
         &'a self,
         ranges: &[AddressRange],
@@ -281,13 +282,13 @@ fn register_memory(
     Ok(())
 }
 
-/// Refuses memory of an iface other than the one that its buffer reports.
+/// Fails if the memory belongs to another iface (`found`) than its buffer reports (`owned`).
 ///
 /// The domain treats memory of an iface that it does not know as host memory. A software NIC would
 /// then access device memory with the CPU.
 fn check_owner(range: AddressRange, owned: Option<IfaceKind>, found: IfaceKind) -> Result<()> {
     match owned {
-        // A device API may know a buffer of host memory, which still belongs to its allocator.
+        // A device API may know a buffer of host memory. The buffer still belongs to its allocator.
         None | Some(IfaceKind::SYSTEM) => Ok(()),
         Some(iface) if iface == found => Ok(()),
         Some(iface) => Err(Error::new(ErrorKind::InvalidArgument, "regattr")

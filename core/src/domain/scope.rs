@@ -15,7 +15,7 @@ use crate::{
 #[derive(Debug)]
 pub struct Scoped<'a> {
     region: &'a MemoryRegion,
-    /// Set for host memory, which the CPU can access.
+    /// Set if the memory is host memory, which the CPU can access.
     host: bool,
 }
 
@@ -85,22 +85,22 @@ impl Scoped<'_> {
     }
 }
 
-/// Closes the region when the closure returns or panics.
+/// A guard that closes the region when the closure returns or panics.
 struct CloseOnExit(Option<MemoryRegion>);
 
 impl Drop for CloseOnExit {
     fn drop(&mut self) {
         let Some(region) = self.0.take() else { return };
         if let Err(rejected) = region.close() {
-            // To continue would end the borrow while a peer can still write to the memory.
+            // Returning would end the borrow while a peer can still write to the memory.
             tracing::error!(error = %rejected.error, "cannot close a scoped region: aborting");
             std::process::abort();
         }
     }
 }
 
-/// Aborts the process if a registration panics. The memory may be registered, and unwinding would
-/// end the borrow.
+/// A guard that aborts the process if a registration panics. The memory may be registered, and
+/// unwinding would end the borrow.
 struct AbortOnPanic;
 
 impl Drop for AbortOnPanic {

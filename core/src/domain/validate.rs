@@ -11,7 +11,7 @@ use crate::{
 /// The number that means "no key" (`FI_KEY_NOTAVAIL`).
 pub(super) const KEY_NOT_AVAILABLE: u64 = u64::MAX;
 
-/// The ranges of a registration, at least one.
+/// The ranges of a registration.
 pub(super) enum Ranges<'a> {
     Given(&'a [AddressRange]),
     /// The range of a dma-buf.

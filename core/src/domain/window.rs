@@ -4,8 +4,9 @@
 //! bind and invalidate a [`Type2Window`], with the caller's 8-bit tag (InfiniBand 10.6.7.2). The
 //! rules are those of [`WindowType::after`].
 //!
-//! The provider knows the results of posted binds and invalidations, and of invalidations by peers.
-//! A type 2 window queries the provider's state before each operation, so it needs no notification.
+//! The provider tracks the results of posted binds and invalidations, and of invalidations by
+//! peers. Before each operation, a type 2 window queries this state from the provider, so it needs
+//! no notification.
 
 use std::{
     fmt,
@@ -71,9 +72,10 @@ struct Type2Inner {
 
 #[derive(Default)]
 struct Type2State {
-    /// The binding of the last posted bind, unless an invalidation was posted after it.
+    /// The binding that the last posted bind created. `None` if an invalidation was posted after
+    /// it.
     bound: Option<Bound>,
-    /// The bindings with a posted invalidation that has not completed.
+    /// The bindings for which an invalidation was posted that has not completed.
     ending: Vec<Bound>,
     /// The region that was last bound, which lists this window.
     listed: Weak<RegionInner>,
@@ -108,9 +110,9 @@ pub struct Type2Bind<'a> {
     pub offset: u64,
     /// The length in bytes, at least 1.
     pub len: u64,
-    /// The rights of peers.
+    /// The rights that the window grants to peers.
     pub access: Access,
-    /// The addressing for peers.
+    /// The kind of addresses that peers use.
     pub addressing: Addressing,
     /// The low 8 bits of the new key. Use another tag than for the last bind, so that the old key
     /// stays invalid.
@@ -129,7 +131,7 @@ struct Bound {
     base: Iova,
     len: u64,
     addressing: Addressing,
-    /// For type 2: the caller's tag, which identifies the bind in the key.
+    /// The caller's tag of a type 2 window, which is part of the key.
     tag: u8,
 }
 
@@ -258,7 +260,7 @@ impl Allocated {
 impl Drop for Allocated {
     fn drop(&mut self) {
         if !self.domain.process.is_current() {
-            // In a forked child, freeing it would free a window of the parent.
+            // In a forked child, freeing the window would free a window of the parent.
             return;
         }
         let freed = self.domain.windows().and_then(|windows| windows.free_window(self.window));
@@ -281,7 +283,8 @@ impl Type1Window {
     /// virtual addresses.
     ///
     /// # Errors
-    /// Each error names the violated rule. After an error the binding stays as it was.
+    /// Each error names the broken rule ([`WindowRule`](crate::provider::WindowRule)) as its
+    /// context value `rule`. After an error the binding is unchanged.
     ///
     /// - [`ErrorKind::OutOfBounds`] for bytes outside the region.
     /// - [`ErrorKind::ZeroLength`] for no bytes. Use [`Type1Window::unbind`] instead.
@@ -367,7 +370,8 @@ impl Type2Window {
     /// is posted to the endpoint later arrives after the bind.
     ///
     /// # Errors
-    /// Each error names the violated rule.
+    /// Each error names the broken rule ([`WindowRule`](crate::provider::WindowRule)) as its
+    /// context value `rule`.
     ///
     /// - [`ErrorKind::BadState`] if the window is bound. Invalidate it first.
     /// - The errors of [`Type1Window::bind`], also for an endpoint of another domain.
@@ -433,8 +437,8 @@ impl Type2Window {
         Ok(())
     }
 
-    /// Returns the state, according to the completions that were read. A failed bind leaves the
-    /// window [`WindowState::Free`], and so does an invalidation by this side or by a peer.
+    /// Returns the state, according to the completions that were read. After a failed bind, and
+    /// after an invalidation by this side or by a peer, the state is [`WindowState::Free`].
     #[must_use]
     pub fn state(&self) -> WindowState {
         self.inner.settled().map_or(WindowState::Invalid, |(_, status)| status.state)
@@ -450,7 +454,7 @@ impl Type2Window {
 }
 
 impl Type2Inner {
-    /// Locks the state and updates it from the provider.
+    /// Locks the state and updates it with the provider's current state of the window.
     fn settled(&self) -> Result<(MutexGuard<'_, Type2State>, crate::provider::WindowStatus)> {
         let mut state = self.state.lock();
         let status = self.window.domain.windows()?.window_status(self.window.window)?;

@@ -15,14 +15,14 @@ pub enum Path {
     PlainHost,
     /// A dma-buf, imported by its file descriptor.
     DmaBuf,
-    /// A device address, which a peer-memory client in the kernel resolves.
+    /// A device address, which a peer-memory client (a kernel module of the GPU's vendor) resolves.
     PeerMemory,
     /// Copies through staging buffers in host memory.
     Staged,
 }
 
 impl Path {
-    /// The name as it is printed.
+    /// Returns the name, as it is printed.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -56,7 +56,7 @@ pub struct Attempt {
     pub cause_name: Option<&'static str>,
     /// The probable cause of the refusal, in one sentence.
     pub cause: Option<String>,
-    /// The change that would make the path work.
+    /// The change, by the user of the machine or the application, that would make the path work.
     pub remedy: Option<String>,
 }
 

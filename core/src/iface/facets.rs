@@ -14,10 +14,10 @@ use crate::{
     nic::Nic,
 };
 
-/// A facet whose absence is an error.
+/// A facet that callers can require: if an iface lacks it, the call fails.
 ///
-/// Two facets are not listed: without [`SegmentMap`] an allocation is one segment, and without
-/// [`InboundFlush`] no flush is needed.
+/// Two facets are never required, and not listed. Without [`SegmentMap`] an allocation is one
+/// segment, and without [`InboundFlush`] no flush is needed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Facet {
@@ -52,7 +52,8 @@ impl Facet {
         }
     }
 
-    /// Returns the error for an iface without this facet. It has no reason.
+    /// Returns the error for an iface without this facet. An iface can override
+    /// [`Iface::unavailable`](super::Iface::unavailable) to add the reason.
     #[must_use]
     #[cold]
     pub fn unavailable(self, iface: IfaceKind) -> Error {
@@ -80,7 +81,7 @@ pub struct DmaBufExport {
     pub offset: DmaBufOffset,
     /// The offset of the range in its allocation.
     pub alloc_offset: AllocOffset,
-    /// Bytes.
+    /// The length in bytes.
     pub len: u64,
     /// The mapping that was used.
     pub mapping: DmaBufMapping,
@@ -97,11 +98,11 @@ impl AsFd for DmaBufExport {
 pub struct PeerMemoryExport {
     /// The device address that the client resolves.
     pub address: Address,
-    /// Bytes.
+    /// The length in bytes.
     pub len: u64,
 }
 
-/// A copy in progress.
+/// A handle to wait for an asynchronous copy.
 pub trait CopyEvent: Send + fmt::Debug {
     /// Returns true if the copy has ended. [`CopyEvent::wait`] returns its result.
     fn is_done(&self) -> bool;
@@ -157,8 +158,9 @@ pub trait Allocator {
 
     /// Returns true if this process already uses the device. For CUDA: a primary context exists.
     ///
-    /// The call does not start the device. If it returns true, an allocation that is freed again
-    /// leaves no new state behind. The default returns true, for ifaces without such state.
+    /// The call does not initialise the device. Callers use it to avoid a test allocation that
+    /// would initialise the device and leave its state behind. The default returns true, for ifaces
+    /// without such state.
     ///
     /// # Errors
     /// - InvalidArgument for a device that does not exist.
@@ -174,7 +176,8 @@ pub trait CopyEngine {
     /// Starts a copy like [`Iface::copy`](super::Iface::copy) and returns its event.
     ///
     /// # Safety
-    /// The conditions of [`Iface::copy`](super::Iface::copy), until the event says that it is done.
+    /// The conditions of [`Iface::copy`](super::Iface::copy), until [`CopyEvent::is_done`] returns
+    /// true or [`CopyEvent::wait`] returns.
     ///
     /// # Errors
     /// The errors of [`Iface::copy`](super::Iface::copy).
@@ -184,8 +187,8 @@ pub trait CopyEngine {
 
 /// Exports ranges as dma-buf fds.
 pub trait DmaBufExporter {
-    /// Returns the supported mappings. A single device may refuse one of them. Empty if no device
-    /// of this machine exports dma-bufs; each export then fails with the reason.
+    /// Returns the supported mappings. A device may still refuse one of them. The list is empty if
+    /// no device of this machine exports dma-bufs. Each export then fails with the reason.
     fn mappings(&self) -> &'static [DmaBufMapping];
 
     /// Exports `range`, which lies in one allocation, as a dma-buf for `nic`.
@@ -210,9 +213,9 @@ pub trait DmaBufExporter {
     }
 }
 
-/// Opens ranges to peer-memory clients in the kernel.
+/// Makes ranges accessible to peer-memory clients in the kernel.
 pub trait PeerMemoryExporter {
-    /// Opens `range` to peer-memory clients in the kernel.
+    /// Makes `range` accessible to peer-memory clients in the kernel.
     ///
     /// # Errors
     /// Unsupported with the reason.

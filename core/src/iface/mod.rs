@@ -29,23 +29,23 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Capability {
-    /// Allocates and frees memory.
+    /// Set if the iface allocates and frees memory.
     pub allocate: bool,
-    /// Exports ranges as dma-buf fds.
+    /// Set if the iface exports ranges as dma-buf fds.
     pub dma_buf: bool,
-    /// Exports dma-bufs with the PCIe mapping (HM-09).
+    /// Set if the iface exports dma-bufs with the PCIe mapping (HM-09).
     pub pcie_mapping: bool,
-    /// Opens memory to peer-memory clients in the kernel.
+    /// Set if the iface opens memory to peer-memory clients in the kernel.
     pub peer_memory: bool,
-    /// Copies asynchronously, with events.
+    /// Set if the iface copies asynchronously, with events.
     pub async_copy: bool,
-    /// Page-locks host memory for its devices.
+    /// Set if the iface page-locks host memory for its devices.
     pub host_register: bool,
-    /// Shares allocations with other processes.
+    /// Set if the iface shares allocations with other processes.
     pub ipc: bool,
-    /// Gives allocations identities that are never reused.
+    /// Set if allocations have identities that are never reused.
     pub identity: bool,
-    /// Its driver notifies of frees by callbacks.
+    /// Set if the iface's driver reports frees by callbacks.
     pub free_callback: bool,
 }
 
@@ -101,16 +101,16 @@ pub struct Device {
 ///   [`AllocationId`](crate::AllocationId). The segments of a [`SegmentMap`] are parts of the range
 ///   that was asked about; an iface without one has each of its allocations in one segment.
 /// - [`Allocator::allocate`] and [`Ipc::open`] return memory of the whole length that was asked
-///   for, which belongs to the caller alone, or is another process's. No Rust reference to it
-///   exists, and it stays until [`Allocator::free`] or [`Ipc::close`]. `Ipc::open` refuses bytes
-///   that are no handle.
-/// - [`copy`](Self::copy) and [`CopyEngine::start_copy`] touch the named bytes and no others, on
-///   any number of threads at once. They leave all of them alone once they have returned an error,
-///   and a [`CopyEvent`] is done only when the copy has ended.
+///   for, which belongs only to the caller, or to another process. No Rust reference to the memory
+///   exists, and it stays allocated until [`Allocator::free`] or [`Ipc::close`]. `Ipc::open`
+///   refuses bytes that are not a handle.
+/// - [`copy`](Self::copy) and [`CopyEngine::start_copy`] access the named bytes and no others, on
+///   any number of threads at once. After they have returned an error, they access no bytes any
+///   more. A [`CopyEvent`] is done only when the copy has ended.
 /// - An export ([`DmaBufExporter::export`], [`PeerMemoryExporter::export`]) describes the bytes of
 ///   the range at its offset. It refers to that memory and to no other for as long as a NIC has it
 ///   registered, also when the memory is freed meanwhile.
-/// - [`address_span`](Self::address_span) holds every address that `query` will ever claim.
+/// - [`address_span`](Self::address_span) contains every address that `query` will ever claim.
 pub unsafe trait Iface: fmt::Debug + Send + Sync {
     /// Returns the iface's number: libfabric's, or 0x100 and up for a plug-in.
     fn kind(&self) -> IfaceKind;
@@ -130,18 +130,17 @@ pub unsafe trait Iface: fmt::Debug + Send + Sync {
     /// Every registration calls this, so it must be cheap for addresses of other owners.
     ///
     /// # Errors
-    /// The error of a failed driver call. An unknown address is not an error.
+    /// The error of a failed driver call. For an address of another owner the result is `Ok(None)`.
     fn query(&self, address: Address) -> Result<Option<Allocation>>;
 
-    /// Copies `len` bytes, and returns when the copy has ended. Each side is host memory or memory
-    /// of this iface.
+    /// Copies `len` bytes, and returns when the copy has ended. The source and the destination are
+    /// each host memory or memory of this iface.
     ///
     /// # Safety
     /// - A host side is valid for `len` bytes and, if it is the destination, not referenced
     ///   elsewhere.
-    /// - A side in memory of this iface is not freed before the copy has ended: the caller owns the
-    ///   allocation or borrows it from its owner. The address of freed memory may be another
-    ///   allocation's by now, or host memory's.
+    /// - A side in memory of this iface stays allocated until the copy has ended. After a free, the
+    ///   same address may belong to another allocation or to host memory.
     ///
     /// # Errors
     /// - OutOfBounds for a copy past an allocation.
@@ -322,7 +321,7 @@ pub trait IfaceExt: Iface {
         self.dma_buf().ok_or_else(lacking)?.export(range, nic, mapping)
     }
 
-    /// Calls [`DmaBufExporter::release`]. Without that facet it closes the fd and returns an error.
+    /// Calls [`DmaBufExporter::release`]. Without that facet, closes the fd and returns an error.
     ///
     /// # Errors
     /// The errors of [`DmaBufExporter::release`], and Unsupported without that facet.
@@ -421,7 +420,8 @@ pub trait IfaceExt: Iface {
     /// Fills `into` from memory of this iface.
     ///
     /// # Safety
-    /// The memory at `from` is not freed before this returns. (An unknown address is an error.)
+    /// The memory at `from` is not freed before this returns. An address that is not of this iface
+    /// is allowed, and causes an error.
     ///
     /// # Errors
     /// The errors of [`Iface::copy`], and OutOfBounds if `from` is not memory of this iface.
@@ -435,8 +435,8 @@ pub trait IfaceExt: Iface {
     /// Writes `from` into memory of this iface.
     ///
     /// # Safety
-    /// The memory at `to` is not freed before this returns, and no Rust reference to it exists. (An
-    /// unknown address is an error.)
+    /// The memory at `to` is not freed before this returns, and no Rust reference to it exists. An
+    /// address that is not of this iface is allowed, and causes an error.
     ///
     /// # Errors
     /// The errors of [`Iface::copy`], and OutOfBounds if `to` is not memory of this iface.

@@ -1,4 +1,4 @@
-//! Subscriptions to frees that go through an iface.
+//! Subscriptions to frees, for ifaces that see every free of their memory themselves.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -12,7 +12,8 @@ use crate::AddressRange;
 struct WatchedRange {
     range: AddressRange,
     invalidator: Arc<dyn Invalidator>,
-    /// Locked during a call of the invalidator, so that unsubscribing waits for its end.
+    /// True until the subscription is removed. Locked during a call of the invalidator, so that
+    /// unsubscribing waits for the end of the call.
     active: Arc<Mutex<bool>>,
 }
 
@@ -20,7 +21,7 @@ struct WatchedRange {
 struct WatchedRanges {
     next: u64,
     by_id: BTreeMap<u64, WatchedRange>,
-    /// The ranges of frees in progress.
+    /// The ranges that are being freed now.
     freeing: Vec<AddressRange>,
 }
 
@@ -75,7 +76,7 @@ impl FreeSubscriptions {
         watched.next += 1;
         let id = watched.next;
         watched.by_id.insert(id, watch.clone());
-        // A free in progress does not notify this subscription.
+        // A free that is already in progress will not notify the new subscription.
         let missed = watched.freeing.iter().copied().find(|freeing| freeing.overlaps(range));
         drop(watched);
         if let Some(freeing) = missed {
@@ -84,7 +85,8 @@ impl FreeSubscriptions {
         Subscription(id)
     }
 
-    /// Removes a subscription. Waits for a call of its invalidator in progress.
+    /// Removes a subscription. If the subscription's invalidator is being called, waits for the end
+    /// of that call.
     pub fn remove(&self, subscription: Subscription) {
         let watch = self.0.lock().by_id.remove(&subscription.0);
         if let Some(watch) = watch {

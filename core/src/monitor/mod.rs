@@ -15,9 +15,10 @@ use crate::{AddressRange, Allocation, Result};
 /// The method by which a monitor detects changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DetectionMethod {
-    /// Something calls the monitor before the memory is freed.
+    /// The monitor is called before the memory is freed, by a driver callback or a patched
+    /// function.
     Callback,
-    /// The monitor compares allocation identities when the cache asks.
+    /// The cache asks the monitor on each hit, and the monitor compares allocation identities.
     Identity,
 }
 
@@ -40,11 +41,11 @@ pub enum InvalidationCause {
     Detach,
     /// A free by a device API.
     Free,
-    /// A query found another allocation at the address.
+    /// A comparison of identities found another allocation at the address.
     Identity,
     /// The process is a forked child.
     Fork,
-    /// The application asked for it.
+    /// The application invalidated the memory explicitly.
     Application,
 }
 
@@ -63,7 +64,7 @@ impl InvalidationCause {
         Self::Application,
     ];
 
-    /// The name as it is printed.
+    /// Returns the name, as it is printed.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -87,8 +88,8 @@ impl fmt::Display for InvalidationCause {
     }
 }
 
-/// A change in progress. [`Invalidator::invalidate_start`] returns it, for
-/// [`Invalidator::invalidate_end`].
+/// A token for a change in progress, which [`Invalidator::invalidate_start`] returns and
+/// [`Invalidator::invalidate_end`] ends.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "nothing over the range can be cached until the change is ended"]
 pub struct InvalidationToken(pub u32);
@@ -114,7 +115,7 @@ pub trait Invalidator: fmt::Debug + Send + Sync {
 
     /// Disables all hits until [`Invalidator::open_gate`]. Calls may be nested.
     ///
-    /// For monitors that learn that some memory changed before they know which.
+    /// For monitors that learn of a change before they know which memory changed.
     fn close_gate(&self);
 
     /// Undoes one [`Invalidator::close_gate`].

@@ -6,14 +6,14 @@ use crate::{Access, Error, ErrorKind, MrFlags, MrMode, Result};
 /// The kinds of memory that a NIC can import.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Imports {
-    /// Registers dma-buf fds.
+    /// Set if the NIC registers dma-buf fds.
     pub dma_buf: bool,
-    /// Prefers the PCIe mapping of a dma-buf.
+    /// Set if the path search should try the PCIe mapping of a dma-buf first.
     pub pcie_mapping_first: bool,
-    /// Registers device addresses, which peer-memory clients in the kernel resolve. Only a
-    /// registration shows if a client handles the device.
+    /// Set if the NIC registers device addresses, which peer-memory clients in the kernel resolve.
+    /// Only an attempt to register shows if a client handles a given device.
     pub peer_memory: bool,
-    /// Accesses memory through staged copies.
+    /// Set if the provider accesses memory by copies through staging buffers.
     pub staged: bool,
 }
 
@@ -45,7 +45,7 @@ pub struct ProviderAttr {
     pub staged_access: Access,
     /// The registration flags that the provider supports.
     pub flags: MrFlags,
-    /// The agent that executes posted requests.
+    /// The part of the system that executes posted requests.
     pub progress: ProgressModel,
     /// The guaranteed order of requests of one endpoint to one peer.
     pub order: MsgOrder,
@@ -80,15 +80,15 @@ impl ProviderAttr {
     }
 }
 
-/// The agent that executes posted requests of a domain.
+/// The part of the system that executes posted requests of a domain.
 ///
 /// This covers requests with memory that the NIC reaches directly. Requests with staged memory may
 /// also need calls. Then the domain has the facet [`ManualProgress`](super::ManualProgress).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ProgressModel {
-    /// The NIC itself.
+    /// The NIC executes the requests.
     Nic,
-    /// A thread of the domain.
+    /// A thread of the domain executes the requests.
     Thread,
     /// Calls of [`ManualProgress::progress`](super::ManualProgress::progress) and
     /// [`CompletionQueue::read`](super::CompletionQueue::read). Without calls, no request proceeds.
@@ -159,9 +159,11 @@ bitflags::bitflags! {
 /// transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StagingAttr {
-    /// The length of a buffer in bytes, at least 1, and so the longest chunk. A message is split
-    /// into chunks of a sixteenth of its length, but of at least 128 KiB if a buffer is that long.
-    /// The chunks at its ends are shorter.
+    /// The length of a buffer in bytes, at least 1. No chunk of a message is longer than a buffer.
+    ///
+    /// A long message is split into chunks of up to a sixteenth of its length, or of a buffer's
+    /// length if that is less. Chunks of less than 128 KiB are avoided, unless a buffer is shorter.
+    /// The chunks at both ends of a message are shorter than those in the middle.
     pub buffer_len: usize,
     /// The number of buffers, at least 1. If a NIC needs a whole message at once (verbs does), half
     /// of the buffers serve receives and a quarter serve sends. So transfers that wait for a peer
@@ -176,10 +178,11 @@ impl Default for StagingAttr {
 }
 
 impl StagingAttr {
-    /// Checks the numbers.
+    /// Checks that the settings are in the allowed range.
     ///
     /// # Errors
-    /// InvalidArgument if a number is 0, or if the buffers together exceed the address space.
+    /// InvalidArgument if a setting is 0, or if all buffers together would exceed the address
+    /// space.
     pub fn check(&self) -> Result<()> {
         let bytes = self
             .buffer_len

@@ -15,25 +15,25 @@ bitflags::bitflags! {
     /// The facets of an open domain.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct Features: u32 {
-        /// Registers parts of regions without pinning pages ([`SubRegions`]).
+        /// The domain registers parts of regions without pinning pages ([`SubRegions`]).
         const SUB_REGIONS = 1 << 0;
-        /// Keeps disabled regions unusable until they are enabled ([`Enabling`]).
+        /// The domain keeps disabled regions unusable until they are enabled ([`Enabling`]).
         const ENABLING = 1 << 1;
-        /// Has remote keys of several numbers ([`CompositeKeys`]).
+        /// A remote key of the domain may consist of several numbers ([`CompositeKeys`]).
         const COMPOSITE_KEYS = 1 << 2;
-        /// Has raw keys ([`RawKeys`]).
+        /// The domain has raw keys ([`RawKeys`]).
         const RAW_KEYS = 1 << 3;
-        /// Refreshes the pages of a region ([`Refresh`]).
+        /// The domain refreshes the pages of a region ([`Refresh`]).
         const REFRESH = 1 << 4;
-        /// Has memory windows ([`Windows`]).
+        /// The domain has memory windows ([`Windows`]).
         const WINDOWS = 1 << 5;
-        /// Counts accesses to regions ([`RegionCounters`]).
+        /// The domain counts accesses to regions ([`RegionCounters`]).
         const REGION_COUNTERS = 1 << 6;
-        /// Binds regions to endpoints ([`EndpointBinding`]).
+        /// The domain binds regions to endpoints ([`EndpointBinding`]).
         const ENDPOINT_BINDING = 1 << 7;
-        /// Has staging buffers ([`StagingAccess`]).
+        /// The domain has staging buffers ([`StagingAccess`]).
         const STAGING = 1 << 8;
-        /// Has work that needs calls to make progress ([`ManualProgress`]).
+        /// The domain has work that needs calls to make progress ([`ManualProgress`]).
         const MANUAL_PROGRESS = 1 << 9;
     }
 }
@@ -91,9 +91,9 @@ pub trait Enabling {
 
 /// The facet of remote keys that one number cannot describe.
 pub trait CompositeKeys {
-    /// Returns the remote key of a region with several numbers (VRB-07), or with another addressing
-    /// than the domain's other regions. `None` means that the key is [`ProviderRegion::key`] over
-    /// the region's length.
+    /// Returns the remote key of a region if the key consists of several numbers (VRB-07), or if
+    /// its addressing differs from that of the domain's other regions. `None` means that the key is
+    /// [`ProviderRegion::key`] over the region's length.
     ///
     /// # Errors
     /// KeyNotAvailable for a staged region, if peers cannot access staged memory.
@@ -129,8 +129,8 @@ pub trait RawKeys {
 
 /// The facet of regions whose pages may change while they are registered.
 pub trait Refresh {
-    /// Updates the pages of `ranges`, which lie in the region. An empty list means the whole
-    /// region.
+    /// Makes the NIC use the current pages of `ranges`, which lie in the region. An empty list
+    /// means the whole region.
     ///
     /// Waits for transfers that use the pages, also through sub-regions. Accesses of peers during
     /// the call fail.
@@ -149,9 +149,9 @@ pub struct WindowBind {
     pub offset: u64,
     /// The length in bytes. 0 unbinds a type 1 window.
     pub len: u64,
-    /// The rights of peers.
+    /// The rights that the window grants to peers.
     pub access: Access,
-    /// The addressing for peers.
+    /// The kind of addresses that peers use.
     pub addressing: Addressing,
 }
 
@@ -166,10 +166,13 @@ pub trait Windows {
     /// Unsupported for a type that the NIC does not have. OutOfResources.
     fn alloc_window(&self, window: WindowType) -> Result<ProviderWindow>;
 
-    /// Binds a type 1 window, or unbinds it with length 0. Returns the handle with the new key.
+    /// Binds a type 1 window, or unbinds it if `bind.len` is 0. Returns the window's handle, which
+    /// has the new key.
     ///
     /// # Errors
-    /// The error of the violated rule, or the driver's own error.
+    /// - The error of [`WindowRule::refuse`](super::WindowRule::refuse), if the operation breaks a
+    ///   rule of [`WindowRule`](super::WindowRule).
+    /// - The error that the driver reported.
     fn bind_window(&self, window: ProviderWindow, bind: &WindowBind) -> Result<ProviderWindow>;
 
     /// Frees a window. Its key becomes invalid.
@@ -184,13 +187,16 @@ pub trait Windows {
     /// InvalidArgument for a window that this domain did not allocate.
     fn window_status(&self, window: ProviderWindow) -> Result<WindowStatus>;
 
-    /// Binds a type 2 window through an endpoint, without a completion: when it returns, the key
-    /// works. The bind comes after the requests that were posted to the endpoint before, where the
-    /// NIC executes them in order.
+    /// Binds a type 2 window through an endpoint, without a completion.
+    ///
+    /// When the call returns, the key works. If the NIC executes requests in order, the bind takes
+    /// effect after the requests that were posted to the endpoint earlier.
     ///
     /// # Errors
-    /// Unsupported where a bind always has a completion; that of the rule that was broken; the
-    /// driver's own.
+    /// - Unsupported if binds of this provider always have a completion.
+    /// - The error of [`WindowRule::refuse`](super::WindowRule::refuse), if the operation breaks a
+    ///   rule of [`WindowRule`](super::WindowRule).
+    /// - The error that the driver reported.
     fn bind_window_now(
         &self,
         endpoint: &dyn ProviderEndpoint,
@@ -210,7 +216,9 @@ pub trait Windows {
     /// # Errors
     /// - Unsupported if the provider has only posted invalidations, or if its driver cannot do this
     ///   safely.
-    /// - The error of the violated rule, or the driver's own error.
+    /// - The error of [`WindowRule::refuse`](super::WindowRule::refuse), if the operation breaks
+    ///   a rule of [`WindowRule`](super::WindowRule).
+    /// - The error that the driver reported.
     fn invalidate_window_now(
         &self,
         endpoint: &dyn ProviderEndpoint,
@@ -251,7 +259,7 @@ pub trait StagingAccess {
 /// The facet of work that needs calls to make progress: all transfers with
 /// [`ProgressModel::Manual`](super::ProgressModel::Manual), or only the staged ones.
 pub trait ManualProgress {
-    /// Executes such work. Returns the number of requests that ended.
+    /// Makes progress with this work. Returns the number of requests that ended.
     ///
     /// # Errors
     /// The driver's error if the device failed.

@@ -1,12 +1,12 @@
 //! The traits that a provider implements, for RDMA hardware or for a software NIC.
 //!
 //! The core implements the semantics of `fi_mr(3)` above these traits. It has checked flags,
-//! rights, limits and mode rules before it calls a provider. A provider checks what depends on its
-//! own state (its keys, its pages) and returns typed errors.
+//! rights, limits and mode rules before it calls a provider. A provider checks the conditions that
+//! depend on its own state (its keys, its pages) and returns typed errors.
 //!
 //! A [`ProviderDomain`] has six required methods. Each optional ability of a NIC is a facet: a
-//! small trait, which the domain returns if it has the ability. For a missing facet the core
-//! returns the error. [`Features::of`] lists the facets of a domain.
+//! small trait, which the domain returns if it has the ability. If a facet is missing, the core
+//! returns the error to the caller. [`Features::of`] lists the facets of a domain.
 
 mod attr;
 mod facets;
@@ -46,13 +46,14 @@ pub use crate::{
 pub struct DomainRequest {
     /// The NIC's name. `None` means the provider's first NIC.
     pub nic: Option<String>,
-    /// The mode in force ([`MrMode::effective`]).
+    /// The negotiated mode, without BASIC and SCALABLE ([`MrMode::effective`]).
     pub mode: MrMode,
     /// The domain's authorization key.
     pub auth_key: AuthKey,
     /// Set if the application uses device memory (`FI_HMEM`).
     pub hmem: bool,
-    /// The ifaces, for transfers with device addresses but no descriptor.
+    /// The ifaces of the domain. The provider needs them for transfers with device addresses but no
+    /// descriptor.
     pub registry: Arc<Registry>,
     /// The size and number of staging buffers.
     pub staging: StagingAttr,
@@ -113,14 +114,14 @@ pub enum Backing<'a> {
     },
     /// A dma-buf or memfd. A provider that needs the fd later duplicates it.
     DmaBuf {
-        /// The fd.
+        /// The file descriptor of the dma-buf.
         fd: BorrowedFd<'a>,
         /// The offset of the piece in the dma-buf, in bytes.
         offset: DmaBufOffset,
     },
     /// A device address that a peer-memory client resolves.
     PeerMemory {
-        /// The address.
+        /// The device address.
         address: Address,
     },
     /// Copies through staging buffers. Atomics are refused.
@@ -132,27 +133,27 @@ pub enum Backing<'a> {
 pub struct Piece<'a> {
     /// The application's addresses of the memory.
     pub range: AddressRange,
-    /// The access of the provider to the piece.
+    /// The means by which the provider accesses the piece.
     pub backing: Backing<'a>,
 }
 
-/// The numbers of objects that a provider's domain holds, for leak tests.
+/// The number of live objects of each kind that a provider's domain has, for leak tests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LiveObjects {
-    /// Registered regions, sub-regions included.
+    /// The number of registered regions, including sub-regions.
     pub regions: u64,
-    /// Registrations of pages. Sub-regions do not count (SUB-03).
+    /// The number of registrations that pin pages. Sub-regions do not count (SUB-03).
     pub page_registrations: u64,
-    /// Bytes pinned or exported for registrations.
+    /// The number of bytes that are pinned or exported for registrations.
     pub bytes: u64,
-    /// Allocated memory windows.
+    /// The number of allocated memory windows.
     pub windows: u64,
-    /// Mapped raw keys.
+    /// The number of mapped raw keys.
     pub mapped_keys: u64,
-    /// Open endpoints.
+    /// The number of open endpoints.
     pub endpoints: u64,
-    /// Staging buffers in use by transfers.
+    /// The number of staging buffers that transfers are using.
     pub staging_buffers: u64,
 }
 
@@ -180,22 +181,22 @@ pub trait Provider: fmt::Debug + Send + Sync {
 
 /// An open domain of a provider. Any threads may call the methods at once.
 ///
-/// A domain always returns the same facets.
+/// The set of facets that a domain returns never changes.
 ///
 /// # Safety
-/// Safe code of this library frees memory when a provider reports that it is deregistered. So an
-/// implementation must guarantee, for itself, its facets, and the endpoints and completion queues
-/// that it opens:
+/// Safe code of this library frees memory when a provider reports that the memory is deregistered.
+/// So an implementation must guarantee, for itself, its facets, and the endpoints and completion
+/// queues that it opens:
 ///
 /// - A registration accesses only the bytes of its pieces, and writes them only as the region's
 ///   rights allow. A sub-region or a window accesses only bytes of its region. It grants no write
 ///   if the region has no right by which the NIC writes.
 /// - [`register`](Self::register) leaves nothing registered when it fails or panics.
 /// - Once [`deregister`](Self::deregister) has returned `Ok`, nothing touches the memory through
-///   the region, its sub-regions or its windows, transfers in flight included. While it returns an
+///   the region, its sub-regions or its windows, including transfers in flight. If it returns an
 ///   error, the region stays registered.
-/// - The other safe methods, those of facets included, register nothing, and keep no region from
-///   being deregistered for good.
+/// - The other safe methods, including those of facets, register nothing. They do not permanently
+///   prevent a region from being deregistered.
 /// - A caller may pass a [`ProviderRegion`] or [`ProviderWindow`] of another domain, of a freed
 ///   object, or with any numbers. The call then fails, or uses a live object of this domain. It
 ///   never accesses freed memory.
@@ -254,7 +255,7 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
         None
     }
 
-    /// Returns the facet for keys of several numbers. Without it, every remote key is
+    /// Returns the facet for keys that consist of several numbers. Without it, every remote key is
     /// [`ProviderRegion::key`] over the region's length.
     fn composite_keys(&self) -> Option<&dyn CompositeKeys> {
         None
@@ -312,7 +313,7 @@ pub struct EndpointAttr {
     /// Enables the RMA_EVENT capability: peers can access regions with counters through the
     /// endpoint (EVT-02).
     pub rma_event: bool,
-    /// The authorization key. `None` means the domain's.
+    /// The authorization key. `None` means the domain's key.
     pub auth_key: Option<AuthKey>,
     /// A counter of completed transmits, if given.
     pub tx_counter: Option<Arc<Counter>>,

@@ -1,4 +1,4 @@
-//! Forked children use no entry of the parent and change none.
+//! Tests that forked children neither use nor change entries of the parent.
 
 use std::{
     process,
@@ -14,8 +14,8 @@ use hmem_core::cache::{Limits, UncachedReason};
 
 use crate::support::*;
 
-/// Runs `child` in a fork and returns its exit status. The child may allocate if the allocator
-/// works after a fork, as glibc's does.
+/// Runs `child` in a fork and returns its exit status. The child may allocate memory, because
+/// glibc's allocator works after a fork.
 fn in_fork(child: impl FnOnce() -> bool) -> i32 {
     // SAFETY: the child runs the closure and leaves by `_exit`.
     let pid = unsafe { libc::fork() };
@@ -176,7 +176,7 @@ fn child_forked_while_the_lock_is_held_does_not_hang() {
             // `entries` calls the closure under the lock.
             lists.entries(|_| {
                 locked.send(()).expect("the test waits");
-                // Also ends if the test fails before it sends.
+                // The wait also ends if the test fails before it sends.
                 let _released = may_unlock.recv();
             });
         });

@@ -1,4 +1,4 @@
-//! Invalidation: the affected entries, their deregistration, and callbacks.
+//! Tests of invalidation: the affected entries, their deregistration, and callbacks.
 
 use std::{
     sync::{
@@ -46,7 +46,7 @@ fn invalidated_entry_is_kept_until_its_last_lease_ends() {
     cache.reclaim();
     assert_eq!(calls.load(Ordering::SeqCst), 1);
     assert_eq!(books.live(), 0);
-    // No entry: the callback runs at once.
+    // There is no entry, so the callback runs at once.
     let count = Arc::clone(&calls);
     cache.invalidate_with_callback(range(0, PAGE), move || {
         count.fetch_add(1, Ordering::SeqCst);
@@ -80,7 +80,8 @@ fn explicit_invalidation_is_by_byte_and_a_monitors_by_page() {
     }
     let left =
         || (0..8).filter(|i| cache.get_cached(&keys[*i as usize]).is_some()).collect::<Vec<u64>>();
-    // Between entries, then up to the first byte of one, from the last byte of another, and empty.
+    // Ranges that miss all entries: between entries, up to the first byte of an entry, after the
+    // last byte of another, and empty.
     cache.invalidate(range(base, 100));
     cache.invalidate(range(base + 300, PAGE - 200));
     assert_eq!(left(), [0, 1, 2, 3, 4, 5, 6, 7]);

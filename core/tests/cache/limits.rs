@@ -1,4 +1,4 @@
-//! Limits and eviction.
+//! Tests of limits and eviction.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -44,7 +44,7 @@ fn eviction_spares_entries_hit_since_the_last_pass() {
     for i in (0..COUNT).step_by(2) {
         cache.get_or_register(&key(i * PAGE, PAGE)).unwrap();
     }
-    // One pass of the clock hand: as many as were not hit.
+    // New entries for one pass of the clock hand: as many as there are entries without a hit.
     for i in COUNT..COUNT + COUNT / 2 {
         cache.get_or_register(&key(i * PAGE, PAGE)).unwrap();
     }
@@ -79,7 +79,8 @@ fn full_cache_evicts_no_leased_entry_and_registers_uncached() {
 
 /// CACHE-03
 ///
-/// The first and the last watch of a cache are expensive with some monitors.
+/// With some monitors, the begin of a cache's first watch and the end of its last watch are
+/// expensive.
 #[test]
 fn evicting_the_last_entry_unwatches_after_the_next_watch() {
     let (cache, books) = cache(limits(1));
@@ -92,7 +93,7 @@ fn evicting_the_last_entry_unwatches_after_the_next_watch() {
         assert_eq!((counted(&books.watches), counted(&books.unwatches)), (number + 1, number));
     }
     assert_eq!(books.unwatched.load(Ordering::SeqCst), 0);
-    // Also if the next one can be neither watched nor registered.
+    // If the next range cannot be watched or cannot be registered, the last watch ends.
     books.unwatchable.store(true, Ordering::SeqCst);
     drop(cache.get_or_register(&key(1 << 30, 4096)).unwrap());
     assert_eq!(books.unwatched.load(Ordering::SeqCst), 1);
@@ -137,8 +138,8 @@ fn limit_of_0_registers_each_lookup_and_deregisters_each_release() {
 proptest! {
     /// CACHE-03
     ///
-    /// Any mix of lookups and releases: the books agree with the statistics, and each lease is of a
-    /// live region.
+    /// Random mixes of lookups and releases. The backend's records agree with the statistics, and
+    /// each lease refers to a live region.
     #[test]
     fn limits_hold_under_any_mix_of_leases(
         max_count in 1..12_usize,

@@ -1,4 +1,4 @@
-//! Hits and misses.
+//! Tests of hits and misses.
 
 use std::sync::{Arc, atomic::Ordering};
 
@@ -20,7 +20,7 @@ fn covered_lookup_is_a_hit_and_returns_the_same_region() {
     for (start, len) in [(0x10_0000 - 1, 1), (0x10_0000, 4 * PAGE + 1), (0x10_0000 + 4 * PAGE, 1)] {
         assert_ne!(cache.get_or_register(&key(start, len)).unwrap().id, whole.id);
     }
-    // The second key covers the last.
+    // The last lookup is a hit, because the second key covers it.
     assert_eq!(books.registrations.load(Ordering::SeqCst), 3);
     drop(whole);
     drop(cache);
@@ -37,7 +37,7 @@ fn lookup_with_more_rights_is_a_miss_and_with_fewer_a_hit() {
     let first = cache.get_or_register(&send).unwrap();
     let second = cache.get_or_register(&both).unwrap();
     assert_ne!(first.id, second.id);
-    // Each was registered with its own rights and no more.
+    // Each region was registered with the rights of its own key and no more.
     assert_eq!((first.key.access(), second.key.access()), (send.access(), both.access()));
     let remote = Key::new(at, Access::REMOTE_WRITE).unwrap();
     assert_eq!(cache.get_or_register(&remote).unwrap().id, second.id);
@@ -117,7 +117,7 @@ fn range_across_the_end_of_the_index_is_uncached_with_the_reason() {
 /// CACHE-01 CACHE-02
 ///
 /// Intel's device memory lies in the upper half of the address space. Addresses with the same lower
-/// bits are apart, also when one of them is invalidated.
+/// bits are distinguished, also when one of them is invalidated.
 #[test]
 fn ranges_in_the_upper_half_are_cached_and_distinguished() {
     let (cache, books) = cache(Limits::default());

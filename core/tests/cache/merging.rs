@@ -1,4 +1,4 @@
-//! Merging.
+//! Tests of merging.
 
 use std::sync::atomic::Ordering;
 
@@ -90,7 +90,7 @@ fn failed_merge_leaves_no_registration() {
     let (cache, books) = cache(MERGING);
     cache.get_or_register(&key(0, PAGE)).unwrap();
     cache.get_or_register(&key(2 * PAGE, PAGE)).unwrap();
-    // Fails the merged range, then the caller's own.
+    // The backend fails to register the merged range, and then the caller's own range.
     books.fail_next(ErrorKind::BadAddress);
     books.fail_next(ErrorKind::BadAddress);
     let error = cache.get_or_register(&key(PAGE, PAGE)).unwrap_err();
@@ -207,7 +207,7 @@ fn merging_is_off_by_default_and_respects_the_limits() {
     );
     assert_eq!(books.registrations.load(Ordering::SeqCst), 3);
 
-    // Nor beyond the largest registration of the backend.
+    // Merging also does not exceed the backend's largest registration.
     let (joining, _books) = cache(MERGING);
     let longest = joining.backend().max_len();
     joining.get_or_register(&key(0, longest - PAGE)).unwrap();

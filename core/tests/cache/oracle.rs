@@ -1,4 +1,5 @@
-//! Random threads over real mappings, with a backend that remembers the memory that it registered.
+//! Threads with random lookups and replacements over real mappings. The backend remembers the
+//! memory that it registered.
 
 use std::{
     collections::BTreeMap,
@@ -20,12 +21,12 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 const PAGES: usize = 16;
 const PAGE: usize = 4096;
 
-/// A file whose pages hold their numbers. Its pages are mapped and replaced all the time, so that
-/// the number identifies the mapping.
+/// A range of addresses, mapped to pages of a file. Each page of the file holds its own number.
+/// Threads replace the mapped pages all the time, so the number identifies the mapping.
 struct Place {
     base: usize,
     file: std::os::fd::OwnedFd,
-    /// The next page of the file. It was never mapped before.
+    /// The number of the file's next page that was never mapped. Each replacement maps a new page.
     next: AtomicU64,
     changing: Mutex<()>,
 }
@@ -51,7 +52,8 @@ impl Place {
         self.base + page * PAGE
     }
 
-    /// Returns the number of the page that is mapped now. It may be replaced at any time.
+    /// Returns the number in the page that is mapped now. Another thread may replace the page at
+    /// any time.
     fn number_at(&self, page: usize) -> u64 {
         // SAFETY: the pages of this mapping stay mapped, since each is replaced in one step.
         unsafe { ptr::with_exposed_provenance::<AtomicU64>(self.address(page)).as_ref() }
@@ -59,7 +61,8 @@ impl Place {
             .load(Ordering::Relaxed)
     }
 
-    /// Maps the next page of the file there, and notifies like a patched `mmap`.
+    /// Maps the next page of the file at `page`, and notifies the invalidator like a patched
+    /// `mmap`.
     fn replace(&self, page: usize, invalidator: &dyn Invalidator) {
         let _one_at_a_time = self.changing.lock();
         let range =
@@ -82,7 +85,8 @@ impl Drop for Place {
     }
 }
 
-/// A region with the pages that were mapped at its registration, like those that a NIC pins.
+/// A region that keeps the numbers of the pages that were mapped at its registration, like a NIC
+/// that pins them.
 struct Pinned {
     id: u64,
     first: usize,
@@ -94,7 +98,7 @@ struct Pinning {
     place: Arc<Place>,
     alive: Arc<Mutex<BTreeMap<u64, ()>>>,
     next: Arc<AtomicU64>,
-    /// On average one call of this number fails. 0 means that no call fails.
+    /// On average, one in this many calls fails. With 0, no call fails.
     failing: u64,
     calls: Arc<AtomicU64>,
     watches: Arc<AtomicUsize>,
@@ -280,7 +284,7 @@ mod properties {
 
         /// CACHE-11
         ///
-        /// One thread, any order of steps: a lookup always returns the page that is mapped.
+        /// One thread runs steps in any order. A lookup always returns the page that is mapped.
         #[test]
         fn lookup_returns_mapped_memory_in_any_order_of_steps(
             max_count in 0..6_usize,

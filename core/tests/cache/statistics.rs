@@ -1,4 +1,4 @@
-//! Statistics and lists of entries.
+//! Tests of statistics and of the list of entries.
 
 use std::sync::atomic::Ordering;
 

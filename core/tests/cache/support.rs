@@ -31,40 +31,41 @@ pub(crate) struct Books {
     pub(crate) deregistrations: AtomicUsize,
     pub(crate) watches: AtomicUsize,
     pub(crate) unwatches: AtomicUsize,
-    /// The number of times that the last watch ended.
+    /// The number of times that a watch ended when it was the cache's only one.
     pub(crate) unwatched: AtomicUsize,
-    /// Errors of the next registrations.
+    /// The errors with which the next registrations fail.
     failing: Mutex<Vec<ErrorKind>>,
-    /// Number of deregistrations to refuse.
+    /// The number of deregistrations that the backend still refuses.
     pub(crate) refusing: AtomicUsize,
-    /// Largest number of registrations; 0 for any number.
+    /// The largest number of live registrations. 0 means no limit.
     pub(crate) room: AtomicUsize,
     pub(crate) unwatchable: AtomicBool,
-    /// Memory that cannot be registered, and memory that cannot be watched.
+    /// Memory that the backend refuses to register.
     pub(crate) bad: Mutex<Option<Key>>,
+    /// Memory that the backend refuses to watch.
     pub(crate) blind: Mutex<Option<Key>>,
-    /// Hits need validation. The next one reports `invalid`.
+    /// Set if hits need validation.
     pub(crate) checked: AtomicBool,
     pub(crate) invalid: AtomicBool,
-    /// The next validation fails.
+    /// Set if the next validation fails with an error.
     pub(crate) unsure: AtomicBool,
     pub(crate) asked: AtomicUsize,
     pub(crate) registering: Gate,
     pub(crate) deregistering: Gate,
 }
 
-/// Holds one kind of calls.
+/// A gate that holds calls of one kind until they are released.
 #[derive(Default)]
 pub(crate) struct Gate {
     held: Mutex<bool>,
     released: Condvar,
     waiting: AtomicUsize,
-    /// Runs in the middle of the next call.
+    /// A closure that runs in the middle of the next call.
     pub(crate) meanwhile: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
 impl Gate {
-    /// Holds calls until [`Gate::release`].
+    /// Makes calls wait at the gate until [`Gate::release`].
     pub(crate) fn hold(&self) {
         *self.held.lock() = true;
     }
@@ -74,7 +75,7 @@ impl Gate {
         self.released.notify_all();
     }
 
-    /// Yields until `count` calls are held.
+    /// Yields until `count` calls wait at the gate.
     pub(crate) fn until_held(&self, count: usize) {
         while self.waiting.load(Ordering::SeqCst) < count {
             std::thread::yield_now();
@@ -106,7 +107,7 @@ impl Books {
     }
 }
 
-/// The backend that records in the books.
+/// The backend of the tests, which records its calls in [`Books`].
 #[derive(Clone, Default)]
 pub(crate) struct Ledger(pub(crate) Arc<Books>);
 
@@ -194,7 +195,7 @@ pub(crate) fn key(start: u64, len: u64) -> Key {
     Key::new(range(start, len), Access::SEND).expect("a key")
 }
 
-/// Creates a cache over a ledger, with its books.
+/// Creates a cache over a [`Ledger`]. Also returns the ledger's records.
 pub(crate) fn cache(limits: Limits) -> (Cache<Ledger>, Arc<Books>) {
     let ledger = Ledger::default();
     let books = Arc::clone(&ledger.0);
@@ -205,7 +206,7 @@ pub(crate) fn limits(max_count: usize) -> Limits {
     Limits { max_count, ..Limits::default() }
 }
 
-/// Yields until `is_so` returns true, and fails after a minute.
+/// Waits until `is_so` returns true. Panics after a minute.
 pub(crate) fn until(is_so: impl Fn() -> bool) {
     let end = Instant::now() + Duration::from_secs(60);
     while !is_so() {

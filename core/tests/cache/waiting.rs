@@ -1,4 +1,4 @@
-//! Registrations and deregistrations in progress: waiting threads, and failures.
+//! Tests of registrations and deregistrations in progress: waiting threads, and failures.
 
 use std::{
     sync::{
@@ -108,7 +108,7 @@ fn failed_registration_fails_all_waiters_and_leaves_nothing() {
 fn waiter_for_a_part_of_a_failed_range_registers_its_part() {
     let with = |start, len, access| Key::new(range(start, len), access).unwrap();
     let whole = with(0, 4 * PAGE, Access::SEND | Access::RECV);
-    // With fewer bytes, and with fewer rights.
+    // One part has fewer bytes, the other fewer rights.
     for part in [with(0, PAGE, whole.access()), with(0, 4 * PAGE, Access::SEND)] {
         let (cache, books) = cache(Limits::default());
         books.registering.hold();
@@ -192,7 +192,7 @@ fn panic_of_a_callback_does_not_stop_other_callbacks() {
     drop(cache.get_or_register(&key(0, PAGE)).unwrap());
     cache.invalidate(range(0, PAGE));
     until(|| books.live() == 0);
-    // On the calling thread too, since there is nothing to wait for.
+    // The callback also runs on the calling thread if there is nothing to wait for.
     cache.reclaim();
     cache.invalidate_with_callback(range(0, PAGE), || panic!("by the test"));
 }
@@ -254,11 +254,11 @@ fn out_of_resources_evicts_idle_entries_and_retries_once() {
     let before = books.registrations.load(Ordering::SeqCst);
     let fifth = cache.get_or_register(&key(9 * PAGE, PAGE)).unwrap();
     assert!(fifth.uncached_reason().is_none());
-    // Refused once, then retried once. The leased entry stayed.
+    // The backend refused once, and the cache retried once. The leased entry stayed.
     assert_eq!(books.registrations.load(Ordering::SeqCst), before + 2);
     assert_eq!(books.live(), 2);
     assert_eq!(cache.get_or_register(&key(0, PAGE)).unwrap().id, busy.id);
-    // With no idle entry it is an error after one try.
+    // With no idle entry, the lookup fails after one attempt.
     let (_third, _fourth) = (
         cache.get_or_register(&key(1 << 20, PAGE)).unwrap(),
         cache.get_or_register(&key(2 << 20, PAGE)).unwrap(),
@@ -317,7 +317,7 @@ fn try_clear_waits_for_deregistrations_of_the_worker() {
 
 #[test]
 fn try_clear_takes_entries_invalidated_meanwhile() {
-    // The worker is called for it too, and either thread may be first.
+    // The worker also collects the entry, and either thread may be first.
     for _ in 0..200 {
         let (cache, books) = cache(Limits::default());
         let cache = Arc::new(cache);

@@ -15,7 +15,7 @@ use std::{
 
 use super::entry::{LOOKED_AT, PatchObstacle, PatchPoint, Relative};
 
-/// Reach of a jump in bytes, with a margin.
+/// The maximum distance of a jump in bytes, less a margin.
 pub(super) const REACH: u64 = (1 << 27) - (1 << 20);
 
 const SVC_0: u32 = 0xd400_0001;
@@ -25,10 +25,11 @@ fn word(code: &[u8], at: usize) -> u32 {
 }
 
 enum Known {
-    /// Copied for the way from the hook: moves between registers that hold no argument.
+    /// An instruction that the trampoline copies, to run before it returns to the original. It
+    /// moves values between registers that hold no argument.
     Copied,
-    /// Not copied: a branch taken for arguments that the function refuses. Such calls never reach
-    /// the hook.
+    /// A branch that the trampoline leaves out. It is taken only for arguments that the function
+    /// refuses, and calls with such arguments never reach the hook.
     Branch,
     MovX8(i64),
 }
@@ -57,12 +58,13 @@ fn known(instruction: u32) -> Option<Known> {
     }
 }
 
-/// `b`, `bl`, or the beginning of an absolute jump: `ldr x16 or x17, literal`.
+/// Returns true for `b`, `bl`, and `ldr x16 or x17, literal`, which begins an absolute jump.
 fn is_jump(instruction: u32) -> bool {
     instruction & 0x7c00_0000 == 0x1400_0000 || instruction & 0xff00_001e == 0x5800_0010
 }
 
-/// Finds the instruction to replace in `code`, which makes system call `nr`, if any.
+/// Finds the instruction to replace in `code`, the beginning of a function. If `nr` is set, the
+/// function must make that system call.
 pub(super) fn decode(
     _: u64,
     code: &[u8; LOOKED_AT],
@@ -106,7 +108,7 @@ pub(super) fn decode(
     Err(PatchObstacle::NoRoom)
 }
 
-/// One instruction, and the instruction that replaces it.
+/// An instruction, and the jump that replaces it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Patch {
     start: u64,
@@ -126,7 +128,8 @@ impl Patch {
         Some(patch)
     }
 
-    /// Returns the first byte that is written. All written bytes lie in its page.
+    /// Returns the address of the first byte that the patch writes. All bytes that it writes lie in
+    /// one page.
     pub(super) fn start(&self) -> u64 {
         self.start
     }
@@ -150,7 +153,8 @@ impl Patch {
     /// Writes the jump if the original instruction is in place. Returns false otherwise.
     ///
     /// # Safety
-    /// The word is writable, and the jump's target may be run in place of what it replaces.
+    /// - The word is writable.
+    /// - The code at the jump's target may run in place of the instruction that the jump replaces.
     pub(super) unsafe fn apply(&self) -> bool {
         self.exchange(self.before, self.after)
     }
@@ -172,7 +176,7 @@ impl Patch {
     }
 }
 
-/// Encodes `b` from `address` to `target`.
+/// Encodes `b` from `address` to `target`. Returns `None` beyond its reach.
 pub(super) fn jump(address: u64, target: u64) -> Option<[u8; 4]> {
     let distance = target.wrapping_sub(address) as i64;
     let words = (-(1 << 27)..1 << 27).contains(&distance).then_some(distance >> 2)?;
@@ -194,7 +198,7 @@ pub(super) fn absolute_jump(target: u64) -> Vec<u8> {
 }
 
 /// Returns the target of a jump among the first instructions of `code`, which lies at `address`.
-/// Errors name the library there.
+/// Callers use it to name the library that patched a function.
 pub(super) fn jump_target(address: u64, code: &[u8; LOOKED_AT]) -> Option<u64> {
     let at = (0..LOOKED_AT).step_by(4).find(|at| is_jump(word(code, *at)))?;
     let instruction = word(code, at);
@@ -207,7 +211,7 @@ pub(super) fn jump_target(address: u64, code: &[u8; LOOKED_AT]) -> Option<u64> {
     code.get(literal..literal + 8)?.try_into().map(u64::from_le_bytes).ok()
 }
 
-/// Makes instruction fetch see stored bytes.
+/// Makes processors fetch newly stored code instead of cached instructions.
 ///
 /// # Safety
 /// The bytes are mapped.

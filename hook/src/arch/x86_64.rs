@@ -12,18 +12,19 @@ use std::{
 
 use super::entry::{LOOKED_AT, PatchObstacle, PatchPoint, Relative};
 
-/// Reach of a jump in bytes, with a margin.
+/// The maximum distance of a jump in bytes, less a margin.
 pub(super) const REACH: u64 = (1 << 31) - (1 << 20);
 
 const JUMP_LEN: usize = 5;
 
-/// `cmpl $imm32,disp32(%rip)`: two bytes, the displacement, the constant.
+/// Length of `cmpl $imm32,disp32(%rip)`: a 2-byte opcode, the displacement and the constant.
 const COMPARE_LEN: usize = 10;
 
-/// A known instruction, which may precede the system call or be replaced.
+/// An instruction that a patch may skip or replace.
 struct Known {
     len: usize,
-    /// Code that undoes the instruction; `None` if it has no effect that a caller can see.
+    /// Code that undoes the instruction, or `None` if the instruction has no effect that a caller
+    /// can see.
     undo: Option<Vec<u8>>,
 }
 
@@ -59,8 +60,8 @@ fn is_jump(code: &[u8]) -> bool {
     )
 }
 
-/// Finds the instruction to replace in `code`, which lies at `address` and makes system call `nr`,
-/// if any.
+/// Finds the instruction to replace in `code`, the beginning of the function at `address`. If `nr`
+/// is set, the function must make that system call.
 pub(super) fn decode(
     address: u64,
     code: &[u8; LOOKED_AT],
@@ -110,7 +111,7 @@ fn window(address: u64) -> Option<(u64, usize)> {
     within(8).map(|start| (start, 8)).or_else(|| wide().map(|start| (start, 16)))
 }
 
-/// One aligned run of code bytes, and the bytes that replace it.
+/// An aligned window of 8 or 16 code bytes, and the bytes that replace them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Patch {
     start: u64,
@@ -136,11 +137,14 @@ impl Patch {
         Some(patch)
     }
 
-    /// Returns the first byte that is written. All written bytes lie in its page.
+    /// Returns the address of the first byte that the patch writes. All bytes that it writes lie in
+    /// one page.
     pub(super) fn start(&self) -> u64 {
         self.start
     }
 
+    /// Reads the bytes of the window.
+    ///
     /// # Safety
     /// The window is readable.
     unsafe fn read(&self) -> u128 {
@@ -171,7 +175,8 @@ impl Patch {
     /// Writes the jump if the original bytes are in place. Returns false otherwise.
     ///
     /// # Safety
-    /// The window is writable, and the jump's target may be run in place of what it replaces.
+    /// - The window is writable.
+    /// - The code at the jump's target may run in place of the instruction that the jump replaces.
     pub(super) unsafe fn apply(&self) -> bool {
         // SAFETY: the caller declares the window writable and both contents safe to run.
         unsafe { self.exchange(self.before, self.after) }
@@ -186,6 +191,8 @@ impl Patch {
         unsafe { self.exchange(self.after, self.before) }
     }
 
+    /// Replaces the bytes `from` by `to` in one store. Returns false if the window has other bytes.
+    ///
     /// # Safety
     /// The window is writable, and either content of it may be run at any time.
     unsafe fn exchange(&self, from: u128, to: u128) -> bool {
@@ -203,7 +210,8 @@ impl Patch {
     }
 }
 
-/// Runs `cmpxchg16b`. The intrinsic of `core::arch` needs libatomic where it is not inlined.
+/// Replaces 16 bytes by one `cmpxchg16b` if they equal `from`, and returns true then. The intrinsic
+/// of `core::arch` is not used, because it needs libatomic where it is not inlined.
 ///
 /// # Safety
 /// `at` is aligned to 16 bytes and writable, and the processor has `cmpxchg16b`.
@@ -229,14 +237,15 @@ unsafe fn exchange_wide(at: *mut u128, from: u128, to: u128) -> bool {
     equal != 0
 }
 
-/// Encodes `jmp rel32` from `address` to `target`.
+/// Encodes `jmp rel32` from `address` to `target`. Returns `None` beyond its reach.
 pub(super) fn jump(address: u64, target: u64) -> Option<[u8; JUMP_LEN]> {
     let distance = i128::from(target) - i128::from(address + JUMP_LEN as u64);
     let [a, b, c, d] = i32::try_from(distance).ok()?.to_le_bytes();
     Some([0xe9, a, b, c, d])
 }
 
-/// Encodes the 4 bytes at `relative.at` of code that is copied to `address`.
+/// Encodes the displacement at `relative.at` for a copy of the code at `address`. Returns `None`
+/// beyond its reach.
 pub(super) fn displacement(address: u64, relative: &Relative) -> Option<[u8; 4]> {
     let distance = i128::from(relative.target) - i128::from(address + relative.from as u64);
     i32::try_from(distance).ok().map(i32::to_le_bytes)
@@ -249,8 +258,8 @@ pub(super) fn absolute_jump(target: u64) -> Vec<u8> {
     code
 }
 
-/// Returns the target of a jump at the beginning of `code`, which lies at `address`. Errors name
-/// the library there.
+/// Returns the target of a jump at the beginning of `code`, which lies at `address`. Callers use it
+/// to name the library that patched a function.
 pub(super) fn jump_target(address: u64, code: &[u8; LOOKED_AT]) -> Option<u64> {
     let skip = if code.starts_with(&[0xf3, 0x0f, 0x1e, 0xfa]) { 4 } else { 0 };
     let word = |at: usize| code[at..at + 8].try_into().map(u64::from_le_bytes).ok();

@@ -1,4 +1,4 @@
-//! Runs code on a thread whose system calls of one kind are supervised by the starting thread,
+//! Runs code on a new thread while the calling thread decides about its system calls of one kind,
 //! through a seccomp filter with a listener.
 
 use std::{
@@ -7,9 +7,10 @@ use std::{
     thread,
 };
 
-/// Runs `act` on a thread of its own. There, each system call `number` waits until `answer` has
-/// received its first argument. The call then fails with the errno that `answer` returned, or
-/// continues if that is `None`.
+/// Runs `act` on a new thread, and lets `answer` decide about its system calls `number`.
+///
+/// Each of these calls waits while `answer` runs with the first argument of the call. If `answer`
+/// returns an errno, the call fails with it. If `answer` returns `None`, the call continues.
 pub(crate) fn run<R: Send>(
     number: libc::c_long,
     mut answer: impl FnMut(u64) -> Option<i32>,
@@ -29,7 +30,8 @@ pub(crate) fn run<R: Send>(
     })
 }
 
-/// Makes the calls of this thread, and of threads that it starts, wait for the listener.
+/// Makes these system calls wait for the returned listener, in this thread and in threads that it
+/// starts.
 fn filter(number: libc::c_long) -> OwnedFd {
     let instruction = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
     let filter = [
@@ -52,7 +54,7 @@ fn filter(number: libc::c_long) -> OwnedFd {
     }
 }
 
-/// Answers the next call, or returns after a while without one.
+/// Answers the next waiting call. Returns without an answer if no call arrives in 10 ms.
 fn answer_one(listener: &OwnedFd, answer: &mut impl FnMut(u64) -> Option<i32>) {
     let file = listener.as_raw_fd();
     let mut poll = libc::pollfd { fd: file, events: libc::POLLIN, revents: 0 };

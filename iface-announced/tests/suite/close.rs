@@ -1,4 +1,4 @@
-//! Closing an iface.
+//! Tests of closing an iface.
 
 use hmem_core::{DeviceId, Error, ErrorKind, Rejected};
 use hmem_fake_accelerators::{Fake, Live, Profile};
@@ -6,7 +6,7 @@ use hmem_iface_announced::{Announced, Driver};
 
 use crate::world::{PAGE, allocate, free, gaudi, moves_bytes, neuron, range};
 
-/// Expects that the iface refused to close, and returns it.
+/// Expects the iface to refuse to close, and returns the iface.
 fn busy<D: Driver>(closed: Result<(), Rejected<Announced<D>>>) -> Announced<D> {
     let rejected = closed.expect_err("memory is left");
     assert_eq!(rejected.error.kind(), ErrorKind::Busy, "{}", rejected.error);
@@ -14,7 +14,7 @@ fn busy<D: Driver>(closed: Result<(), Rejected<Announced<D>>>) -> Announced<D> {
     rejected.value
 }
 
-/// Closes with memory, and without.
+/// Checks that closing is refused while memory is allocated, and frees the memory.
 fn closes<D: Driver>(fake: &Fake, iface: Announced<D>) -> Announced<D> {
     let own = allocate(&iface, PAGE);
     moves_bytes(&iface, own.base(), PAGE as usize).expect("copy");

@@ -1,4 +1,4 @@
-//! A fault at every call of the runtimes (REL-01): the call returns an error and leaks nothing, and
+//! Faults at every call of the runtimes (REL-01). The iface returns an error and leaks nothing, and
 //! works again without the fault.
 
 use hmem_core::{Address, Iface, IfaceExt, Result, iface::DmaBufMapping};
@@ -7,12 +7,12 @@ use hmem_iface_announced::{Announced, Driver};
 
 use crate::world::{Over, PAGE, World, allocate, free, moves_bytes, nic, over_both, request};
 
-/// Failing codes of both vendors: a failure, an invalid argument, a lack of resources, a reset.
+/// Error codes of both vendors: failure, invalid argument, lack of resources, reset.
 const CODES: [i32; 4] = [1, 2, 4, 17];
 
-/// Functions with faults that are no error of a round, with the reason.
+/// Functions that may fail without an error of [`round`], with the reason.
 const SILENT: [&str; 5] = [
-    // The next round opens no device.
+    // Only opening the iface calls them, not the round.
     "nrt_get_visible_nc_count",
     "synDeviceGetCount",
     "synInitialize",
@@ -21,7 +21,7 @@ const SILENT: [&str; 5] = [
     "nrt_tensor_free",
 ];
 
-/// Allocates, copies, exports and frees. Memory that could not be freed is added to `left`.
+/// Allocates, copies, exports and frees. Adds memory that could not be freed to `left`.
 fn round(iface: &dyn Iface, left: &mut Vec<hmem_core::Allocation>) -> Result<()> {
     let own = iface.allocate(&request(2 * PAGE))?;
     let worked = moves_bytes(iface, Address(own.base().0 + 5), 100)
@@ -40,7 +40,7 @@ fn fault_at_any_call_is_an_error_and_leaks_nothing() {
     struct Test;
     impl Over for Test {
         fn run<D: Driver>(&self, fake: &Fake, iface: &Announced<D>, world: &World<D>) {
-            // Creates the buffers that the driver keeps for copies.
+            // The first copy creates the buffers that the driver keeps.
             round(iface, &mut Vec::new()).expect("no fault yet");
             let before = fake.live();
             let mut met = 0;

@@ -1,4 +1,4 @@
-//! Dma-bufs, and memory that is kept while a dma-buf is in use.
+//! Tests of dma-bufs, and of memory that stays allocated while a dma-buf is in use.
 
 use std::{
     os::fd::BorrowedFd,
@@ -82,12 +82,13 @@ fn first_generation_gaudi_is_refused() {
 /// A function that runs once.
 type Once = Option<Box<dyn FnOnce() + Send>>;
 
-/// A driver with "dma-bufs" that are in use while a flag is set. Its memory has no bytes.
+/// A driver that reports its dma-bufs as in use while the flag `used` is set. Its allocations are
+/// addresses without memory, and its dma-bufs are files.
 #[derive(Default)]
 struct Flagged {
     used: Arc<AtomicBool>,
     live: Arc<Mutex<Vec<u64>>>,
-    /// Runs once, after the next export was made.
+    /// Runs once, at the end of the driver's next export.
     after_export: Arc<Mutex<Once>>,
 }
 
@@ -97,7 +98,7 @@ impl std::fmt::Debug for Flagged {
     }
 }
 
-// SAFETY: addresses count up, and there are no bytes to copy.
+// SAFETY: addresses of allocations differ, and the test copies no bytes.
 unsafe impl Driver for Flagged {
     type Handle = ();
 
@@ -151,7 +152,8 @@ unsafe impl Driver for Flagged {
 
 /// HM-06
 ///
-/// The kernel drivers of Neuron and Gaudi do not keep memory for a NIC.
+/// The kernel drivers of Neuron and Gaudi free memory even while a NIC has it registered, so the
+/// iface delays the free.
 #[test]
 fn freed_memory_is_kept_while_one_of_its_dma_bufs_is_in_use() {
     let driver = Flagged::default();
@@ -207,7 +209,7 @@ fn closing_is_refused_while_a_dma_buf_of_freed_memory_is_in_use() {
 
 /// HM-06
 ///
-/// Another thread frees the memory between the driver's export and its return.
+/// Another thread frees the memory after the driver exported it and before the iface returns.
 #[test]
 fn export_that_races_with_a_free_is_refused() {
     let driver = Flagged::default();

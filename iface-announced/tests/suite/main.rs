@@ -1,4 +1,4 @@
-//! Behaviours of an announced iface, over the fake runtimes of Neuron and Gaudi.
+//! Behaviours that the Neuron and the Gaudi iface share, over the fake runtimes.
 #![allow(unsafe_code)]
 
 mod close;

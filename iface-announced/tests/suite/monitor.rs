@@ -1,4 +1,4 @@
-//! Detection of frees.
+//! Tests of the monitor, which detects frees.
 
 use std::sync::{
     Arc,
@@ -14,7 +14,7 @@ use hmem_iface_announced::{Announced, Driver};
 
 use crate::world::{Over, PAGE, World, allocate, free, over_both, range};
 
-/// Counts frees, and the frees that are in progress.
+/// A subscriber that counts frees and the frees that are in progress.
 #[derive(Debug, Default)]
 struct Notices {
     begun: AtomicU64,

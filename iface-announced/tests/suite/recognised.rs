@@ -1,4 +1,4 @@
-//! Recognition of memory by its address.
+//! Tests of queries: the iface recognises memory by its address.
 
 use hmem_core::{Address, AddressRange, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt};
 use hmem_fake_accelerators::Fake;

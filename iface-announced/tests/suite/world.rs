@@ -1,4 +1,4 @@
-//! The two ifaces over the fake runtimes.
+//! Runs tests over the Neuron and the Gaudi iface with fake runtimes.
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationKind, DeviceId, Iface, IfaceExt, Result,
@@ -9,10 +9,10 @@ use hmem_iface_announced::{Announced, Driver};
 use hmem_iface_neuron::{self as neuron, Neuron};
 use hmem_iface_synapseai::{self as synapseai, SynapseAi};
 
-/// Bytes of a page.
+/// Length of a page in bytes.
 pub(crate) const PAGE: u64 = 4096;
 
-/// A test of one iface.
+/// A test that runs over one iface.
 pub(crate) trait Over {
     fn run<D: Driver>(&self, fake: &Fake, iface: &Announced<D>, world: &World<D>);
 }
@@ -24,21 +24,22 @@ type AllocateAsApplication<D> =
 /// The parts of the suite that differ between Neuron and Gaudi.
 pub(crate) struct World<D: Driver> {
     pub(crate) allocate: AllocateAsApplication<D>,
-    /// Functions of the library.
+    /// Names of the functions of the vendor's library.
     pub(crate) symbols: &'static [&'static str],
 }
 
-/// Runs a test over both ifaces.
+/// Runs a test over the Neuron iface and over the Gaudi iface.
 pub(crate) fn over_both(test: &impl Over) {
     over_neuron(Profile::running(), test);
-    // A library without the second version of the export call.
+    // An older library, without the second version of the export call.
     over_neuron(Profile::running().without(&["nrt_get_dmabuf_fd_v2"]), test);
     let fake = Fake::start(Profile::running());
     let iface = gaudi(&fake).expect("a Gaudi device");
     let world = World {
         allocate: |_, fake, len| {
             let mut base = 0;
-            // SAFETY: the function of this name, and an out parameter.
+            // SAFETY: the symbol is the fake's function of this signature, and the last argument is
+            // writable.
             let code = unsafe {
                 let malloc = fake.symbol("synDeviceMalloc").expect("in the library");
                 let malloc: unsafe extern "C" fn(u32, u64, u64, u32, *mut u64) -> i32 =
@@ -59,7 +60,8 @@ fn over_neuron(profile: Profile, test: &impl Over) {
     let world = World {
         allocate: |iface: &Neuron, fake, len| {
             let mut tensor = std::ptr::null_mut();
-            // SAFETY: the function of this name, and an out parameter.
+            // SAFETY: the symbol is the fake's function of this signature, and the last argument is
+            // writable.
             let code = unsafe {
                 let allocate = fake.symbol("nrt_tensor_allocate").expect("in the library");
                 let allocate: unsafe extern "C" fn(
@@ -110,7 +112,7 @@ pub(crate) fn allocate(iface: &dyn Iface, len: u64) -> Allocation {
     iface.allocate(&request(len)).expect("allocate")
 }
 
-/// Frees memory that nothing uses.
+/// Frees memory that the calling test no longer uses.
 pub(crate) fn free(iface: &dyn Iface, allocation: &Allocation) -> Result<()> {
     // SAFETY: nothing uses the memory of these tests.
     unsafe { iface.free(allocation) }
@@ -120,12 +122,12 @@ pub(crate) fn nic() -> Nic {
     Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None }
 }
 
-/// Returns bytes that differ by position.
+/// Returns a pattern of bytes that repeats after 251 bytes, so that shifted bytes differ.
 pub(crate) fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|at| (at % 251) as u8).collect()
 }
 
-/// Writes a pattern into memory and reads it back.
+/// Writes a pattern into memory, reads it back and compares.
 pub(crate) fn moves_bytes(iface: &dyn Iface, at: Address, len: usize) -> Result<()> {
     let bytes = pattern(len);
     let mut back = vec![0; len];

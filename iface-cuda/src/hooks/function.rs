@@ -1,22 +1,22 @@
 //! Functions of the driver that free memory, with the memory that a call frees.
 
-/// Arguments of a call, one register each.
+/// Arguments of a call, each in one register.
 pub(super) type Args = [usize; 6];
 
-/// Memory that a call frees.
+/// The memory that a call of a driver function frees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Takes {
     /// The allocation that the first argument points to.
     Pointed,
-    /// The allocation that the first argument points to, a pointer of 32 bits.
+    /// The allocation that the first argument points to. The argument is a pointer of 32 bits.
     PointedLow,
-    /// All memory of the driver: the arguments do not say which part is freed.
+    /// Possibly all memory of the driver, since the arguments do not tell which part is freed.
     Anything,
 }
 
 macro_rules! functions {
     ($($name:ident: $takes:expr;)+) => {
-        /// One function of the driver.
+        /// A function of the driver that frees memory.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(usize)]
         #[allow(non_camel_case_types)] // The driver's own spelling.
@@ -65,7 +65,7 @@ functions! {
 }
 
 impl Function {
-    /// Returns the function of a name.
+    /// Returns the function with this name.
     pub(super) fn named(symbol: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|function| function.symbol() == symbol)
     }

@@ -29,7 +29,7 @@ use crate::sys::{self, CuDevicePtr, CuPointerAttribute, CuResult};
 #[derive(Debug)]
 pub(super) struct CudaHookState {
     pub(super) table: SubscriberTable,
-    /// Number of test calls that reached a hook.
+    /// Number of probe calls that reached a hook (see [`probe`]).
     probes: AtomicU64,
 }
 
@@ -44,27 +44,30 @@ impl HasTable for CudaHookState {
     }
 }
 
-/// A function of the driver, called with six whole registers. It returns one whole register.
+/// Type by which hooks call functions of the driver: six registers are the arguments, and one is
+/// the result.
 type Call = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> usize;
 
 type Ask =
     unsafe extern "C" fn(u32, *mut CuPointerAttribute, *mut *mut c_void, CuDevicePtr) -> CuResult;
 
-/// Subscribers of the hooks.
+/// State and subscribers of the hooks.
 pub(super) static REGISTRY: HookRegistry<CudaHookState> = HookRegistry::new();
 
-/// Address at which each function goes on behind the replaced instruction, by [`Function`].
+/// For each [`Function`], the address behind the instruction that the patch replaced. A call of the
+/// original function continues there.
 static ORIGINALS: [AtomicUsize; Function::ALL.len()] =
     [const { AtomicUsize::new(0) }; Function::ALL.len()];
 
-/// `cuPointerGetAttributes` of the library that is patched.
+/// Address of `cuPointerGetAttributes` in the patched library, by which hooks query the driver.
 static ASK: AtomicUsize = AtomicUsize::new(0);
 
-/// Static whose address marks the calls of a test: no memory of the driver can lie there.
+/// The address of this static is the argument of probe calls (see [`probe`]). The driver has no
+/// memory at this address.
 static PROBE: u8 = 0;
 
-/// Returns the word with the address at which the hook of `function` goes on. It is written before
-/// the entry is patched.
+/// Returns the entry of `function` in [`ORIGINALS`]. The patch plan writes the entry before it
+/// patches the function.
 pub(super) fn original_of(function: Function) -> &'static AtomicUsize {
     &ORIGINALS[function as usize]
 }
@@ -78,17 +81,19 @@ macro_rules! hooks {
     ($($number:literal)+) => { [$(hook::<$number>),+] };
 }
 
-/// Hook of each function, by [`Function`].
+/// Hook of each [`Function`].
 static HOOKS: [Call; Function::ALL.len()] =
     hooks!(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21);
 
-/// Returns the address that the patched entry of `function` leads to.
+/// Returns the address of the hook to which the patched entry of `function` jumps.
 pub(super) fn hook_of(function: Function) -> usize {
     (HOOKS[function as usize] as *const ()).expose_provenance()
 }
 
+/// Hook of one [`Function`], to which the patched entry of the function jumps.
+///
 /// # Safety
-/// The arguments are valid for the function of this number.
+/// The arguments are valid for the function with the number `FUNCTION` in [`Function::ALL`].
 unsafe extern "C" fn hook<const FUNCTION: usize>(
     a: usize,
     b: usize,
@@ -101,23 +106,25 @@ unsafe extern "C" fn hook<const FUNCTION: usize>(
     unsafe { hooked(const { Function::ALL[FUNCTION] }, [a, b, c, d, e, f]) }
 }
 
-/// Calls a patched entry so that its hook counts the call and does not pass it on. Returns true if
-/// the hook did so.
+/// Makes a probe call of a patched entry: the hook counts the call and does not pass it on. Returns
+/// true if the hook was reached.
 ///
 /// # Safety
 /// The patch of the entry is in place.
 pub(super) unsafe fn probe(subscribers: &Subscribers<CudaHookState>, entry: usize) -> bool {
     let probes = &subscribers.shared().probes;
     let before = probes.load(Ordering::SeqCst);
-    // SAFETY: the entry of a function that takes at most six arguments in registers, as its hook
-    // does.
+    // SAFETY: this is the entry of a function with at most six arguments in registers, and so is
+    // its hook.
     let call: Call = unsafe { std::mem::transmute(ptr::with_exposed_provenance::<()>(entry)) };
     // SAFETY: the hook returns at once. If other code overwrites the patch at this moment, the
-    // driver refuses the argument: the address of a static is no allocation of the driver.
+    // driver refuses the argument: the driver has no allocation at the address of a static.
     unsafe { call(ptr::addr_of!(PROBE).addr(), 0, 0, 0, 0, 0) };
     probes.load(Ordering::SeqCst) != before
 }
 
+/// Runs a call that reached a hook, and notifies the subscribers unless the call is a probe.
+///
 /// # Safety
 /// The arguments are valid for the function.
 #[inline(always)]
@@ -131,8 +138,8 @@ unsafe fn hooked(function: Function, args: Args) -> usize {
         return 0;
     }
     let pass = subscribers.table().pass();
-    // The guard is held over the call even without subscribers: a subscription that begins
-    // meanwhile waits for it.
+    // The guard is held during the call even without subscribers, so that a subscription that
+    // begins meanwhile waits for the end of the call.
     if pass.is_empty() {
         // SAFETY: the caller called the function with these arguments.
         unsafe { original(function, args) }
@@ -142,6 +149,8 @@ unsafe fn hooked(function: Function, args: Args) -> usize {
     }
 }
 
+/// Calls the original function, and notifies the subscribers before and after the call.
+///
 /// # Safety
 /// The arguments are valid for the function.
 #[inline(never)]
@@ -164,8 +173,8 @@ unsafe fn notified(pass: &TableReadGuard<'_>, function: Function, args: Args) ->
     result
 }
 
-/// Returns the memory that a call is about to free: all memory if the driver does not know the
-/// range of the allocation. `None` if the call frees nothing.
+/// Returns the range that a call is about to free. Returns the range of all addresses if the driver
+/// does not know the allocation, and `None` if the call frees nothing.
 fn freed_by(function: Function, args: &Args) -> Option<AddressRange> {
     let everything = || clamped(0, u64::MAX);
     match function.pointer(args) {
@@ -180,18 +189,21 @@ fn allocation_at(pointer: u64) -> Option<AddressRange> {
     if ask == 0 {
         return None;
     }
-    // SAFETY: stored by `ask_by` from a function of this type.
+    // SAFETY: `ask_by` stored the address of a function of this type.
     let ask: Ask = unsafe { std::mem::transmute(ptr::with_exposed_provenance::<()>(ask)) };
     let mut attributes =
         [sys::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, sys::CU_POINTER_ATTRIBUTE_RANGE_SIZE];
     let mut values = [0u64; 2];
     let mut places = values.each_mut().map(|value| ptr::from_mut(value).cast::<c_void>());
-    // SAFETY: two attributes, each with a place of 8 bytes; the address is looked up, not followed.
+    // SAFETY: both arrays have two elements, and each attribute has a place of 8 bytes. The address
+    // is only looked up, never dereferenced.
     let code = unsafe { ask(2, attributes.as_mut_ptr(), places.as_mut_ptr(), pointer) };
     let range = clamped(values[0], values[1]);
     (code.is_success() && range.contains(Address(pointer))).then_some(range)
 }
 
+/// Calls the original function, behind the patch of its entry.
+///
 /// # Safety
 /// The arguments are valid for the function.
 #[inline(always)]

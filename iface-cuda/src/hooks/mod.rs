@@ -1,9 +1,10 @@
 //! Hooks of the driver's frees.
 //!
-//! An application frees by calling the driver, not this crate. If the driver's exported functions
-//! can be patched, a hook notifies subscribers before the memory goes. Every entry of `libcuda` 535
-//! and 550 begins with one comparison that can be replaced. `cuGetProcAddress` returns the same
-//! entries, so that the hooks see calls through it too. A test shows both with the real libraries.
+//! An application frees its memory by calling the driver, not this crate. If the driver's exported
+//! functions can be patched, a hook notifies subscribers before the memory is freed. Every entry of
+//! `libcuda` 535 and 550 begins with one comparison that can be replaced. `cuGetProcAddress`
+//! returns the same entries, so the hooks also see calls of functions that it returned. A test
+//! shows both with the real libraries.
 //!
 //! # Hooked functions
 //!
@@ -20,16 +21,16 @@
 //!
 //! A release of a primary context invalidates all memory, even if another part of the process still
 //! retains the context. The memory of a context lives until the last release, and this crate may
-//! make that release. This crate releases a context without notifying, since none of its own memory
-//! is left there. So the earlier releases of the application must notify: otherwise its memory
-//! would be freed while it is registered.
+//! make that release. This crate releases a context without a notification, since none of its own
+//! memory is left there. So the earlier releases by the application must notify: otherwise memory
+//! of the application would be freed while it is registered.
 //!
 //! # Functions without a hook
 //!
 //! - `cuMemUnmap`, `cuMemAddressFree`, `cuMemRelease` and `cuMemHostUnregister` free memory that is
 //!   never cached with this iface's monitor.
 //! - `cuMemPoolTrimTo` and `cuMemPoolDestroy` free nothing that was not freed before.
-//!   Stream-ordered memory is monitored by identity in any case: it is freed when its stream
+//!   Stream-ordered memory is always monitored by its identity, since it is freed when its stream
 //!   reaches the free.
 //!
 //! The hooks do not see:
@@ -37,8 +38,9 @@
 //! - memory of graph nodes (`cuGraphAddMemFreeNode`), which a graph launch frees;
 //! - a checkpoint of the process;
 //! - `cuEGLStreamConsumerReleaseFrame`;
-//! - frees that the CUDA runtime may make by tables of its own (`cuGetExportTable`): 12.9 looks the
-//!   functions above up by name, and no run over a device has shown that it uses nothing else.
+//! - frees that the CUDA runtime may make by tables of its own (`cuGetExportTable`): runtime 12.9
+//!   looks up the functions above by name, but no test over a device has shown that it uses no
+//!   other way.
 
 mod function;
 mod hook;
@@ -70,24 +72,24 @@ const NAME: MonitorName = MonitorName {
 
 /// Hooks of the driver's frees.
 ///
-/// All values of a process share the patches. The first one patches, and dropping the last one
-/// restores the functions.
+/// All values of this type in a process share the patches. The first value patches the functions,
+/// and dropping the last value restores them.
 #[derive(Debug)]
 pub struct FreeHooks {
     hooks: Hooks<CudaHookState>,
 }
 
-/// First entry of the patched library. Only one library of a process is hooked. It is claimed
-/// before any state of the hooks is written.
+/// Address of the first hooked function, which identifies the patched library. Only one library of
+/// a process is hooked. It is set before any other state of the hooks is written.
 static LIBRARY: AtomicUsize = AtomicUsize::new(0);
 
 impl FreeHooks {
-    /// Patches the frees of the library of these functions, and checks that each leads to its hook.
+    /// Patches the functions that free memory, and checks that each patch leads to its hook.
     ///
     /// # Errors
     /// - Unsupported if the entry of a function cannot be patched. The error names the function,
     ///   and the library that patched it before, if any.
-    /// - Unsupported if the hooks of this process are in another library.
+    /// - Unsupported if this process has already hooked another library.
     /// - PermissionDenied or AccessDenied if a security policy forbids changing code.
     /// - Busy if a call did not reach its hook.
     pub fn start(functions: &Functions) -> Result<Arc<Self>> {
@@ -100,8 +102,8 @@ impl FreeHooks {
     /// Checks that every patch is in place and leads to its hook.
     ///
     /// # Errors
-    /// Busy with the function and the library that overwrote its patch. Unsupported in a forked
-    /// child.
+    /// Busy if a patch was overwritten; the error names the function and the library that overwrote
+    /// the patch. Unsupported in a forked child.
     pub fn check(&self) -> Result<()> {
         self.hooks.check_patches("check")?;
         for (function, entry) in self.hooks.entries() {
@@ -118,18 +120,18 @@ impl FreeHooks {
         Ok(())
     }
 
-    /// Returns the patched functions.
+    /// Returns the names of the patched functions.
     #[must_use]
     pub fn functions(&self) -> Vec<&'static str> {
         self.hooks.functions().collect()
     }
 
-    /// Notifies `invalidator` of every free until it is unsubscribed. Frees in flight when this
-    /// returns notify too.
+    /// Notifies `invalidator` of every free until it is unsubscribed. Frees that are in flight when
+    /// this method returns also notify.
     ///
     /// # Errors
     /// - Busy if a patch was overwritten. The error names the function.
-    /// - OutOfResources with too many invalidators.
+    /// - OutOfResources if there are too many subscriptions.
     /// - Unsupported in a forked child.
     pub fn subscribe(&self, invalidator: Arc<dyn Invalidator>) -> Result<Subscription> {
         self.hooks.subscribe(&invalidator)
@@ -141,7 +143,7 @@ impl FreeHooks {
     }
 }
 
-/// Claims the library of these functions as the one that this process hooks.
+/// Claims the library of these functions as the only library that this process hooks.
 fn claim(functions: &Functions) -> Result<()> {
     let refused = |why: &'static str| {
         let error = NAME.error(ErrorKind::Unsupported).context("library", functions.library());
@@ -157,12 +159,12 @@ fn claim(functions: &Functions) -> Result<()> {
     Ok(())
 }
 
-/// Returns the functions to hook, each with its entry.
+/// Returns the functions to hook, each with the address of its first instruction.
 fn entries(functions: &Functions) -> impl Iterator<Item = (Function, usize)> {
     functions.frees().iter().filter_map(|(symbol, entry)| Some((Function::named(symbol)?, *entry)))
 }
 
-/// Decodes the entries of these functions.
+/// Plans the patches: decodes the first instruction of each function to hook.
 fn plan(functions: &Functions) -> Result<Patches> {
     let target = |(function, entry): (Function, usize)| PatchTarget {
         name: function.symbol(),
@@ -172,9 +174,10 @@ fn plan(functions: &Functions) -> Result<Patches> {
         original: hook::original_of(function),
     };
     let targets: Vec<_> = entries(functions).map(target).collect();
-    // SAFETY: the entries belong to a library that `Functions` never unloads, or are the functions
-    // that its injector promised. Hooks receive and pass on whole registers. Each hook has an
-    // `original` of its own, which no call uses yet: nothing is patched before the plan is kept.
+    // SAFETY: the entries belong to a library that `Functions` never unloads, or to the functions
+    // that the caller of `from_lookup` promised. Hooks receive and pass on whole registers. Each
+    // hook has an `original` of its own, which no call uses yet: nothing is patched before the plan
+    // is kept.
     let patches = unsafe { Patches::plan(NAME, &targets) }?;
     hook::ask_by(functions.pointer_get_attributes);
     Ok(patches)

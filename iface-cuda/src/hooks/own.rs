@@ -1,12 +1,13 @@
-//! Calls of this crate that free no memory. Hooks do not notify of them.
+//! Suppresses notifications for calls of this crate that free no memory.
 
 use std::sync::atomic::{AtomicI32, Ordering};
 
-/// Threads that make such a call now; 0 is a free entry. If no entry is free, the hook notifies as
-/// for any other call, which invalidates more than necessary.
+/// Ids of the threads that are in a call of [`without_notifying`]; 0 is a free element. If no
+/// element is free, the hook notifies as for any other call and so invalidates more than necessary.
 static CALLERS: [AtomicI32; 16] = [const { AtomicI32::new(0) }; 16];
 
-/// Runs a call that frees no memory: hooks on this thread do not notify of it.
+/// Runs a call of this crate that frees no memory. Hooks that the call reaches notify no
+/// subscriber.
 pub(crate) fn without_notifying<T>(call: impl FnOnce() -> T) -> T {
     let me = this_thread();
     let free = |place: &&AtomicI32| {
@@ -20,8 +21,8 @@ pub(crate) fn without_notifying<T>(call: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Returns true if the calling thread makes such a call. A thread always sees its own entry, and no
-/// other thread writes the same value.
+/// Returns true if the calling thread is in a call of [`without_notifying`]. A thread always sees
+/// the element that it wrote, and no other thread writes the same value.
 pub(super) fn is_own() -> bool {
     let me = this_thread();
     CALLERS.iter().any(|place| place.load(Ordering::Relaxed) == me)

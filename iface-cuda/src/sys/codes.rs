@@ -1,12 +1,12 @@
 //! The driver's result codes, by the names of `cuda.h`.
 
-/// `CUresult`: result of a call of the driver API.
+/// `CUresult`: result code of the driver's functions.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CuResult(pub u32);
 
 impl CuResult {
-    /// Returns true for the code of success.
+    /// Returns true if the code means success.
     #[must_use]
     pub const fn is_success(self) -> bool {
         self.0 == Self::CUDA_SUCCESS.0
@@ -14,7 +14,7 @@ impl CuResult {
 
     /// Returns true if the process has lost its device by a fault of the hardware or of a kernel.
     /// `cuda.h` says of most of these codes: "any further CUDA work will return the same error".
-    /// The process must be terminated.
+    /// The application must end the process.
     #[must_use]
     pub const fn is_sticky(self) -> bool {
         matches!(
@@ -46,7 +46,7 @@ macro_rules! codes {
                 pub const $name: Self = Self($code);
             )+
 
-            /// All codes that this crate names.
+            /// All codes that have a name in this crate.
             pub const ALL: &[Self] = &[$(Self::$name),+];
 
             /// Returns the name in `cuda.h`, or `None` for an unknown code.

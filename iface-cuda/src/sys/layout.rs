@@ -11,7 +11,7 @@ pub type CuDevicePtr = u64;
 pub type CuPointerAttribute = c_uint;
 /// `CUdevice_attribute`: attribute of a device to query.
 pub type CuDeviceAttribute = c_uint;
-/// `CUmemGenericAllocationHandle`: physical memory of `cuMemCreate`.
+/// `CUmemGenericAllocationHandle`: handle of physical memory that `cuMemCreate` created.
 pub type CuMemHandle = u64;
 
 macro_rules! handles {
@@ -49,9 +49,9 @@ handles! {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CuMemLocation {
-    /// A `CU_MEM_LOCATION_TYPE_*`.
+    /// Type of the place: a `CU_MEM_LOCATION_TYPE_*`.
     pub kind: c_uint,
-    /// The device's ordinal.
+    /// Ordinal of the device.
     pub id: c_int,
 }
 
@@ -59,21 +59,21 @@ pub struct CuMemLocation {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CuMemAllocationProp {
-    /// A `CU_MEM_ALLOCATION_TYPE_*`.
+    /// Type of the memory: a `CU_MEM_ALLOCATION_TYPE_*`.
     pub kind: c_uint,
-    /// `CU_MEM_HANDLE_TYPE_*` bits.
+    /// Types of handles that can be exported: `CU_MEM_HANDLE_TYPE_*` bits.
     pub requested_handle_types: c_uint,
     /// Device on which the memory is created.
     pub location: CuMemLocation,
-    /// Null on Linux.
+    /// Attributes of a Windows handle. Null on Linux.
     pub win32_handle_meta_data: usize,
-    /// A `CU_MEM_ALLOCATION_COMP_*`.
+    /// Compression of the memory: a `CU_MEM_ALLOCATION_COMP_*`.
     pub compression_type: c_uchar,
-    /// 1 for memory that GPUDirect RDMA reaches.
+    /// 1 if GPUDirect RDMA must be able to reach the memory, else 0.
     pub gpu_direct_rdma_capable: c_uchar,
-    /// `CU_MEM_CREATE_USAGE_*` bits.
+    /// Use of the memory: `CU_MEM_CREATE_USAGE_*` bits.
     pub usage: c_ushort,
-    /// Zero.
+    /// Reserved bytes, which must be zero.
     pub reserved: [c_uchar; 4],
 }
 
@@ -83,11 +83,11 @@ pub struct CuMemAllocationProp {
 pub struct CuMemAccessDesc {
     /// Device that may access the mapping.
     pub location: CuMemLocation,
-    /// A `CU_MEM_ACCESS_FLAGS_*`.
+    /// Permitted access: a `CU_MEM_ACCESS_FLAGS_*`.
     pub flags: c_uint,
 }
 
-/// `CU_IPC_HANDLE_SIZE`: bytes of a [`CuIpcMemHandle`].
+/// `CU_IPC_HANDLE_SIZE`: length of a [`CuIpcMemHandle`] in bytes.
 pub const CU_IPC_HANDLE_SIZE: usize = 64;
 
 /// `CUipcMemHandle`: handle by which another process opens an allocation.
@@ -108,89 +108,90 @@ macro_rules! constants {
 }
 
 constants! {
-    /// The context of the allocation, null for VMM and stream-ordered memory.
+    /// Context of the allocation. Null for VMM and stream-ordered memory.
     CU_POINTER_ATTRIBUTE_CONTEXT: CuPointerAttribute = 1;
-    /// A `CU_MEMORYTYPE_*` as `unsigned int`, 0 for foreign addresses.
+    /// Type of the memory: a `CU_MEMORYTYPE_*` as `unsigned int`. 0 for addresses that are not CUDA
+    /// memory.
     CU_POINTER_ATTRIBUTE_MEMORY_TYPE: CuPointerAttribute = 2;
-    /// 1 if synchronous operations on the memory always synchronise (`unsigned int`).
+    /// 1 if synchronous operations on the memory return only after their end (`unsigned int`).
     CU_POINTER_ATTRIBUTE_SYNC_MEMOPS: CuPointerAttribute = 6;
     /// Number of the allocation (`unsigned long long`), unique in the process.
     CU_POINTER_ATTRIBUTE_BUFFER_ID: CuPointerAttribute = 7;
     /// A boolean.
     CU_POINTER_ATTRIBUTE_IS_MANAGED: CuPointerAttribute = 8;
-    /// As `int`; negative for memory of no device.
+    /// Ordinal of the memory's device, as `int`. Negative if the memory belongs to no device.
     CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: CuPointerAttribute = 9;
     /// A boolean.
     CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: CuPointerAttribute = 10;
-    /// The allocation's (for VMM, the reservation's) first address.
+    /// First address of the allocation; for VMM memory, of the reservation.
     CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: CuPointerAttribute = 11;
-    /// The allocation's (for VMM, the reservation's) bytes, as `size_t`.
+    /// Length of the allocation in bytes, as `size_t`; for VMM memory, of the reservation.
     CU_POINTER_ATTRIBUTE_RANGE_SIZE: CuPointerAttribute = 12;
     /// Boolean: memory is mapped at the address.
     CU_POINTER_ATTRIBUTE_MAPPED: CuPointerAttribute = 13;
     /// Boolean: GPUDirect RDMA can reach the memory.
     CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE: CuPointerAttribute = 15;
-    /// The pool of stream-ordered memory, null for other memory.
+    /// Pool of stream-ordered memory. Null for other memory.
     CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE: CuPointerAttribute = 17;
 
     /// The device shares one address space with the host.
     CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING: CuDeviceAttribute = 41;
     /// The device allocates managed memory.
     CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY: CuDeviceAttribute = 83;
-    /// The device has `cuMemAddressReserve`, `cuMemCreate`, `cuMemMap`.
+    /// The device supports `cuMemAddressReserve`, `cuMemCreate` and `cuMemMap`.
     CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: CuDeviceAttribute = 102;
     /// `cuMemCreate` accepts the GPUDirect RDMA flag.
     CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED: CuDeviceAttribute = 110;
-    /// The device has `cuMemAllocAsync`.
+    /// The device supports `cuMemAllocAsync`.
     CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED: CuDeviceAttribute = 115;
     /// Kernel clients can pin the device's memory (`nvidia_p2p_get_pages`).
     CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED: CuDeviceAttribute = 116;
-    /// `CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_*` bits.
+    /// Supported flushes of inbound writes: `CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_*` bits.
     CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS: CuDeviceAttribute = 117;
-    /// A `CU_GPU_DIRECT_RDMA_WRITES_ORDERING_*`.
+    /// Order of inbound writes: a `CU_GPU_DIRECT_RDMA_WRITES_ORDERING_*`.
     CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING: CuDeviceAttribute = 118;
     /// The device exports dma-bufs.
     CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED: CuDeviceAttribute = 124;
-    /// The device exports page-locked host memory as dma-bufs. From CUDA 13 on.
+    /// The device exports page-locked host memory as dma-bufs. Since CUDA 13.
     CU_DEVICE_ATTRIBUTE_HOST_ALLOC_DMA_BUF_SUPPORTED: CuDeviceAttribute = 146;
-    /// The CPU can map the dma-bufs of the device's memory. In the header of CUDA 13.5, not of
-    /// 12.9.
+    /// The CPU can map dma-bufs of the device's memory. The header of CUDA 12.9 lacks the constant,
+    /// and the header of CUDA 13.5 has it.
     CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED: CuDeviceAttribute = 152;
 
-    /// Memory of the host.
+    /// Host memory.
     CU_MEMORYTYPE_HOST: u32 = 1;
-    /// Memory of a device.
+    /// Device memory.
     CU_MEMORYTYPE_DEVICE: u32 = 2;
 
-    /// Page-locked for every context.
+    /// The memory counts as page-locked in every context.
     CU_MEMHOSTALLOC_PORTABLE: u32 = 1;
-    /// Page-locked for every context.
+    /// The memory counts as page-locked in every context.
     CU_MEMHOSTREGISTER_PORTABLE: u32 = 1;
     /// Any stream of any device may use the managed memory.
     CU_MEM_ATTACH_GLOBAL: u32 = 1;
-    /// The stream does not wait for the default one.
+    /// The stream does not wait for the default stream.
     CU_STREAM_NON_BLOCKING: u32 = 1;
-    /// The event carries no time.
+    /// The event records no time.
     CU_EVENT_DISABLE_TIMING: u32 = 2;
-    /// Synchronous operations of the context always synchronise. From CUDA 12.1 on.
+    /// Synchronous operations in the context return only after their end. Since CUDA 12.1.
     CU_CTX_SYNC_MEMOPS: u32 = 128;
-    /// Peer access is enabled where the opened memory needs it.
+    /// Opening the memory enables peer access between devices if that is needed.
     CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: u32 = 1;
 
     /// The location is a device.
     CU_MEM_LOCATION_TYPE_DEVICE: u32 = 1;
     /// The memory is pinned on its device.
     CU_MEM_ALLOCATION_TYPE_PINNED: u32 = 1;
-    /// Asks for the minimum granularity of sizes and addresses.
+    /// Queries the minimum granularity of sizes and addresses.
     CU_MEM_ALLOC_GRANULARITY_MINIMUM: u32 = 0;
     /// Reads and writes are allowed.
     CU_MEM_ACCESS_FLAGS_PROT_READWRITE: u32 = 3;
-    /// A dma-buf fd.
+    /// The handle is the fd of a dma-buf.
     CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD: u32 = 1;
     /// The dma-buf is mapped through the PCIe BAR.
     CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE: u64 = 1;
 
-    /// `cuFlushGPUDirectRDMAWrites` works.
+    /// `cuFlushGPUDirectRDMAWrites` works on the device.
     CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST: u32 = 1;
     /// The device that owns the memory sees inbound writes in order.
     CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER: u32 = 100;

@@ -1,5 +1,5 @@
-//! Number of driver calls per query, measured by a table of functions that count and forward to the
-//! driver.
+//! Measures the number of driver calls of a query, by functions that count their calls and forward
+//! them to the driver.
 
 use std::{
     ffi::{c_char, c_int, c_uint, c_void},
@@ -25,10 +25,11 @@ use crate::{
     report::{Failure, Outcome, Report, Row, and, attempt},
 };
 
-/// Number of driver calls for page-locked memory when its identity is seen for the first time.
+/// Number of driver calls of the first query of page-locked memory.
 const FIRST: u64 = 4;
 
-/// A C function cannot carry state, so that the count and the driver are process-wide.
+/// The driver to which the counting functions forward. A C function has no state, so this static
+/// and the count are process-wide.
 static DRIVER: OnceLock<Functions> = OnceLock::new();
 static CALLS: AtomicU64 = AtomicU64::new(0);
 
@@ -37,10 +38,11 @@ macro_rules! counted {
         required { $($field:ident($($name:ident: $type:ty),*);)+ }
         optional { $($ofield:ident($($oname:ident: $otype:ty),*);)+ }
     ) => {
-        /// Number of functions that count.
+        /// Number of counting functions.
         pub(crate) const COUNTED: usize = [$(stringify!($field),)+ $(stringify!($ofield),)+].len();
 
-        /// Returns functions that count and then call those of the first table passed here.
+        /// Returns functions that count their calls and forward them to `functions`. Later calls of
+        /// this function forward to the table of the first call.
         pub(crate) fn counted(functions: &Functions) -> Functions {
             let mut counted = DRIVER.get_or_init(|| functions.clone()).clone();
             $(
@@ -135,16 +137,16 @@ counted! {
     }
 }
 
-/// Driver calls of a query.
+/// Runs a query, and returns its result with the number of its driver calls.
 fn calls<T>(ask: impl FnOnce() -> hmem_core::Result<T>) -> Outcome<(T, u64)> {
     let before = CALLS.load(Ordering::Relaxed);
     let answer = ask()?;
     Ok((answer, CALLS.load(Ordering::Relaxed) - before))
 }
 
-/// Returns true if the first query and the next one make the expected number of calls: one, and
-/// more for the first query of page-locked memory. Memory of a context without a legacy handle
-/// needs its VMM handle to be recognised, which is retained and released.
+/// Returns true if the first query and the next one make the expected number of driver calls. A
+/// query makes one call, and the first query of page-locked memory makes more. For memory with a
+/// context and without a legacy IPC handle, a query also retains and releases the VMM handle.
 pub(crate) fn owed(first: u64, then: u64, kind: Option<AllocationKind>) -> bool {
     let (most_first, most) = match kind {
         Some(AllocationKind::Host | AllocationKind::HostRegistered) => (FIRST, 1),
@@ -199,8 +201,8 @@ pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
                     }
                 };
                 let identity = monitored(driver, CudaMonitorKind::Identity, hit)?;
-                // Stream-ordered memory is freed when its stream reaches the free, after any
-                // notification.
+                // Stream-ordered memory is freed only when its stream reaches the free, after the
+                // notification, so a hit queries it.
                 let most = u64::from(kind == AllocationKind::StreamOrdered);
                 let (hooks, met) = match monitored(driver, CudaMonitorKind::Hooks, hit) {
                     Ok(calls) => (calls.to_string(), calls <= most),
@@ -212,7 +214,7 @@ pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
     }
 }
 
-/// Opens an iface over the functions that count.
+/// Opens an iface over the counting functions.
 fn open(driver: &Driver, monitor: CudaMonitorKind) -> Outcome<Cuda> {
     Ok(Cuda::builder().functions(counted(&driver.functions)).monitor(monitor).open()?)
 }
@@ -231,8 +233,8 @@ fn monitored(
     and(outcome, close(cuda))
 }
 
-/// Calls of the first and the second query with a current context, and of one query without. The
-/// last one is not judged, since a driver that needs a context makes more calls.
+/// Measures the driver calls of two queries with a current context, and of one without. The last
+/// number has no expected value, since some drivers need more calls without a context.
 fn asked(
     driver: &Driver,
     cuda: &Cuda,

@@ -1,4 +1,4 @@
-//! The driver under test, and the calls that an application would make beside the iface.
+//! The measured driver, and driver calls as an application makes them.
 
 use std::time::{Duration, Instant};
 
@@ -13,10 +13,10 @@ use hmem_iface_cuda::{
 
 use crate::report::{Failure, Outcome, and, attempt};
 
-/// Bytes that every device can allocate.
+/// Length in bytes that every device must be able to allocate.
 const OWED: u64 = 64 << 20;
 
-/// The attributes that decide how memory reaches a NIC.
+/// Device attributes that determine how a NIC can reach the memory.
 pub(crate) const ATTRIBUTES: [(CuDeviceAttribute, &str); 8] = [
     (sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, "DMA_BUF_SUPPORTED"),
     (sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED, "GPU_DIRECT_RDMA_SUPPORTED"),
@@ -36,10 +36,10 @@ pub(crate) const ATTRIBUTES: [(CuDeviceAttribute, &str); 8] = [
 
 type Memcpy = unsafe extern "C" fn(CuDevicePtr, CuDevicePtr, usize) -> CuResult;
 
-/// Reason why no driver can be used.
+/// The reason why the program has no driver to measure.
 #[derive(Debug)]
 pub(crate) struct Absent {
-    /// True if the machine lacks the driver or a GPU; false if the driver fails.
+    /// True if the machine has no driver or no GPU; false if the driver is there and fails.
     pub(crate) machine: bool,
     pub(crate) error: hmem_core::Error,
 }
@@ -54,15 +54,16 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
+    /// Loads the driver of the machine, and opens an iface over it.
+    ///
     /// # Errors
-    /// [`Absent`] without a driver or without a GPU. A driver that is present and does not start is
-    /// an error of the driver.
+    /// [`Absent`] if the driver does not exist, has no GPU or does not start.
     pub(crate) fn real() -> Result<Self, Absent> {
         let path = std::env::var(Cuda::LIBRARY_VARIABLE).ok().filter(|path| !path.is_empty());
         let path = path.unwrap_or_else(|| Functions::LIBRARY.into());
         let functions = Functions::load(path.as_ref())
             .map_err(|error| Absent { machine: error.context_value("symbol").is_none(), error })?;
-        // SAFETY: loaded already, so that no initialiser runs.
+        // SAFETY: the library is loaded already, so that no initialiser runs.
         let library = unsafe { libloading::Library::new(&path) }.expect("loaded just now");
         // SAFETY: the signature is that of `cuMemcpy` in `cuda.h`; the library stays loaded.
         let memcpy = *unsafe { library.get::<Memcpy>("cuMemcpy") }.expect("cuMemcpy");
@@ -99,8 +100,8 @@ impl Driver {
         Self { cuda, functions, memcpy: hmem_fake_cuda::cuMemcpy, real: false, fake: Some(fake) }
     }
 
-    /// Returns the default detection of freed memory for cached registrations. Starting it hooks
-    /// the driver's frees if possible, which no other part of this program does.
+    /// Starts the default monitor, and returns a description of it. The monitor hooks the driver's
+    /// frees if possible. No other part of this program hooks them.
     pub(crate) fn monitor(&self) -> Outcome<String> {
         let cuda = Cuda::builder()
             .functions(self.functions.clone())
@@ -113,12 +114,12 @@ impl Driver {
         Ok(text)
     }
 
-    /// Returns true for the fake driver in this program.
+    /// Returns true if the driver is the fake driver that is linked into this program.
     pub(crate) fn is_in_this_program(&self) -> bool {
         self.fake.is_some()
     }
 
-    /// Returns true if figures are meaningful, and are judged.
+    /// Returns true if the driver is a real one, so that times are compared with the requirements.
     pub(crate) fn is_real(&self) -> bool {
         self.real
     }
@@ -147,8 +148,9 @@ impl Driver {
         }
     }
 
-    /// Runs over memory that is freed afterwards in any case. It is no failure if the machine lacks
-    /// a kind of memory, or has no room for more than [`OWED`].
+    /// Allocates memory for a measurement, and frees it afterwards even if the measurement fails.
+    /// If the device does not support the kind of memory, or cannot allocate more than [`OWED`],
+    /// the measurement is skipped and does not fail.
     pub(crate) fn with<T>(
         &self,
         len: u64,
@@ -184,7 +186,7 @@ impl Driver {
         })
     }
 
-    /// Runs with the primary context of device 0 current.
+    /// Calls `run` with the primary context of device 0 current.
     pub(crate) fn in_context<T>(&self, run: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
         let (mut context, mut popped) = (CuContext::NULL, CuContext::NULL);
         check(
@@ -192,13 +194,13 @@ impl Driver {
             unsafe { (self.functions.primary_ctx_retain)(&mut context, 0) },
             "cuDevicePrimaryCtxRetain",
         )?;
-        // SAFETY: retained above.
+        // SAFETY: `primary_ctx_retain` above retained the context.
         check(unsafe { (self.functions.ctx_push_current)(context) }, "cuCtxPushCurrent")?;
         let outcome = attempt(run);
-        // SAFETY: pushed above; the output is writable.
+        // SAFETY: `ctx_push_current` above pushed the context, and the output is writable.
         let undone =
             check(unsafe { (self.functions.ctx_pop_current)(&mut popped) }, "cuCtxPopCurrent");
-        // SAFETY: retained above.
+        // SAFETY: `primary_ctx_retain` above retained the context.
         let released = unsafe { (self.functions.primary_ctx_release)(0) };
         let undone = and(undone, check(released, "cuDevicePrimaryCtxRelease"));
         and(outcome, undone)
@@ -216,7 +218,7 @@ pub(crate) fn nic() -> Nic {
     Nic { provider: "report".into(), name: "none".into(), pci_bus_id: None }
 }
 
-/// Returns the median of the times, without the first one.
+/// Returns the median of the times. Ignores the first one, which includes the warm-up.
 pub(crate) fn median(mut times: Vec<Duration>) -> Duration {
     times.remove(0);
     times.sort_unstable();

@@ -1,5 +1,5 @@
-//! dma-bufs of each kind of memory at each size: success, time, mapping by the CPU, and fds that
-//! stay open.
+//! Measures dma-buf exports of each kind of memory at each size: success, time, mapping by the CPU,
+//! and fds that stay open.
 
 use std::time::{Duration, Instant};
 
@@ -44,7 +44,8 @@ pub(crate) fn write(
     ));
 }
 
-/// Exports once under each mapping, before fds are counted: the driver opens its own files then.
+/// Measures the exports of an allocation for one row. The first exports precede the count of open
+/// fds, since the driver opens files of its own then.
 fn row(driver: &Driver, memory: &Allocation) -> Outcome<Row> {
     let (first, _) = (
         export(driver, memory, DmaBufMapping::Default)?,
@@ -70,8 +71,8 @@ fn row(driver: &Driver, memory: &Allocation) -> Outcome<Row> {
     Ok(Row::new([cell(first), cell(again), pcie, maps, left.to_string()]).met(met))
 }
 
-/// Returns true if a device with dma-bufs must export a kind of memory. VMM memory must be exported
-/// if the device has GPUDirect RDMA to it.
+/// Returns true if a device with dma-bufs is required to export a kind of memory. VMM memory is
+/// required if GPUDirect RDMA can reach it (`vmm`).
 pub(crate) fn owed_of(kind: AllocationKind, vmm: bool) -> bool {
     kind == AllocationKind::Device || kind == AllocationKind::Virtual && vmm
 }
@@ -81,24 +82,25 @@ pub(crate) fn exported<T, E>(owed: bool, first: &Result<T, E>, again: &Result<T,
     !owed || (first.is_ok() && again.is_ok())
 }
 
-/// Returns the table cell for a mapping by the CPU, and true if the result is the expected one.
-/// `cuda.h`: the fd can be "passed as the file descriptor argument to the mmap() system call" if
-/// the device reports DMA_BUF_MMAP_SUPPORTED.
+/// Returns the table cell for the attempt to map an export for the CPU, and true if the result is
+/// as required. `cuda.h`: the fd can be "passed as the file descriptor argument to the mmap()
+/// system call" if the device reports DMA_BUF_MMAP_SUPPORTED.
 pub(crate) fn mappable(came_to: String, owed: bool) -> (String, bool) {
     if owed && came_to != "yes" { (format!("NOT MET: {came_to}"), false) } else { (came_to, true) }
 }
 
-/// Time of the export and result of mapping the fd, or the refusal.
+/// Time of an export and result of mapping the fd, or the text of the refusal.
 type Exported = Result<(Duration, String), String>;
 
-/// Measures the export and maps the fd by the CPU. Returns the refusal if the export is
+/// Measures an export, and maps its fd for the CPU. Returns the refusal if the export is
 /// unsupported.
 fn export(driver: &Driver, memory: &Allocation, mapping: DmaBufMapping) -> Outcome<Exported> {
     let start = Instant::now();
     match driver.cuda.export_dma_buf(memory.range, &nic(), mapping) {
         Ok(export) => {
             let took = start.elapsed();
-            // SAFETY: a new mapping at an address that the kernel picks, which is unmapped unused.
+            // SAFETY: the mapping is new, at an address that the kernel chooses. It is unmapped
+            // without an access.
             let mapped = unsafe {
                 let flags = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
                 mmap(std::ptr::null_mut(), 4096, flags.0, flags.1, &export.fd, 0)
@@ -119,7 +121,8 @@ fn export(driver: &Driver, memory: &Allocation, mapping: DmaBufMapping) -> Outco
     }
 }
 
-/// Returns the median time of an export with its release, if any export succeeded.
+/// Returns the median time of an export together with its release, or a text if no export
+/// succeeded.
 pub(crate) fn cost(driver: &Driver, extent: Extent, memory: &Allocation) -> Outcome<String> {
     let mut times = Vec::new();
     for _ in 0..=extent.repetitions {

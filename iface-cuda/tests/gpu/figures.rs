@@ -1,4 +1,5 @@
-//! Identities of reused addresses, copies compared with the driver's own, and the cost of queries.
+//! Measures identities of reused addresses, copies compared with the driver's own copies, and the
+//! time of queries.
 
 use std::{
     hint::black_box,
@@ -17,7 +18,7 @@ use crate::{
 /// Required share of the driver's own copy bandwidth.
 const OWED: f64 = 0.95;
 
-/// Length from which on the share is required.
+/// Length in bytes from which a copy must reach the required share of the bandwidth.
 const OWED_FROM: u64 = 1 << 20;
 
 pub(crate) fn identities(
@@ -57,14 +58,14 @@ pub(crate) fn identities(
     });
 }
 
-/// Returns the table cell with the number of reused addresses. The other cells mean nothing if it
-/// is 0.
+/// Returns the table cell with the number of reused addresses. If it is 0, the other cells of the
+/// row prove nothing.
 pub(crate) fn reused(times: u64) -> String {
     if times == 0 { "0: nothing is shown".to_owned() } else { times.to_string() }
 }
 
-/// Copies each size in both directions, by the iface and by `cuMemcpy` in turns. The ratio is the
-/// iface's bandwidth over the driver's.
+/// Measures copies of each size in both directions, alternately by the iface and by `cuMemcpy`.
+/// Reports the iface's bandwidth divided by that of `cuMemcpy`.
 pub(crate) fn copies(driver: &Driver, extent: Extent, locked: bool, report: &mut Report<'_>) {
     let host = if locked { "page-locked" } else { "pageable" };
     report.table(
@@ -102,8 +103,8 @@ pub(crate) fn copies(driver: &Driver, extent: Extent, locked: bool, report: &mut
     }
 }
 
-/// Returns the medians of rounds. The two sides begin alternately, and the first round is not
-/// counted.
+/// Measures rounds of one copy by the iface and one by `cuMemcpy`. The two begin the rounds
+/// alternately. Returns the medians without the first round.
 fn copy(driver: &Driver, extent: Extent, to: Address, from: Address, len: u64) -> Outcome<Row> {
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     for round in 0..=extent.repetitions {
@@ -174,7 +175,7 @@ pub(crate) fn costs(
                     let found = driver.cuda.query(inside)?;
                     found.map(|_| ()).ok_or_else(|| "not taken for CUDA's".to_owned().into())
                 })?;
-                // VMM memory has no identity, so that validation never finds it live.
+                // The monitor does not watch VMM memory, so validation never finds it live.
                 let known = kind != AllocationKind::Virtual;
                 let valid = nanos(extent, || match monitor.valid(memory)? {
                     there if there == known => Ok(()),
@@ -191,7 +192,8 @@ pub(crate) fn costs(
     }
 }
 
-/// Returns the median time of one run among many. The first batch is not counted.
+/// Measures batches of calls of `run`. Returns the median time of one call, without the first
+/// batch.
 fn nanos(extent: Extent, mut run: impl FnMut() -> Outcome<()>) -> Result<String, Failure> {
     const EACH: u32 = 1000;
     let mut times = Vec::new();

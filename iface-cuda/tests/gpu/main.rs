@@ -1,11 +1,11 @@
 //! Measures a GPU and writes a Markdown report: exports of every kind and size, identities of
 //! reused addresses, copies compared with the driver's own, and the cost of queries.
 //!
-//! With `HMEM_CUDA=real` it runs over the driver of the machine. Otherwise it runs small over the
-//! fake driver, which shows that the program works and reports failures. Arguments name the parts
-//! to run; `--parts` lists them. Without arguments all parts run. Exit status: 0 passed, 1
-//! something failed, 2 usage, 3 no driver or no GPU. `tests/gpu/run` is the command. It needs
-//! nothing but the driver library, so that it can be built on one machine and carried to another.
+//! With `HMEM_CUDA=real` it runs over the driver of the machine. Otherwise it makes a few
+//! measurements over the fake driver, which tests the program itself. Arguments name the parts to
+//! run; `--parts` lists them. Without arguments all parts run. Exit status: 0 passed, 1 something
+//! failed, 2 usage, 3 no driver or no GPU. `tests/gpu/run` is the command. The program needs only
+//! the driver library, so it can be built on one machine and copied to another.
 #![allow(unsafe_code)]
 
 mod calls;
@@ -22,7 +22,7 @@ use hmem_core::{AllocationKind, Iface, IfaceExt};
 
 use self::{driver::Driver, report::Report};
 
-/// Extent of the measurements.
+/// Extent of the measurements: sizes and repetitions.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Extent {
     pub(crate) largest_export: u64,
@@ -167,7 +167,7 @@ fn real() -> bool {
     std::env::var("HMEM_CUDA").is_ok_and(|names| names.split(',').any(|name| name.trim() == "real"))
 }
 
-/// Part of the child process, which opens the memory of its parent.
+/// Runs in the child process: opens memory of the parent process.
 fn import(handle: &str) -> ExitCode {
     let driver = if real() {
         Driver::real().map_err(|absent| absent.error.into())

@@ -1,5 +1,5 @@
-//! Memory beyond the kinds of allocation: page-locked host memory of the application, memory of
-//! another process, and CPU access to device memory by GDRCopy.
+//! Measures other memory: page-locked host memory of the application, memory of another process,
+//! and CPU access to device memory by GDRCopy.
 
 use std::process::Command;
 
@@ -40,7 +40,8 @@ fn exports(driver: &Driver, range: AddressRange) -> Outcome<[String; 3]> {
     Ok([dma_buf, peer, left.to_string()])
 }
 
-/// The application's own memory is host memory, which must not be exported as device memory.
+/// Checks that page-locked memory of the application, which is host memory, is not exported as
+/// device memory.
 pub(crate) fn page_locked(driver: &Driver, report: &mut Report<'_>) {
     report.table("Exports of page-locked host memory of the application", &COLUMNS);
     let memory = vec![0u8; 3 << 12];
@@ -56,7 +57,7 @@ pub(crate) fn page_locked(driver: &Driver, report: &mut Report<'_>) {
     });
 }
 
-/// Returns the cells of exports that must be refused, and true if they were.
+/// Returns the table cells of exports that must be refused, and true if all were refused.
 pub(crate) fn refused([dma_buf, peer, left]: [String; 3]) -> ([String; 3], bool) {
     let judge = |cell: String| match cell.starts_with("refused") {
         true => (cell, true),
@@ -67,8 +68,8 @@ pub(crate) fn refused([dma_buf, peer, left]: [String; 3]) -> ([String; 3], bool)
     ([dma_buf, peer, left], first && second && none)
 }
 
-/// Exports memory that another process allocated. `cuda.h` does not say whether that works, so that
-/// any answer of the driver is accepted.
+/// Exports memory that another process allocated. `cuda.h` does not specify the result, so both
+/// success and a refusal are accepted.
 pub(crate) fn imported(driver: &Driver, report: &mut Report<'_>) {
     report.table("Exports of another process's memory", &COLUMNS);
     report.row(&["imported", "any answer of the driver: success or a code"], || {
@@ -102,10 +103,10 @@ pub(crate) fn imported(driver: &Driver, report: &mut Report<'_>) {
     });
 }
 
-/// First argument of the importing process; the second one is the handle.
+/// First argument of the importing process. The second argument is the handle.
 pub(crate) const IMPORT: &str = "--import";
 
-/// Part of the importing process: prints the cells.
+/// Runs in the importing process: returns the table cells, which that process prints.
 pub(crate) fn import(driver: &Driver, text: &str) -> Outcome<String> {
     let digit = |at: usize| {
         text.get(2 * at..2 * at + 2).and_then(|digits| u8::from_str_radix(digits, 16).ok())
@@ -120,7 +121,8 @@ pub(crate) fn import(driver: &Driver, text: &str) -> Outcome<String> {
     Ok(and(cells, closed.map_err(Failure::from))?.join("|"))
 }
 
-/// If GDRCopy and its kernel module are present, a window must move bytes in both directions.
+/// Checks that a GDRCopy window copies bytes in both directions, if GDRCopy and its kernel module
+/// are present.
 pub(crate) fn gdrcopy(driver: &Driver, report: &mut Report<'_>) {
     report.say("GDRCopy", || {
         if driver.is_in_this_program() {

@@ -1,5 +1,5 @@
-//! The report. Each row is written when it is measured. A failed measurement is a row with the
-//! reason, and the next one follows.
+//! The report. Each row is written as soon as it is measured. For a failed measurement the row has
+//! the reason, and the next measurement follows.
 
 use std::{
     fmt::Display,
@@ -7,11 +7,12 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
-/// Reason for a missing figure.
+/// The reason why a measurement has no figure.
 #[derive(Debug)]
 pub(crate) struct Failure {
     text: String,
-    /// True if the machine lacks the subject of the measurement, which is no failure.
+    /// True if the machine lacks the device, library or kind of memory to measure. The report then
+    /// has the reason, and the run does not fail.
     lacking: bool,
 }
 
@@ -26,7 +27,7 @@ impl Failure {
         &self.text
     }
 
-    /// Puts `before` in front of the text.
+    /// Prefixes the text with `before`.
     pub(crate) fn after(self, before: impl Display) -> Self {
         Self { text: format!("{before}: {}", self.text), ..self }
     }
@@ -57,13 +58,13 @@ impl Row {
         Self { cells: cells.into_iter().collect(), met: true }
     }
 
-    /// Makes a result; the run fails at its end unless `met`.
+    /// Adds a requirement to the row. If `met` is false, the run fails at its end.
     pub(crate) fn met(self, met: bool) -> Self {
         Self { met: self.met && met, ..self }
     }
 }
 
-/// Runs a measurement. A panic is a failure.
+/// Runs a measurement. Converts a panic to a failure.
 pub(crate) fn attempt<T>(run: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
     catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str);
@@ -72,7 +73,7 @@ pub(crate) fn attempt<T>(run: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
     })
 }
 
-/// Combines two outcomes. If both failed, the first one counts and has the text of the second one
+/// Combines two outcomes. If both failed, returns the first failure with the text of the second one
 /// appended.
 pub(crate) fn and<T>(first: Outcome<T>, second: Outcome<()>) -> Outcome<T> {
     match (first, second) {
@@ -113,13 +114,14 @@ impl<'a> Report<'a> {
         ));
     }
 
-    /// Writes one named line outside a table.
+    /// Writes a line with a name and a figure, outside a table.
     pub(crate) fn say(&mut self, name: &str, measure: impl FnOnce() -> Outcome<String>) {
         let text = attempt(measure).unwrap_or_else(|failure| self.failed(failure));
         self.line(format_args!("- {name}: {text}"));
     }
 
-    /// Writes one row: the subject, then the cells that `measure` returns.
+    /// Writes one row of a table: the cells `of`, which name the measured memory, then the cells
+    /// that `measure` returns.
     pub(crate) fn row(&mut self, of: &[&str], measure: impl FnOnce() -> Outcome<Row>) {
         let cells = match attempt(measure) {
             Ok(row) => {

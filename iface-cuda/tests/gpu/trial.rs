@@ -1,5 +1,5 @@
-//! Tests of the program over the fake driver: everything is reported, and a failure is one row
-//! beside the others.
+//! Tests of this program over the fake driver: it reports all measurements, and a failure affects
+//! only its own row.
 
 use std::{path::Path, process::Command};
 
@@ -37,7 +37,7 @@ pub(crate) fn show(parts: &[Part], print: bool) {
     );
 }
 
-/// Failures, panics and insufficient figures are counted and hide no row.
+/// Failures, panics and insufficient figures are counted, and all other rows are written.
 fn rows() {
     let mut out = Vec::new();
     let mut report = Report::new(&mut out);
@@ -88,8 +88,8 @@ fn verdicts() {
     assert_eq!(mappable("no: EPERM (1)".into(), true), ("NOT MET: no: EPERM (1)".into(), false));
 }
 
-/// Runs this program over the fake driver's library, as it runs over a GPU. Returns the exit status
-/// and the report.
+/// Runs this program over the library of the fake driver, in the way in which it runs over a GPU.
+/// `fault` configures a failing call of the fake. Returns the exit status and the report.
 fn run(library: &Path, fault: &str, parts: &[&str]) -> (Option<i32>, String) {
     let program = std::env::current_exe().expect("this program");
     let output = Command::new(program)
@@ -104,7 +104,8 @@ fn run(library: &Path, fault: &str, parts: &[&str]) -> (Option<i32>, String) {
     (output.status.code(), String::from_utf8(output.stdout).expect("text"))
 }
 
-/// Cargo builds the fake library beside this program, since it is a dependency.
+/// Returns the path of the fake library. Cargo builds it beside this program, since it is a
+/// dependency.
 fn fake() -> std::path::PathBuf {
     let program = std::env::current_exe().expect("this program");
     let library = program.parent().expect("a folder").join("libhmem_fake_cuda.so");
@@ -146,7 +147,7 @@ fn faults() {
     );
 }
 
-/// The report has one line about GDRCopy: that it is absent, or that it fails.
+/// The report has one line about GDRCopy, which says that it is absent or that it fails.
 fn gdrcopy() {
     let folder = std::env::temp_dir().join(format!("hmem-gpu-gdrcopy-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder");

@@ -17,7 +17,7 @@ fn current(world: &World) -> CuContext {
     current
 }
 
-/// Uses every operation once, and checks the bytes.
+/// Calls every operation of the iface once, and checks the copied bytes.
 fn use_everything(world: &World) {
     let memory = world.allocate(100_000, AllocationKind::Device);
     let bytes = pattern(1, 100_000);
@@ -133,7 +133,7 @@ fn each_device_context_is_retained_once_and_released() {
     });
 }
 
-/// An allocation that exceeds the memory of every device.
+/// Returns a request for more memory than any device has.
 fn too_much(kind: AllocationKind) -> AllocRequest {
     AllocRequest { len: 1 << 50, device: DeviceId(0), kind }
 }
@@ -197,8 +197,8 @@ fn refused_call_does_not_release_the_context_of_another_thread() {
 
 /// HM-05
 ///
-/// A context that the driver refuses to release is released by the next call, or when the iface
-/// closes.
+/// If the driver refuses to release a context, the next call releases it, or else closing the
+/// iface.
 #[test]
 fn refused_release_is_repeated_by_the_next_call() {
     over(Profile::default(), |world| {
@@ -218,7 +218,7 @@ fn refused_release_is_repeated_by_the_next_call() {
     });
 }
 
-/// Returns whole pages of host memory and their range.
+/// Returns host memory with two whole pages in it, and the range of the pages.
 fn pages() -> (Vec<u8>, AddressRange) {
     let memory = vec![0u8; 3 << 12];
     let start = Address(Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096));
@@ -260,7 +260,7 @@ fn page_locking_uses_an_active_context_of_another_device() {
 
 /// HM-05
 ///
-/// Of two active contexts the one of the thread's device is used.
+/// If two primary contexts are active, the iface uses that of the thread's device.
 #[test]
 fn page_locking_prefers_the_device_of_the_thread() {
     over(Profile::default(), |world| {
@@ -332,7 +332,7 @@ fn refused_page_locking_leaves_no_context() {
     });
 }
 
-/// Queries VMM memory in every way, copies bytes of it and exports it to a NIC.
+/// Calls every query for VMM memory, copies some of its bytes and exports it to a NIC.
 fn use_mapped(world: &World, range: AddressRange) {
     world.cuda.physical_segments(range).expect("segments");
     world.cuda.export_peer_memory(range, &nic()).expect("peer memory");
@@ -509,7 +509,7 @@ fn flush_creates_no_context() {
 
 /// HM-05
 ///
-/// A context in which the flush is refused is not retained.
+/// If the driver refuses the flush in a context, the iface does not retain the context.
 #[test]
 fn refused_flush_retains_no_context() {
     over(Profile { writes_ordering: 0, ..Profile::default() }, |world| {
@@ -545,7 +545,7 @@ fn query_retains_no_context_of_the_application() {
 
 /// HM-05
 ///
-/// If the context cannot be popped from the thread, it is kept alive.
+/// If the driver refuses to pop a context from the thread, the context must stay alive.
 #[test]
 fn context_that_stays_current_is_not_destroyed() {
     over(Profile::default(), |world| {

@@ -1,4 +1,4 @@
-//! Copies between host and device memory.
+//! Tests of copies between host and device memory.
 
 use hmem_core::{
     Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::AllocRequest,
@@ -248,7 +248,7 @@ fn blocking_copies_of_two_threads_use_two_streams() {
 
 /// HM-05, HM-03
 ///
-/// An open event keeps the iface from closing.
+/// An event of a copy in flight prevents closing the iface, and so does an allocation.
 #[test]
 fn close_with_a_copy_or_allocation_left_is_refused() {
     let mut world = World::fake(Profile { slow_copies: true, ..Profile::default() });
@@ -311,8 +311,8 @@ fn of_the_application(world: &World) -> Address {
     Address(pointer)
 }
 
-/// Starts a copy that fails after it began. The caller may then reuse its memory, so that the copy
-/// must have ended and left nothing.
+/// Starts a copy that fails after it began, and returns the error. The caller may then reuse the
+/// memory, so the copy must have ended and left nothing.
 fn refused(world: &World, to: Address) -> hmem_core::Error {
     let bytes = pattern(9, 4096);
     let from = Address::of_ptr(bytes.as_ptr());
@@ -326,7 +326,8 @@ const REFUSED: CuResult = CuResult::CUDA_ERROR_UNKNOWN;
 
 /// HM-03, HM-05
 ///
-/// With the stream and events that the iface keeps, while the application retains the context too.
+/// The copy uses the stream and events that the iface keeps. The application retains the context
+/// too.
 #[test]
 fn failed_start_of_a_copy_waits_and_keeps_its_stream() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {
@@ -346,7 +347,7 @@ fn failed_start_of_a_copy_waits_and_keeps_its_stream() {
         world.driver().fail("cuEventRecord", REFUSED);
         assert_eq!(refused(world, memory.base()).operation(), "cuEventRecord");
         assert_eq!(copies(world), before, "stream and event are reused");
-        // No call shows when this copy ends. Its stream and event are kept all the same.
+        // No call shows when this copy ends. Its stream and event are kept nevertheless.
         world.driver().fail("cuEventRecord", REFUSED);
         world.driver().fail("cuStreamSynchronize", REFUSED);
         // SAFETY: the host side lives until the next copy on the stream has ended.
@@ -364,8 +365,7 @@ fn failed_start_of_a_copy_waits_and_keeps_its_stream() {
 
 /// HM-03
 ///
-/// Like the test above, with a stream and an event that are created for the copy in a context of
-/// the application.
+/// The stream and the event are created for the copy, in a context of the application.
 #[test]
 fn failed_copy_leaves_nothing_in_the_applications_context() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {

@@ -1,4 +1,4 @@
-//! Queries: the allocation around an address, its kind and its identity.
+//! Tests of queries: the allocation that contains an address, its kind and its identity.
 
 use hmem_core::{
     Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceExt, IfaceKind,
@@ -168,7 +168,7 @@ fn query_makes_one_driver_call_and_no_context() {
     });
 }
 
-/// Page-locks two pages as the application does, and passes the first address to `show`.
+/// Page-locks two pages without the iface, and passes the first address to `show`.
 fn with_page_locked(world: &mut World, show: impl FnOnce(&World, Address)) {
     let memory = vec![0u8; 3 << 12];
     let start = Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096) as *mut std::ffi::c_void;
@@ -181,8 +181,8 @@ fn with_page_locked(world: &mut World, show: impl FnOnce(&World, Address)) {
 
 /// HM-02
 ///
-/// The owner of page-locked memory is queried once. Later lookups cost the same as those of other
-/// memory.
+/// The kind of page-locked memory is queried once. Later lookups make as many driver calls as for
+/// other memory.
 #[test]
 fn second_query_of_page_locked_memory_costs_one_driver_call() {
     over(Profile::default(), |world| {
@@ -285,8 +285,8 @@ fn driver_without_pools_is_queried_for_the_other_attributes() {
 
 /// HM-05
 ///
-/// The driver returns INVALID_CONTEXT on a thread without a context. The memory is device memory
-/// all the same.
+/// The driver returns INVALID_CONTEXT on a thread without a context. The iface still recognises the
+/// memory as device memory.
 #[test]
 fn device_memory_is_recognised_on_a_thread_without_context() {
     let profile = Profile { queries_need_context: true, ..Profile::default() };
@@ -439,7 +439,7 @@ fn failed_query_is_an_error_with_the_drivers_code_and_the_address() {
 /// HM-07
 ///
 /// An older driver has no attribute for GPUDirect RDMA. The properties of the physical memory show
-/// it.
+/// the ability.
 #[test]
 fn rdma_ability_is_read_from_the_handle_on_older_drivers() {
     over(Profile { last_pointer_attribute: 14, ..Profile::default() }, |world| {
@@ -480,8 +480,8 @@ fn rdma_ability_is_read_from_the_handle_on_older_drivers() {
 
 /// HM-01
 ///
-/// The driver knows all queried attributes, so that INVALID_VALUE says nothing about the owner of
-/// the memory.
+/// The driver knows all queried attributes, so INVALID_VALUE does not mean that the memory is host
+/// memory.
 #[test]
 fn refused_query_does_not_make_device_memory_host_memory() {
     over(Profile::default(), |world| {
@@ -497,7 +497,8 @@ fn refused_query_does_not_make_device_memory_host_memory() {
 
 /// HM-01
 ///
-/// A driver that needs a context shows the attributes that it knows once a context exists.
+/// Some drivers answer only with a context. The first answer shows which attributes such a driver
+/// knows.
 #[test]
 fn attributes_of_the_driver_are_found_at_its_first_answer() {
     for last_pointer_attribute in [16, 17] {
@@ -562,7 +563,7 @@ fn vmm_memory_is_recognised_if_the_driver_names_a_context() {
 
 /// HM-01
 ///
-/// Memory without a legacy handle that is not VMM memory keeps its kind.
+/// Device memory without a legacy IPC handle is not taken for VMM memory if it has no VMM handle.
 #[test]
 fn device_memory_without_a_legacy_handle_is_not_vmm_memory() {
     over(Profile { allocates_by_vmm: true, ..Profile::default() }, |world| {

@@ -1,4 +1,4 @@
-//! Exports of memory to NICs.
+//! Tests of exports of memory to NICs.
 
 use std::os::fd::AsFd;
 
@@ -17,7 +17,8 @@ use crate::world::{
 /// does not support such a mapping.
 fn mapped(fd: &impl AsFd, offset: u64, len: usize) -> Option<Vec<u8>> {
     let (page, inside) = (offset & !4095, (offset & 4095) as usize);
-    // SAFETY: a new mapping at an address that the kernel picks, read while it is mapped.
+    // SAFETY: the mapping is new, at an address that the kernel chooses, and is read only while it
+    // is mapped.
     unsafe {
         let start =
             mmap(std::ptr::null_mut(), inside + len, ProtFlags::READ, MapFlags::SHARED, fd, page)
@@ -116,7 +117,7 @@ fn many_exports_leave_no_fd_open() {
 
 /// HM-06
 ///
-/// Like the test above, with many more rounds (slow tier).
+/// The number of exports is a million, so the test belongs to the slow tier.
 #[test]
 #[ignore = "slow: a million exports"]
 fn a_million_exports_leave_no_fd() {
@@ -154,7 +155,7 @@ fn leave_no_fd(name: &str, rounds: u64) {
 
 /// HM-08, HM-07
 ///
-/// Covers the rules of every kind of memory.
+/// Covers every kind of memory.
 #[test]
 fn host_and_managed_memory_is_not_exported_and_has_a_remedy() {
     each(|world| {
@@ -282,8 +283,8 @@ fn export_sets_sync_memops() {
 
 /// HM-06
 ///
-/// Memory of any kind is exported if only the flag of its context can make its operations
-/// synchronous.
+/// Some memory cannot have the attribute SYNC_MEMOPS. Its export sets the flag of its context
+/// instead.
 #[test]
 fn memory_without_sync_memops_sets_the_flag_of_its_context() {
     for peer_memory in [false, true] {
@@ -314,7 +315,7 @@ fn memory_without_sync_memops_sets_the_flag_of_its_context() {
 
 /// HM-06
 ///
-/// A refused export does not change the context.
+/// A refused export does not set the SYNC_MEMOPS flag of the context.
 #[test]
 fn refused_export_of_stream_ordered_memory_sets_no_flag() {
     over(Profile::default(), |world| {
@@ -337,7 +338,8 @@ fn refused_export_of_stream_ordered_memory_sets_no_flag() {
 
 /// HM-06
 ///
-/// For memory without a context, the flags of the contexts that may work on it are set.
+/// An export of memory without a context sets the SYNC_MEMOPS flags of all contexts that may work
+/// on the memory.
 #[test]
 fn memory_without_a_context_sets_the_flags_of_its_contexts() {
     for peer_memory in [false, true] {

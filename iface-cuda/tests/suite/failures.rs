@@ -1,4 +1,4 @@
-//! Errors for refusals of the driver, and the absence of leftovers.
+//! Tests of the driver's refusals: the iface returns an error and leaks nothing.
 
 use hmem_core::{
     Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt,
@@ -68,7 +68,7 @@ fn out_of_memory_names_device_length_and_remedy() {
 
 /// DIAG-03
 ///
-/// Each cause has the words of its remedy.
+/// Each cause has its own remedy.
 #[test]
 fn each_cause_of_a_refused_export_has_its_remedy() {
     let closed = Profile::named("550-closed").expect("a profile");
@@ -134,8 +134,8 @@ fn each_cause_of_a_refused_export_has_its_remedy() {
 
 /// REL-01
 ///
-/// A refused step of freeing VMM memory is an error for any code. The next call does not repeat the
-/// steps that succeeded.
+/// If the driver refuses a step of freeing VMM memory, the iface returns an error for any code. The
+/// next call does not repeat the steps that succeeded.
 #[test]
 fn refused_free_of_vmm_memory_continues_at_the_refused_step() {
     for code in [CuResult::CUDA_ERROR_INVALID_VALUE, CuResult::CUDA_ERROR_UNKNOWN] {

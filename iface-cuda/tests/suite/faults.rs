@@ -1,4 +1,4 @@
-//! A fault at every driver call (REL-01): the caller gets an error, nothing is left, and the same
+//! Faults at every driver call (REL-01): the caller gets an error, nothing is leaked, and the same
 //! call works after the fault.
 
 use std::{collections::BTreeSet, thread};
@@ -19,7 +19,7 @@ use crate::{
     world::{HeldCopies, World, check, nic, open_fds, over, pattern},
 };
 
-/// Fault of a call: the code that it returns instead of running.
+/// An injected fault: the driver call returns this code and does nothing.
 #[derive(Clone, Copy, Debug)]
 enum Fault {
     /// The call fails once with this code.
@@ -43,8 +43,8 @@ impl Fault {
         code
     }
 
-    /// Returns true if `cuda.h` documents the code as a regular answer of the call, so that the
-    /// iface returns no error or another one.
+    /// Returns true if `cuda.h` documents the code as a regular result of the call. The iface then
+    /// need not return an error with this code.
     fn is_an_answer(self, symbol: &str) -> bool {
         let Self::Once(code) = self else { return false };
         let invalid = code == CuResult::CUDA_ERROR_INVALID_VALUE;
@@ -60,7 +60,7 @@ impl Fault {
     }
 }
 
-/// Operation for which a call was made, as far as it matters.
+/// The operation that made a driver call, if the test treats it differently from others.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Place {
     /// Query of an event for the end of its copy.
@@ -70,7 +70,7 @@ enum Place {
     Elsewhere,
 }
 
-/// Returns true if the failure of a call is no error of the round.
+/// Returns true if the round may succeed although this call fails.
 fn may_be_silent(symbol: &str, place: Place) -> bool {
     match symbol {
         // A failed query of the event; the wait reports the error.
@@ -84,8 +84,8 @@ fn may_be_silent(symbol: &str, place: Place) -> bool {
 /// Functions in the table that the iface never calls.
 const NEVER_CALLED: [&str; 1] = ["cuDriverGetVersion"];
 
-/// Profiles that together cover every function of the table, each with a flag: the application has
-/// a current context.
+/// Profiles of the fake that together cover every function of the table. The flag is true if the
+/// application has a current context.
 fn profiles() -> [(Profile, bool); 4] {
     let old = Profile { writes_ordering: 0, ..Profile::default() };
     [
@@ -97,7 +97,7 @@ fn profiles() -> [(Profile, bool); 4] {
     ]
 }
 
-/// Objects of a round that the driver refused to release.
+/// An object of the round that must be released.
 #[derive(Clone, Copy, Debug)]
 enum Taken {
     Allocated(Allocation),
@@ -117,24 +117,25 @@ impl Taken {
     }
 }
 
-/// Handles for every operation that calls the driver.
+/// State of one round, which runs every operation that calls the driver.
 struct Round<'a> {
     cuda: &'a Cuda,
-    /// Handle of memory of another process.
+    /// Handle that opens memory of another process.
     lent: &'a IpcHandle,
-    /// Host pages of the application.
+    /// Range of host pages of the application.
     pages: AddressRange,
     kinds: &'a [AllocationKind],
-    /// The watched call: its function, and its number since the driver started.
+    /// The call with the fault: driver, function, and number of the call since the driver started.
     watched: Option<(&'a FakeDriver, &'static str, u64)>,
-    /// Operation for which it was made.
+    /// The operation that made the call with the fault, once it is made.
     place: Option<Place>,
     first: Result<()>,
     left: Vec<Taken>,
 }
 
 impl Round<'_> {
-    /// Records the operation that ran last, if it made the watched call.
+    /// Records `place` as the operation that made the call with the fault, if that call was made
+    /// since the last operation.
     fn did(&mut self, place: Place) {
         let Some((driver, symbol, end)) = self.watched else { return };
         if driver.calls(symbol) >= end {
@@ -155,8 +156,8 @@ impl Round<'_> {
         }
     }
 
-    /// Releases, and retries once. If the first attempt succeeded in spite of an error, the second
-    /// one finds nothing live.
+    /// Releases an object. After an error, tries a second time; if the first attempt released the
+    /// object despite the error, the second one finds no live object.
     fn give_back(&mut self, taken: Taken) {
         let ended = taken.end(self.cuda);
         self.did(match taken {
@@ -230,7 +231,7 @@ impl Round<'_> {
     }
 }
 
-/// World of the rounds.
+/// The driver and the memory that all rounds share.
 struct Setting<'a> {
     driver: &'a FakeDriver,
     functions: Functions,
@@ -239,7 +240,7 @@ struct Setting<'a> {
     kinds: Vec<AllocationKind>,
     /// True if the application has a current context of its own.
     in_context: bool,
-    /// Returns the number of fds of this process without those of the fake.
+    /// Number of open fds of this process, without those of the fake.
     fds: usize,
 }
 
@@ -285,7 +286,7 @@ impl<'a> Setting<'a> {
         open_fds() - self.driver.files()
     }
 
-    /// Runs with a current context of the application, if the world has one.
+    /// Calls `run`, with a current context of the application if the setting has one.
     fn in_context<T>(&self, run: impl FnOnce() -> T) -> T {
         if !self.in_context {
             return run();
@@ -323,7 +324,7 @@ impl<'a> Setting<'a> {
         let mut place = Place::Elsewhere;
         let seen = match self.open() {
             Err(error) => Err(error),
-            // Before and after the round the call belongs to another operation.
+            // A call before or after the round belongs to opening or closing the iface.
             Ok(cuda) => {
                 let opened = self.driver.calls(symbol) >= end;
                 let (seen, left, made_for) = self.round(&cuda, Some((symbol, end)));
@@ -355,8 +356,8 @@ impl<'a> Setting<'a> {
         };
         assert!(self.driver.calls(symbol) >= end, "{when}: no such call was made");
         self.driver.heal();
-        // With a lost device a call cannot undo its own steps: the thread's context stays, and
-        // memory that no caller has yet. All else is released above.
+        // With a lost device a call cannot undo its own steps: the thread's context stays current,
+        // and memory that was not returned yet stays allocated. Everything else is released above.
         if matches!(fault, Fault::Once(_)) {
             assert_eq!(self.driver.contexts_of_this_thread(), before, "{when}");
             assert_eq!(self.driver.live(), Live::default(), "{when}: {seen:?}");
@@ -365,7 +366,7 @@ impl<'a> Setting<'a> {
         (seen, place)
     }
 
-    /// Tests every call of one function with each of these faults.
+    /// Tests each of these faults at every call of one function.
     fn show(&self, symbol: &'static str, uses: u64, faults: &[Fault]) {
         for fault in faults.iter().copied() {
             let mut silent = Vec::new();
@@ -399,7 +400,7 @@ impl<'a> Setting<'a> {
 
 /// REL-01
 ///
-/// Runs in a process of its own, so that its fds can be counted, with memory of its parent.
+/// Runs in a child process, so that its fds can be counted. The child opens memory of its parent.
 #[test]
 fn fault_at_every_driver_call_is_an_error_and_leaves_nothing() {
     const NAME: &str = "faults::fault_at_every_driver_call_is_an_error_and_leaves_nothing";

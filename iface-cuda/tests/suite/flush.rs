@@ -1,4 +1,4 @@
-//! Flushes of inbound writes in the contexts of the written memory.
+//! Tests of flushes of inbound writes, in the contexts of the written memory.
 
 use hmem_core::{Address, AddressRange, AllocationKind, DeviceId, ErrorKind, IfaceExt};
 use hmem_fake_cuda::Profile;
@@ -6,7 +6,7 @@ use hmem_iface_cuda::sys::{CuContext, CuDevicePtr, CuResult};
 
 use crate::world::{Expandable, World, check, nic, over};
 
-/// A device that does not order inbound writes.
+/// Returns the profile of a device that does not order inbound writes.
 fn unordered() -> Profile {
     Profile { writes_ordering: 0, ..Profile::default() }
 }
@@ -18,8 +18,8 @@ fn allocate(world: &World, len: u64) -> AddressRange {
     AddressRange::new(Address(pointer), len).expect("a range")
 }
 
-/// Creates a context of the application with memory that is exported to a NIC. The context is not
-/// current afterwards.
+/// Creates a context of the application with memory, and exports the memory to a NIC. Afterwards
+/// the context is not current.
 fn written_context(world: &World, peer_memory: bool) -> (CuContext, AddressRange) {
     let context = world.app.create_context();
     let range = allocate(world, 8192);
@@ -33,7 +33,7 @@ fn written_context(world: &World, peer_memory: bool) -> (CuContext, AddressRange
     (context, range)
 }
 
-/// The contexts in which a flush of device 0 takes effect.
+/// Flushes device 0, and returns the contexts in which the driver flushed.
 fn flushed(world: &World) -> Vec<CuContext> {
     world.cuda.flush_inbound(DeviceId(0)).expect("flush");
     world.driver().flushed()
@@ -99,7 +99,7 @@ fn memory_of_the_applications_context_is_flushed_there() {
             assert_eq!(world.driver().calls("cuDevicePrimaryCtxRetain"), 0);
             let primary = primary(world);
             assert_eq!(flushed(world), [primary, context, second], "the primary context is active");
-            // If the flush is refused in one context, the others are flushed all the same.
+            // If the flush is refused in one context, the other contexts are flushed nevertheless.
             world.driver().fail("cuFlushGPUDirectRDMAWrites", CuResult::CUDA_ERROR_UNKNOWN);
             world.cuda.flush_inbound(DeviceId(0)).expect_err("refused in the first");
             assert_eq!(world.driver().flushed(), [context, second]);
@@ -202,7 +202,8 @@ fn freed_memory_is_removed_from_the_witnesses() {
 
 /// HM-14
 ///
-/// If the driver answers only within a context, a thread without one cannot query a witness.
+/// Some drivers answer only with a context. With such a driver, a thread without a context cannot
+/// query exported memory.
 #[test]
 fn flush_fails_while_the_driver_cannot_be_queried() {
     over(Profile { queries_need_context: true, ..unordered() }, |world| {

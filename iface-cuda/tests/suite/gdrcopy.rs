@@ -1,4 +1,4 @@
-//! CPU access to device memory, over substitutes for the functions of GDRCopy.
+//! Tests of CPU access to device memory, over substitutes for the functions of GDRCopy.
 
 use std::{
     ffi::{c_int, c_ulong, c_void},
@@ -11,9 +11,9 @@ use hmem_iface_cuda::gdrcopy::{GPU_PAGE, GdrFunctions, GdrHandle, Gdrcopy};
 
 use crate::world::{HeldCopies, over, pattern};
 
-/// Number of pinned buffers and mappings.
+/// Number of buffers and mappings that are not released yet.
 static ALIVE: AtomicI32 = AtomicI32::new(0);
-/// Range that was pinned last.
+/// First address of the buffer that was pinned last.
 static PINNED: AtomicU64 = AtomicU64::new(0);
 /// Code that `gdr_map` returns.
 static MAP: AtomicI32 = AtomicI32::new(0);

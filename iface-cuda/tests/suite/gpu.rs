@@ -1,4 +1,4 @@
-//! The suite as it runs over a GPU, with the library of the fake driver instead of the real one.
+//! Runs this suite in the way in which it runs over a GPU, but with the library of the fake driver.
 
 use std::process::Command;
 

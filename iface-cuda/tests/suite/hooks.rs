@@ -1,6 +1,6 @@
-//! Hooks of the driver's frees, over the fake, which has the entries of the real library, or over a
-//! GPU with `HMEM_CUDA=real`. A process can hook only one library, so that only one of the two
-//! runs.
+//! Tests of the hooks of the driver's frees. They run over the fake driver, or over a GPU with
+//! `HMEM_CUDA=real`. The fake's functions begin with the same instructions as those of the real
+//! library. A process can hook only one library, so only one of the two runs.
 
 use std::sync::Arc;
 
@@ -21,7 +21,8 @@ use crate::{
     world::{World, check},
 };
 
-/// Records for each invalidation whether the memory was live at its start and at its end.
+/// A subscriber that records, for each invalidation, if the memory was live at its start and at its
+/// end.
 #[derive(Debug)]
 struct Witness {
     functions: Functions,
@@ -36,8 +37,8 @@ impl Witness {
         Arc::new(Self { functions, at, seen: Mutex::default(), ended: Mutex::default() })
     }
 
-    /// Returns the invalidations and whether the memory was live. The driver of a GPU may make one
-    /// call by another, so that one free notifies twice.
+    /// Returns the invalidated ranges, each with true if the memory was live. In a real driver one
+    /// hooked function may call another one, so that one free notifies twice.
     fn told(&self) -> Vec<(AddressRange, bool)> {
         let mut seen = self.seen.lock().clone();
         if support::asked_for("real") {
@@ -49,7 +50,7 @@ impl Witness {
     fn there(&self) -> bool {
         let (mut attribute, mut kind) = (sys::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, 0u32);
         let mut place = std::ptr::from_mut(&mut kind).cast();
-        // SAFETY: one attribute with an output of its width.
+        // SAFETY: the arrays have one element, and the output has the width of the attribute.
         let code = unsafe {
             (self.functions.pointer_get_attributes)(1, &mut attribute, &mut place, self.at)
         };
@@ -78,7 +79,8 @@ impl Invalidator for Witness {
     fn open_gate(&self) {}
 }
 
-/// Runs over the selected driver: the fake in every profile, or the real one.
+/// Opens an iface over each driver to test: the fake in every profile, or only the real driver if
+/// it is selected.
 fn worlds(monitor: CudaMonitorKind) -> Box<dyn Iterator<Item = World>> {
     if support::asked_for("real") {
         Box::new(std::iter::once_with(move || World::real(monitor)))
@@ -87,7 +89,7 @@ fn worlds(monitor: CudaMonitorKind) -> Box<dyn Iterator<Item = World>> {
     }
 }
 
-/// Runs with a monitor that hooks, over each driver.
+/// Runs a test over each driver, with a monitor that hooks the frees.
 fn each(show: impl Fn(&mut World, &dyn Monitor)) {
     for mut world in worlds(CudaMonitorKind::Hooks) {
         let monitor = world.cuda.start_monitor().expect("hooks work on these entries");
@@ -97,7 +99,7 @@ fn each(show: impl Fn(&mut World, &dyn Monitor)) {
     }
 }
 
-/// Opens another iface over the same driver.
+/// Returns a builder for another iface over the same driver.
 fn builder_of(world: &World) -> Builder {
     Cuda::builder().functions(world.app.functions.clone()).monitor(CudaMonitorKind::Identity)
 }
@@ -105,7 +107,8 @@ fn builder_of(world: &World) -> Builder {
 /// Function by which the application frees its memory.
 type Free = Box<dyn FnOnce(&Functions)>;
 
-/// Allocates memory of a kind as the application.
+/// Allocates memory of a kind without the iface. Returns its address and the function that frees
+/// it.
 fn allocated(world: &mut World, kind: AllocationKind) -> (u64, Free) {
     let mut pointer: CuDevicePtr = 0;
     let mut host = std::ptr::null_mut();
@@ -314,8 +317,8 @@ fn hooks_are_patched_once_and_restored_by_the_last_user() {
 
 /// MON-04
 ///
-/// Each choice has an explanation. Injected functions are patched only if hooks are selected by
-/// name.
+/// The monitor explains its method of detection. Functions that the caller passed are patched only
+/// if the caller selects `Hooks`.
 #[test]
 fn monitor_explains_its_choice() {
     let auto = if support::asked_for("real") {

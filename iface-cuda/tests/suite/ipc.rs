@@ -1,4 +1,4 @@
-//! Exchange of memory with another process.
+//! Tests of the exchange of memory with another process.
 
 use hmem_core::{AllocationKind, ErrorKind, Iface, IfaceExt, IfaceKind, iface::IpcHandle};
 use hmem_fake_cuda::{Live, Profile};
@@ -24,7 +24,7 @@ pub(crate) fn handle(text: &str) -> IpcHandle {
     IpcHandle { iface: IfaceKind::CUDA, bytes: unhex(text) }
 }
 
-/// Part of the child: opens twice, writes, closes twice.
+/// Runs in the child process: opens the memory twice, writes to it and closes it twice.
 fn use_it(world: &World, text: &str) {
     let (text, len) = text.split_once(':').expect("a handle and a length");
     let len = len.parse::<usize>().expect("a length");
@@ -109,7 +109,7 @@ fn other_process_reaches_memory_of_a_real_device() {
     }
 }
 
-/// Runs a test again in a child process, with the handle of memory of this process.
+/// Runs a test again in a child process, which gets a handle of memory of this process.
 fn lend(name: &str) {
     over(Profile::default(), |world| {
         let memory = world.allocate(3 << 20, AllocationKind::Device);
@@ -149,7 +149,7 @@ fn two_concurrent_closes_end_two_opens() {
 
 /// HM-10
 ///
-/// Memory is an import until the driver has closed it, and stays one after a refused close.
+/// The table lists memory as imported until the driver has closed it, even after a refused close.
 #[test]
 fn memory_is_an_import_until_the_last_close_succeeds() {
     const NAME: &str = "ipc::memory_is_an_import_until_the_last_close_succeeds";

@@ -1,4 +1,4 @@
-//! Behaviour of CUDA memory, over the fake driver in every profile, or over a GPU with
+//! Tests of the CUDA iface over the fake driver in every profile, or over a GPU with
 //! `HMEM_CUDA=real`.
 #![allow(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! Detection of freed memory.
+//! Tests of the monitor, which detects freed memory.
 
 use std::sync::{
     Arc,
@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 
 use crate::world::{Expandable, check, each, not_over_a_gpu, over};
 
-/// Records notifications.
+/// A subscriber that records its notifications.
 #[derive(Debug, Default)]
 struct Told {
     ranges: Mutex<Vec<(AddressRange, InvalidationCause)>>,
@@ -148,9 +148,9 @@ fn frees_through_the_iface_notify_before_the_memory_is_freed() {
 
 /// MON-07
 ///
-/// An application that knows its frees can announce them.
+/// An application can free its memory in `Cuda::while_freeing`.
 #[test]
-fn announced_frees_of_the_application_notify_before_the_free() {
+fn frees_in_while_freeing_notify_before_the_free() {
     each(|world| {
         let monitor = world.cuda.start_monitor().expect("monitor");
         let mut pointer: CuDevicePtr = 0;
@@ -171,8 +171,8 @@ fn announced_frees_of_the_application_notify_before_the_free() {
 
 /// MON-07
 ///
-/// The driver may return a freed address to another thread at once. That thread may free it before
-/// the first free has notified its end.
+/// The driver may return a freed address to another thread at once. That thread may free the memory
+/// there before the first free has notified its subscribers of its end.
 #[test]
 fn address_may_be_reused_and_freed_before_its_free_has_ended() {
     each(|world| {

@@ -1,4 +1,4 @@
-//! Opening drivers that are incomplete, fail or have no device.
+//! Tests of opening drivers that are incomplete, fail or have no device.
 
 use hmem_core::{DeviceId, ErrorKind, Iface, IfaceExt, IfaceKind};
 use hmem_fake_cuda::{FakeDriver, Profile};

@@ -1,5 +1,5 @@
-//! Drivers of the suite: the fake in every profile, or a real GPU with `HMEM_CUDA=real`. The
-//! absence of the GPU is then a failure.
+//! Drivers over which the suite runs: the fake in every profile, or a real GPU with
+//! `HMEM_CUDA=real`. With that setting, a missing GPU is a failure.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -18,17 +18,17 @@ use hmem_iface_cuda::{
 
 use crate::support;
 
-/// One driver with the iface over it.
+/// A driver, an iface over it, and an application that calls the driver directly.
 pub(crate) struct World {
     pub(crate) name: String,
     pub(crate) cuda: Cuda,
     pub(crate) app: App,
-    /// Controls and profile of the fake; `None` for real hardware.
+    /// The fake driver and its profile; `None` for real hardware.
     pub(crate) fake: Option<(FakeDriver, Profile)>,
     _turn: Option<MutexGuard<'static, ()>>,
 }
 
-/// The application beside the iface, which calls the driver directly.
+/// An application that calls the driver directly, without the iface.
 pub(crate) struct App {
     pub(crate) functions: Functions,
     lookup: Box<dyn Fn(&str) -> *const ()>,
@@ -61,8 +61,8 @@ pub(crate) fn once(show: impl FnOnce(&mut World)) {
     over(Profile::default(), show);
 }
 
-/// Returns true if a GPU is selected, and prints why a test, or a part of it, is not shown over it.
-/// `tests/gpu/run` makes a row of that reason.
+/// Returns true if a GPU is selected, and then prints the reason why a test, or a part of it,
+/// cannot run over a GPU. `tests/gpu/run` writes the reason into its report.
 pub(crate) fn not_over_a_gpu(why: &str) -> bool {
     if support::asked_for("real") {
         println!("{NOT_OVER_A_GPU}{why}");
@@ -70,16 +70,17 @@ pub(crate) fn not_over_a_gpu(why: &str) -> bool {
     support::asked_for("real")
 }
 
-/// Text for which `tests/gpu/run` searches.
+/// Beginning of a line with the reason why a test cannot run over a GPU. `tests/gpu/run` searches
+/// for it.
 pub(crate) const NOT_OVER_A_GPU: &str = "not over a GPU: ";
 
-/// Returns the fake driver. Tests that call this are not shown over a GPU.
+/// Returns the fake driver. Tests that call this function do not run over a GPU.
 pub(crate) fn start(profile: Profile) -> FakeDriver {
     not_over_a_gpu("the driver must have a profile, or refuse selected calls");
     FakeDriver::start(profile)
 }
 
-/// Runs a test over one profile, and checks that nothing is left.
+/// Runs a test over one profile of the fake, and checks that nothing is leaked.
 pub(crate) fn over(profile: Profile, show: impl FnOnce(&mut World)) {
     let mut world = World::fake(profile);
     show(&mut world);
@@ -143,7 +144,7 @@ impl World {
         &self.fake.as_ref().expect("a behaviour of the fake").0
     }
 
-    /// Closes everything, and checks that nothing is left.
+    /// Closes the iface and ends the application, and checks that nothing is leaked.
     pub(crate) fn end(self) {
         let Self { name, cuda, mut app, fake, _turn } = self;
         cuda.close().unwrap_or_else(|refused| panic!("{name}: {}", refused.error));
@@ -179,7 +180,8 @@ impl World {
         devices.filter(is_active).collect()
     }
 
-    /// Destroys a context on another thread, so that it stays current on its own thread.
+    /// Destroys a context on another thread, so that the destroyed context stays current on the
+    /// calling thread.
     pub(crate) fn elsewhere_destroy_context(&self, context: CuContext) {
         // SAFETY: `App::create_context` made the context.
         let destroy = move || check(unsafe { hmem_fake_cuda::cuCtxDestroy_v2(context) });
@@ -203,7 +205,7 @@ impl World {
         !self.is_real() || (code.is_success() && says != 0)
     }
 
-    /// Returns the kinds that the GPU has, and prints which ones are not shown.
+    /// Returns the kinds of memory that the GPU supports, and prints the kinds that are not tested.
     pub(crate) fn kinds(&self, kinds: &[AllocationKind]) -> Vec<AllocationKind> {
         let has = |kind: &AllocationKind| {
             let there = match kind {
@@ -221,8 +223,8 @@ impl World {
         kinds.iter().copied().filter(has).collect()
     }
 
-    /// Returns true if NICs cannot reach the VMM memory of the GPU, and prints that it is not
-    /// shown.
+    /// Returns true if NICs cannot reach the VMM memory of the GPU, and then prints that this is
+    /// not tested.
     pub(crate) fn no_rdma_to_vmm(&self) -> bool {
         let there = [
             sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED,
@@ -233,7 +235,8 @@ impl World {
     }
 
     /// Returns true if the GPU's driver reports that NICs reach memory that was not created for
-    /// RDMA, and prints that such memory is not shown. `cuda.h`: gpuDirectRDMACapable is a hint.
+    /// RDMA, and then prints that refusals of such memory are not tested. `cuda.h`:
+    /// gpuDirectRDMACapable is a hint.
     pub(crate) fn reaches_anything(&self, address: u64) -> bool {
         let (mut attribute, mut capable) =
             (sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE, 0u64);
@@ -260,8 +263,8 @@ fn hmem_fake_cuda_symbol(name: &str) -> *const () {
 }
 
 impl App {
-    /// Runs with the primary context of device 0 current. The application retains it from its first
-    /// use on.
+    /// Calls `run` with the primary context of device 0 current. The application retains the
+    /// context from the first call on.
     pub(crate) fn current<T>(&mut self, run: impl FnOnce(&Functions) -> T) -> T {
         if self.primary.is_null() {
             // SAFETY: the output is writable, and device 0 exists.
@@ -322,7 +325,8 @@ pub(crate) struct Expandable {
 }
 
 impl Expandable {
-    /// Maps one handle for each entry, RDMA capable or not. An entry of `None` stays unmapped.
+    /// Maps one handle for each element: RDMA capable for `Some(true)`. The part of an element
+    /// `None` stays unmapped.
     pub(crate) fn new(app: &mut App, parts: &[Option<bool>]) -> Self {
         app.current(|functions| Self::here(functions, parts))
     }
@@ -381,11 +385,12 @@ impl Expandable {
         for (number, part) in parts.iter().enumerate() {
             if part.is_some() {
                 let at = self.base + number as u64 * self.step;
-                // SAFETY: `new` mapped it.
+                // SAFETY: `new` mapped the part.
                 check(unsafe { functions.mem_unmap.expect("VMM")(at, self.step as usize) });
             }
         }
-        // SAFETY: `new` reserved and created it, and nothing is mapped any longer.
+        // SAFETY: `new` reserved the range and created the handles, and nothing is mapped any
+        // longer.
         unsafe {
             check(functions.mem_address_free.expect("VMM")(
                 self.base,
@@ -402,7 +407,7 @@ pub(crate) fn nic() -> Nic {
     Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None }
 }
 
-/// Returns bytes that differ by position and seed.
+/// Returns a byte pattern that depends on the seed.
 pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
     (0..len as u64).map(|at| ((at * 31 + seed * 97 + (at >> 8) * 7) % 251 + 1) as u8).collect()
 }
@@ -417,7 +422,7 @@ pub(crate) fn open_fds() -> usize {
         .count()
 }
 
-/// Copies by address. The tests that use them free no memory while they copy it.
+/// Safe copies by address for tests, which free no memory while they copy it.
 pub(crate) trait HeldCopies: Iface {
     fn read_bytes(&self, from: Address, into: &mut [u8]) -> Result<()> {
         // SAFETY: the test keeps the memory for the length of the call.

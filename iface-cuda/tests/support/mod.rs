@@ -1,8 +1,8 @@
 //! Headers and drivers for the CUDA tests, which `tests/cuda/fetch` downloads.
 //!
 //! `HMEM_CUDA` lists what must be present, separated by commas: `headers`, `driver` (the library
-//! without a device), `real` (a GPU). A listed item that is absent is a failure; another absent
-//! item is a skip that is printed.
+//! without a device), `real` (a GPU). If a listed item is absent, the test fails. If another item
+//! is absent, the test prints that it is skipped.
 #![allow(dead_code)] // Each test binary uses a part.
 
 use std::path::PathBuf;

@@ -6,10 +6,13 @@ use super::System;
 use crate::sys;
 
 impl System {
+    /// Copies `len` bytes between host addresses. Checks the bounds of allocations of this iface.
+    ///
     /// # Safety
     /// The contract of [`hmem_core::Iface::copy`].
     pub(super) unsafe fn copy_bytes(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // Held during the copy: a record that is freed meanwhile keeps its memory until the end.
+        // References that live until the copy has ended: memory that is freed meanwhile stays
+        // allocated until then.
         let _to_stays = self.check_side(to, len)?;
         let _from_stays = self.check_side(from, len)?;
         // SAFETY: the caller promises both sides for `len` bytes. `check_side` verified the sides

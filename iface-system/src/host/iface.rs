@@ -1,4 +1,4 @@
-//! The iface trait and the facets of host memory. Long ones have a file of their own.
+//! The iface trait and the facets of host memory. Long implementations are in separate files.
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
@@ -107,8 +107,8 @@ impl Ipc for System {
 }
 
 impl SegmentMap for System {
-    /// Returns one segment, whatever pages are behind it: no user of host memory needs contiguous
-    /// pages.
+    /// Returns one segment, although the pages may not be contiguous: no user of host memory needs
+    /// contiguous pages.
     fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
         let record = self.record_at(range.start());
         let exportable = record.is_some_and(|record| {

@@ -11,8 +11,8 @@ use crate::sys::{self, Mapping};
 
 /// A mapped memory file of a fixed size.
 ///
-/// It is sealed against shrinking, so that no mapping of it can lose its pages, and `/dev/udmabuf`
-/// makes dma-bufs of it. A process that gets the fd accesses the same bytes.
+/// The file is sealed against shrinking. So its mappings cannot lose pages, and `/dev/udmabuf` can
+/// create dma-bufs of it. Another process that receives the fd accesses the same bytes.
 ///
 /// ```
 /// use hmem_iface_system::MemFd;
@@ -73,11 +73,11 @@ impl MemFd {
         self.len == 0
     }
 
-    /// Reads bytes from `offset` into `into`. No reference to the content is made, so that a NIC
-    /// may write it meanwhile.
+    /// Reads bytes from `offset` into `into`. Creates no reference to the content, so that a NIC
+    /// may write the content at the same time.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] if the range reaches past the end.
+    /// [`ErrorKind::OutOfBounds`]: the range reaches past the end of the file.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         self.check(offset, into.len() as u64)?;
         let to = Address::of_ptr(into.as_mut_ptr());
@@ -85,7 +85,7 @@ impl MemFd {
         unsafe { sys::read_at(self.fd.as_fd(), offset, to, into.len() as u64) }
     }
 
-    /// Writes `from` at `offset`, in bytes.
+    /// Writes `from` to the bytes at `offset`.
     ///
     /// # Errors
     /// The errors of [`MemFd::read`].

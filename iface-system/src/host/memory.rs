@@ -1,4 +1,4 @@
-//! Allocation of host memory of every sort.
+//! Allocation and freeing of host memory.
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc},
@@ -46,13 +46,13 @@ impl Drop for Heap {
     }
 }
 
-/// The owner of an allocation's bytes.
+/// The memory of an allocation. Dropping the value frees it.
 #[derive(Debug)]
 pub(super) enum Backing {
     Heap(Heap),
     Mapping(Mapping),
     MemFd(MemFd),
-    /// A memory file of another process.
+    /// A memory file of another process, opened by its IPC handle.
     Opened(MemFd),
 }
 
@@ -66,7 +66,7 @@ impl Backing {
     }
 }
 
-/// One live allocation.
+/// The record of a live allocation.
 #[derive(Debug)]
 pub(super) struct Record {
     pub(super) allocation: Allocation,
@@ -109,7 +109,7 @@ impl System {
         self.enter(Backing::Heap(heap), len as u64)
     }
 
-    /// Allocates `len` bytes of anonymous memory in pages of its own, like
+    /// Allocates `len` bytes of anonymous memory that shares no page with other allocations, like
     /// [`Allocator::allocate`](hmem_core::iface::Allocator).
     ///
     /// # Errors
@@ -120,8 +120,8 @@ impl System {
         self.enter(Backing::Mapping(mapping), len)
     }
 
-    /// Allocates `len` bytes in a memory file of their own, which can be exported, and opened by
-    /// other processes.
+    /// Allocates `len` bytes in a new memory file. The allocation can be exported, and other
+    /// processes can open it.
     ///
     /// # Errors
     /// The errors of [`MemFd::new`].
@@ -132,8 +132,8 @@ impl System {
     /// Allocates `len` bytes, rounded up to 2 MiB, in huge pages.
     ///
     /// # Errors
-    /// - [`ErrorKind::Unavailable`]: too few huge pages are free. The error has their total number,
-    ///   and the way to get more.
+    /// - [`ErrorKind::Unavailable`]: too few huge pages are free. The error names their total
+    ///   number and the remedy.
     /// - [`ErrorKind::ZeroLength`]: `len` is 0.
     /// - Any other error of `mmap`.
     pub fn huge_pages(&self, len: u64) -> Result<Allocation> {
@@ -170,7 +170,7 @@ impl System {
         Ok(allocation)
     }
 
-    /// Ends an allocation that was made here, or opened here if `opened`.
+    /// Frees an allocation of this iface, or closes one of another process if `opened`.
     pub(super) fn end(
         &self,
         allocation: &Allocation,
@@ -187,8 +187,8 @@ impl System {
             return Err(not_live(allocation, operation));
         }
         let record = book.by_start.remove(&start);
-        // Unmapped outside the lock: it takes long, and a monitor that watches it may call this
-        // iface.
+        // The memory is unmapped outside the lock: unmapping takes long, and a monitor that watches
+        // the memory may call this iface.
         drop(book);
         drop(record);
         Ok(())
@@ -202,7 +202,7 @@ impl System {
     }
 }
 
-/// Returns the error for an allocation that is freed, or belongs to another iface.
+/// Returns the error for an allocation that was freed or belongs to another iface.
 pub(super) fn not_live(allocation: &Allocation, operation: &'static str) -> Error {
     Error::new(ErrorKind::InvalidArgument, operation)
         .iface(IfaceKind::SYSTEM)

@@ -48,7 +48,7 @@ use crate::{monitor::SystemMonitor, sys::Udmabuf};
 /// ```
 pub struct System {
     book: RwLock<HostAllocationTable>,
-    /// The device that makes dma-bufs, or the reason why there is none.
+    /// The open `/dev/udmabuf`, which creates dma-bufs, or the error of opening it.
     udmabuf: Result<Udmabuf>,
     monitor: OnceLock<SystemMonitor>,
 }

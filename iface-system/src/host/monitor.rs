@@ -12,7 +12,7 @@ use super::System;
 use crate::monitor::SystemMonitor;
 
 impl System {
-    /// Sets the monitor. The default is the choice of
+    /// Sets the monitor of host memory. The default is the choice of
     /// [`HostMonitorKind::Auto`](crate::monitor::HostMonitorKind::Auto).
     #[must_use]
     pub fn with_monitor(mut self, monitor: SystemMonitor) -> Self {
@@ -20,15 +20,16 @@ impl System {
         self
     }
 
-    /// Returns the monitor of host memory, with the reasons for it. Starts it at the first call.
+    /// Returns the monitor of host memory, and the reason for its choice. Starts the monitor at the
+    /// first call.
     pub fn cache_monitor(&self) -> &SystemMonitor {
         self.monitor.get_or_init(SystemMonitor::auto)
     }
 }
 
 impl MonitorSource for System {
-    /// The kernel has no callback for unmapped memory. A monitor that is notified before arranges
-    /// that itself.
+    /// Returns identities as the method: the kernel has no callback before it unmaps memory. A
+    /// monitor that notifies before an unmap detects it by its own means.
     fn detection(&self) -> DetectionMethod {
         DetectionMethod::Identity
     }

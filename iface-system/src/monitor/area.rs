@@ -1,8 +1,9 @@
-//! The mapping at an address, and whether a monitor of this process sees every change of it.
+//! Queries for the mapping at an address, and the check that a monitor of this process sees every
+//! change of a range.
 //!
-//! Nothing here allocates, locks or calls libc, because the `shmdt` hook uses it. Linux 6.11
-//! answers a query for one address (`PROCMAP_QUERY` of `linux/fs.h`). On older kernels,
-//! `/proc/self/maps` is read up to the address.
+//! Nothing here allocates or locks, because the `shmdt` hook uses it. Linux 6.11 answers a query
+//! for one address (`PROCMAP_QUERY` of `linux/fs.h`). On older kernels, `/proc/self/maps` is read
+//! up to the address.
 
 use std::{
     ffi::CStr,
@@ -18,7 +19,7 @@ use rustix::{
 
 const MAPS: &CStr = c"/proc/self/maps";
 
-/// Number of bytes of a mapping's name that are kept.
+/// Maximum number of bytes of a mapping's name. Longer names are cut.
 const NAME: usize = 256;
 
 /// The memory behind a mapping.
@@ -39,8 +40,8 @@ pub(crate) struct Area {
     /// Address one past the last byte.
     pub(crate) end: u64,
     pub(crate) backing: Backing,
-    /// Bytes of one page of the mapping. Assumed to be 2 MiB for huge pages if the kernel does not
-    /// report the size.
+    /// Page size of the mapping in bytes. For huge pages it is assumed to be 2 MiB if the kernel
+    /// does not report it.
     pub(crate) page_size: u64,
     name: [u8; NAME],
     name_len: usize,
@@ -120,7 +121,7 @@ pub(crate) fn at_or_after(address: u64) -> Result<Option<Area>, Errno> {
     }
 }
 
-/// Opens this process's maps, with additional flags.
+/// Opens `/proc/self/maps` with the additional flags `more`.
 pub(super) fn open(more: OFlags) -> Result<OwnedFd, Errno> {
     rustix::fs::openat(CWD, MAPS, OFlags::RDONLY | OFlags::CLOEXEC | more, Mode::empty())
 }
@@ -163,7 +164,8 @@ fn ioctl(maps: BorrowedFd<'_>, query: &mut ProcmapQuery) -> Result<(), Errno> {
     unsafe { rustix::ioctl::ioctl(maps, Updater::<PROCMAP_QUERY, _>::new(query)) }
 }
 
-/// Like [`queried`], for kernels without the query: reads lines until one ends above `address`.
+/// Like [`queried`], for kernels without the query: reads the file until a mapping ends above
+/// `address`.
 pub(super) fn read(maps: BorrowedFd<'_>, address: u64) -> Result<Option<Area>, Errno> {
     // A line has at most 73 bytes before the name. A longer line is cut.
     let mut line = [0_u8; 73 + NAME];
@@ -193,7 +195,8 @@ pub(super) fn read(maps: BorrowedFd<'_>, address: u64) -> Result<Option<Area>, E
     }
 }
 
-/// Parses `7f0000000000-7f0000001000 rw-p 00000000 00:01 1234    /SYSV00000000 (deleted)`.
+/// Parses a line of the file: `7f0000000000-7f0000001000 rw-p 00000000 00:01 1234    /SYSV00000000
+/// (deleted)`.
 fn parsed(line: &[u8]) -> Option<Area> {
     let mut rest = line;
     let mut word = || {
@@ -209,10 +212,13 @@ fn parsed(line: &[u8]) -> Option<Area> {
     Some(Area::new(start, end, inode, None, rest.trim_ascii_start()))
 }
 
-/// Fails unless only calls of this process on the range's addresses can unmap or discard it.
-/// `at_or_after` is [the function](at_or_after) or an equivalent.
+/// Checks that a monitor of this process can see every change of a range.
 ///
-/// Returns the mapping that holds the end of the range, for callers that cache it.
+/// That holds for anonymous memory and System V segments: only calls of this process that name the
+/// addresses can unmap or discard it. `at_or_after` is [the function](at_or_after) or an
+/// equivalent.
+///
+/// Returns the mapping that contains the last byte of the range, for callers that cache it.
 ///
 /// # Errors
 /// - BadAddress: an address of the range is not mapped.
@@ -264,10 +270,10 @@ pub(crate) fn check(
     }
 }
 
-/// Returns the addresses that detaching the segment at `address` unmaps.
+/// Returns the addresses that `shmdt(address)` unmaps.
 ///
-/// If they cannot be found out, the result is everything above `address`, which is never too
-/// little.
+/// If the length of the segment is unknown, returns all addresses from `address` on, which include
+/// those of the segment. Returns an empty range if nothing is mapped there or above.
 pub(crate) fn attached(address: u64) -> AddressRange {
     let everything_above = hmem_hook::clamped(address, u64::MAX);
     match at_or_after(address) {

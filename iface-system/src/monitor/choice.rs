@@ -21,21 +21,21 @@ use super::{Layered, MemHooks, UserFaultFd};
 #[serde(into = "&'static str")]
 #[non_exhaustive]
 pub enum HostMonitorKind {
-    /// The best monitor that passes its own test on this machine.
+    /// The best monitor that passes its self-test on this machine.
     #[default]
     Auto,
-    /// [`MemHooks`]
+    /// Hooks in the C library: [`MemHooks`].
     MemHooks,
-    /// [`UserFaultFd`]
+    /// Events of the kernel: [`UserFaultFd`].
     UserFaultFd,
-    /// [`super::ImportMonitor`], which the application makes itself.
+    /// The application's own monitor: [`super::ImportMonitor`].
     Import,
     /// No monitor: host memory is not cached.
     Disabled,
 }
 
 impl HostMonitorKind {
-    /// Every kind with its names. The first name is the one that is printed.
+    /// Every kind with its names. The first name is the one in output.
     const NAMES: [(Self, &'static [&'static str]); 5] = [
         (Self::Auto, &["auto", "default"]),
         (Self::MemHooks, &["memhooks"]),
@@ -72,8 +72,10 @@ impl fmt::Display for HostMonitorKind {
 impl FromStr for HostMonitorKind {
     type Err = Error;
 
+    /// Parses one of the names in `FI_MR_CACHE_MONITOR`.
+    ///
     /// # Errors
-    /// InvalidArgument for an unknown name; the error lists the known ones.
+    /// InvalidArgument: the name is unknown. The error lists the known names.
     fn from_str(name: &str) -> Result<Self> {
         let given = name.trim().to_ascii_lowercase();
         let found = Self::NAMES.iter().find(|(_, names)| names.contains(&given.as_str()));
@@ -88,20 +90,20 @@ impl FromStr for HostMonitorKind {
     }
 }
 
-/// A monitor that was considered, with the result.
+/// A monitor that was tried, with the result.
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct MonitorCandidate {
     /// Name of the monitor.
     pub name: &'static str,
-    /// The error of the monitor's start; `None` if the monitor passed its test.
+    /// The error of the monitor's start, or `None` if the monitor passed its self-test.
     #[serde(serialize_with = "display_option")]
     pub refused: Option<Error>,
 }
 
 /// The monitor that was chosen for host memory, and the reason.
 ///
-/// `Display` is one line; it serialises as
+/// `Display` prints one line. The serialised form is
 /// `{"requested","name","why","limits","candidates":[{"name","refused"}]}`.
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
@@ -115,7 +117,7 @@ pub struct MonitorChoice {
     pub why: String,
     /// The changes that the monitor misses, and the number of ranges that it watches.
     pub limits: String,
-    /// The monitors that were considered, in order.
+    /// The monitors that were tried, in order.
     pub candidates: Vec<MonitorCandidate>,
 }
 
@@ -149,7 +151,7 @@ pub struct SystemMonitor {
 }
 
 const HOOKS_ALONE: &str = "unmaps by raw system calls and by the dynamic loader are not detected";
-const NET_ALONE: &str = "a thread that maps the addresses again while another still unmaps \
+const UFFD_ALONE: &str = "a thread that maps the addresses again while another still unmaps \
     them can hit the old registration; memory that madvise discards is registered uncached until \
     the call has certainly returned; remap_file_pages and shmat(SHM_REMAP) are not detected";
 const LAYERED: &str = "after a raw system call unmaps memory, another thread can hit the old \
@@ -158,18 +160,19 @@ const LAYERED: &str = "after a raw system call unmaps memory, another thread can
     detected";
 const NOTHING: &str = "host memory is registered again each time";
 
-fn net_alone(net: &UserFaultFd) -> String {
-    format!("{NET_ALONE}; {} are cached", net.budget())
+fn uffd_alone(uffd: &UserFaultFd) -> String {
+    format!("{UFFD_ALONE}; {} are cached", uffd.budget())
 }
 
 impl SystemMonitor {
-    /// Starts a monitor of a kind, and tests that it works.
+    /// Starts a monitor of the given kind, and tests that it works.
     ///
     /// `Auto` never fails. If no monitor works, it logs a warning and host memory is not cached.
     ///
     /// # Errors
     /// - The error of the requested monitor if it does not work here.
-    /// - InvalidArgument for `Import`, which the application makes ([`SystemMonitor::imported`]).
+    /// - InvalidArgument: the kind is `Import`. The application creates that monitor itself and
+    ///   passes it to [`SystemMonitor::imported`].
     pub fn start(kind: HostMonitorKind) -> Result<Self> {
         match kind {
             HostMonitorKind::Auto => Ok(Self::auto()),
@@ -177,9 +180,9 @@ impl SystemMonitor {
                 Ok(Self::named(kind, MemHooks::start()?, HOOKS_ALONE.into()))
             }
             HostMonitorKind::UserFaultFd => {
-                let net = UserFaultFd::start()?;
-                let limits = net_alone(&net);
-                Ok(Self::named(kind, net, limits))
+                let uffd = UserFaultFd::start()?;
+                let limits = uffd_alone(&uffd);
+                Ok(Self::named(kind, uffd, limits))
             }
             HostMonitorKind::Import => Err(Error::new(ErrorKind::InvalidArgument, "cache monitor")
                 .iface(IfaceKind::SYSTEM)
@@ -201,7 +204,7 @@ impl SystemMonitor {
         }
     }
 
-    /// Uses the application's own monitor.
+    /// Creates a value that uses the application's own monitor.
     #[must_use]
     pub fn imported(monitor: Arc<dyn Monitor>) -> Self {
         Self::named(
@@ -226,8 +229,8 @@ impl SystemMonitor {
         Self::best(MemHooks::start(), UserFaultFd::start())
     }
 
-    /// Returns the best choice among the monitors that work.
-    fn best(hooks: Result<Arc<MemHooks>>, net: Result<Arc<UserFaultFd>>) -> Self {
+    /// Chooses both monitors if both have started, otherwise the one that has started, if any.
+    fn best(hooks: Result<Arc<MemHooks>>, uffd: Result<Arc<UserFaultFd>>) -> Self {
         let (memhooks, userfaultfd) =
             (HostMonitorKind::MemHooks.name(), HostMonitorKind::UserFaultFd.name());
         let choice = |name, why: &str, limits: String, tried| MonitorChoice {
@@ -239,11 +242,11 @@ impl SystemMonitor {
         };
         let passed = |name| MonitorCandidate { name, refused: None };
         let refused = |name, error| MonitorCandidate { name, refused: Some(error) };
-        match (hooks, net) {
-            (Ok(hooks), Ok(net)) => {
-                let budget = net.budget();
+        match (hooks, uffd) {
+            (Ok(hooks), Ok(uffd)) => {
+                let budget = uffd.budget();
                 Self {
-                    monitor: Some(Layered::new(hooks, net)),
+                    monitor: Some(Layered::new(hooks, uffd)),
                     choice: choice(
                         "memhooks+userfaultfd",
                         "hooks detect calls of the C library before memory is unmapped, and the \
@@ -272,15 +275,15 @@ impl SystemMonitor {
                     ),
                 }
             }
-            (Err(error), Ok(net)) => {
+            (Err(error), Ok(uffd)) => {
                 tracing::warn!(
                     %error,
-                    limits = NET_ALONE,
+                    limits = UFFD_ALONE,
                     "memhooks do not work here: userfaultfd alone watches host memory"
                 );
-                let limits = net_alone(&net);
+                let limits = uffd_alone(&uffd);
                 Self {
-                    monitor: Some(net),
+                    monitor: Some(uffd),
                     choice: choice(
                         userfaultfd,
                         "only the kernel's events are available",
@@ -289,10 +292,10 @@ impl SystemMonitor {
                     ),
                 }
             }
-            (Err(hooks), Err(net)) => {
+            (Err(hooks), Err(uffd)) => {
                 tracing::warn!(
                     memhooks = %hooks,
-                    userfaultfd = %net,
+                    userfaultfd = %uffd,
                     "no monitor of host memory works here: it is not cached"
                 );
                 Self {
@@ -301,7 +304,7 @@ impl SystemMonitor {
                         "none",
                         "no monitor of host memory works here",
                         NOTHING.into(),
-                        vec![refused(memhooks, hooks), refused(userfaultfd, net)],
+                        vec![refused(memhooks, hooks), refused(userfaultfd, uffd)],
                     ),
                 }
             }
@@ -311,7 +314,8 @@ impl SystemMonitor {
     /// Returns the monitor.
     ///
     /// # Errors
-    /// Unsupported if there is none: it was disabled, or none works. The error has the reasons.
+    /// Unsupported: there is no monitor, because it was disabled or none works. The error has the
+    /// reasons.
     pub fn monitor(&self) -> Result<Arc<dyn Monitor>> {
         self.monitor.clone().ok_or_else(|| {
             Error::new(ErrorKind::Unsupported, "monitor")
@@ -343,11 +347,11 @@ mod tests {
     /// MON-04
     #[test]
     fn auto_reports_its_choice_and_each_refusal() {
-        let none = SystemMonitor::best(Err(no("hooks")), Err(no("net")));
+        let none = SystemMonitor::best(Err(no("hooks")), Err(no("uffd")));
         assert_eq!(none.choice().name, "none");
         let text = none.choice().to_string();
         assert!(
-            text.contains("hooks: not supported") && text.contains("net: not supported"),
+            text.contains("hooks: not supported") && text.contains("uffd: not supported"),
             "{text}"
         );
         let error = none.monitor().unwrap_err();
@@ -356,11 +360,11 @@ mod tests {
             "{error}"
         );
 
-        if let Ok(net) = UserFaultFd::start() {
-            let net = SystemMonitor::best(Err(no("hooks")), Ok(net));
-            assert_eq!(net.choice().name, "userfaultfd");
-            assert!(net.choice().to_string().contains("hit the old registration"));
-            assert_eq!(net.monitor().unwrap().name(), "userfaultfd");
+        if let Ok(uffd) = UserFaultFd::start() {
+            let uffd = SystemMonitor::best(Err(no("hooks")), Ok(uffd));
+            assert_eq!(uffd.choice().name, "userfaultfd");
+            assert!(uffd.choice().to_string().contains("hit the old registration"));
+            assert_eq!(uffd.monitor().unwrap().name(), "userfaultfd");
         }
     }
 

@@ -1,4 +1,4 @@
-//! A monitor whose changes the application reports, for memory that it manages itself.
+//! The import monitor: the application reports the changes of memory that it manages itself.
 
 use std::{collections::HashMap, fmt, sync::Arc};
 
@@ -19,20 +19,23 @@ const NAME: MonitorName = MonitorName {
 
 /// Callbacks of an application's own monitor, like libfabric's `fi_ops_mem_monitor`.
 pub trait ImportCallbacks: std::fmt::Debug + Send + Sync {
-    /// Called before a range is cached. From then on the application calls
-    /// [`ImportMonitor::invalidate`] or [`ImportMonitor::while_changing`] before this memory is
-    /// unmapped or replaced. Ranges may overlap, and may come more than once.
+    /// Starts watching a range. The cache calls this before it caches a registration of the range.
+    ///
+    /// From then on the application must call [`ImportMonitor::invalidate`] or
+    /// [`ImportMonitor::while_changing`] before this memory is unmapped or replaced. Ranges may
+    /// overlap and repeat.
     ///
     /// # Errors
-    /// Unsupported if the application cannot watch the range. It is then not cached.
+    /// Unsupported: the application cannot watch the range. Registrations of the range are then not
+    /// cached.
     fn subscribe(&self, range: AddressRange) -> Result<()>;
 
-    /// Called when the range is no longer cached: once for each successful
-    /// [`ImportCallbacks::subscribe`], with the same range.
+    /// Stops watching a range. The cache calls this once for each successful
+    /// [`ImportCallbacks::subscribe`], with the same range, when the range is no longer cached.
     fn unsubscribe(&self, range: AddressRange);
 }
 
-/// A monitor whose events are calls of the application, from any thread.
+/// A monitor that gets its events from the application. Any thread may report a change.
 ///
 /// # Examples
 /// ```
@@ -72,7 +75,7 @@ struct ImportSubscriptions {
 }
 
 impl ImportMonitor {
-    /// Creates a monitor that calls `watcher` for ranges to watch.
+    /// Creates a monitor that calls `watcher` with the ranges to watch.
     ///
     /// # Errors
     /// - OutOfResources: no memory is left.
@@ -82,8 +85,10 @@ impl ImportMonitor {
         Ok(Arc::new(Self { watcher, subscribers, book: Mutex::default() }))
     }
 
-    /// Reports that the memory behind `range` is unmapped, and is not mapped again before this
-    /// returns. Allocates nothing and takes no lock.
+    /// Invalidates the cached registrations of a range that was or will be unmapped. Allocates
+    /// nothing and takes no lock.
+    ///
+    /// The application must not map the addresses again before this method returns.
     pub fn invalidate(&self, range: AddressRange) {
         self.subscribers
             .table()
@@ -91,9 +96,11 @@ impl ImportMonitor {
             .each(|_, invalidator| invalidator.invalidate(range, InvalidationCause::Application));
     }
 
-    /// Reports that the memory behind `range` changes while `change` runs. Cached registrations of
-    /// it are invalidated before, and none is cached until `change` returns. Use this for changes
-    /// during which another thread could register the range.
+    /// Runs `change`, which changes the memory behind `range`.
+    ///
+    /// The cached registrations of the range are invalidated before `change` runs, and no new one
+    /// is cached until it returns. Use this method if another thread could register the range
+    /// during the change.
     ///
     /// `change` must not wait for a subscription to this monitor: the first subscription of a cache
     /// waits for `change`.

@@ -1,5 +1,5 @@
-//! Function hooks with userfaultfd beneath: notified before a call of the C library unmaps memory,
-//! and after a raw system call did.
+//! Memhooks and userfaultfd together. The hooks notify before a call of the C library unmaps
+//! memory. Userfaultfd notifies after a raw system call has unmapped memory.
 
 use std::{
     collections::HashMap,
@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 
 use super::{MemHooks, UserFaultFd};
 
-/// [`MemHooks`] with [`UserFaultFd`] as its net.
+/// [`MemHooks`] with [`UserFaultFd`] as a safety uffd for changes that the hooks do not see.
 ///
 /// The hooks alone watch two kinds of ranges, which [`Layered::uffd_refusals`] counts:
 ///
@@ -26,25 +26,26 @@ use super::{MemHooks, UserFaultFd};
 /// - ranges beyond the budget of mappings ([`UserFaultFd::most_ranges`]).
 pub struct Layered {
     hooks: Arc<MemHooks>,
-    net: Arc<UserFaultFd>,
-    /// The subscription of the hooks, and that of the net if the net watches the range.
+    uffd: Arc<UserFaultFd>,
+    /// The subscriptions by number: that of the hooks, and that of userfaultfd if it watches the
+    /// range.
     subscriptions: Mutex<HashMap<u64, (Subscription, Option<Subscription>)>>,
     next: AtomicU64,
     uffd_refusals: AtomicU64,
     why_without: Mutex<Option<Error>>,
-    /// The kinds of refusals that were logged.
+    /// The kinds of userfaultfd's refusals that were logged.
     logged: Mutex<Vec<ErrorKind>>,
 }
 
 impl Layered {
-    /// Combines the hooks with a net beneath them. From then on the net serves this value alone: it
+    /// Combines the hooks with userfaultfd. From then on use `uffd` only through this value: it
     /// relies on the hooks to announce discards by the C library's `madvise`.
     #[must_use]
-    pub fn new(hooks: Arc<MemHooks>, net: Arc<UserFaultFd>) -> Arc<Self> {
-        net.beneath_hooks();
+    pub fn new(hooks: Arc<MemHooks>, uffd: Arc<UserFaultFd>) -> Arc<Self> {
+        uffd.beneath_hooks();
         Arc::new(Self {
             hooks,
-            net,
+            uffd,
             subscriptions: Mutex::default(),
             next: AtomicU64::new(0),
             uffd_refusals: AtomicU64::new(0),
@@ -53,13 +54,13 @@ impl Layered {
         })
     }
 
-    /// Returns the number of subscriptions that the net refused so far.
+    /// Returns the number of subscriptions that userfaultfd has refused so far.
     #[must_use]
     pub fn uffd_refusals(&self) -> u64 {
         self.uffd_refusals.load(Ordering::Relaxed)
     }
 
-    /// Returns the reason of the net's last refusal.
+    /// Returns the reason for userfaultfd's last refusal, if any.
     #[must_use]
     pub fn why_uffd_refusals(&self) -> Option<String> {
         self.why_without.lock().as_ref().map(ToString::to_string)
@@ -94,7 +95,10 @@ impl Monitor for Layered {
             0 => String::new(),
             count => format!("; the hooks alone watch {count} subscriptions so far"),
         };
-        format!("{hooks}; raw system calls: by the kernel's events, {}{without}", self.net.budget())
+        format!(
+            "{hooks}; raw system calls: by the kernel's events, {}{without}",
+            self.uffd.budget()
+        )
     }
 
     fn detection(&self) -> DetectionMethod {
@@ -102,7 +106,7 @@ impl Monitor for Layered {
     }
 
     fn detects(&self, cause: InvalidationCause) -> bool {
-        self.hooks.detects(cause) || self.net.detects(cause)
+        self.hooks.detects(cause) || self.uffd.detects(cause)
     }
 
     fn subscribe(
@@ -111,7 +115,7 @@ impl Monitor for Layered {
         invalidator: Arc<dyn Invalidator>,
     ) -> Result<Subscription> {
         let hooked = self.hooks.subscribe(range, Arc::clone(&invalidator))?;
-        let caught = match self.net.watch(range, invalidator, None) {
+        let caught = match self.uffd.watch(range, invalidator, None) {
             Ok(caught) => Some(caught),
             Err(error) => {
                 self.uffd_refusals.fetch_add(1, Ordering::Relaxed);
@@ -128,9 +132,9 @@ impl Monitor for Layered {
                 None
             }
         };
-        if let Err(error) = self.net.settled(range) {
+        if let Err(error) = self.uffd.settled(range) {
             if let Some(caught) = caught {
-                self.net.unsubscribe(caught);
+                self.uffd.unsubscribe(caught);
             }
             self.hooks.unsubscribe(hooked);
             return Err(error);
@@ -148,7 +152,7 @@ impl Monitor for Layered {
             return;
         };
         if let Some(caught) = caught {
-            self.net.unsubscribe(caught);
+            self.uffd.unsubscribe(caught);
         }
         self.hooks.unsubscribe(hooked);
     }

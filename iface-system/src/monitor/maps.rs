@@ -1,4 +1,5 @@
-//! `/proc/self/maps`, kept open: opening it takes five times as long as a query.
+//! Queries of `/proc/self/maps`, which stays open: opening the file takes five times as long as a
+//! query.
 
 use std::{
     mem::ManuallyDrop,
@@ -11,18 +12,21 @@ use rustix::{fs::OFlags, io::Errno};
 
 use super::area::{self, Area};
 
-/// Marks this crate's open file. The flag has no effect on this file, and nothing else opens it so.
+/// The file flag that marks the file that this crate has opened. It has no effect on this kind of
+/// file, and no other code opens the file with it.
 const MARK: OFlags = OFlags::NONBLOCK;
 
-/// The open maps of a process. A forked child opens its own.
+/// The open `/proc/self/maps`. A forked child opens its own file.
 #[derive(Debug, Default)]
 pub(super) struct Maps(RwLock<Option<OpenMaps>>);
 
-/// An open file that answers queries.
+/// An open `/proc/self/maps`, for queries.
 ///
-/// A program may close fds that it does not know. The number may then name another file. If that is
-/// the same file opened again, its answers are as good, but this value must not close it. The flag
-/// [`MARK`] shows which file is this value's own.
+/// Some programs close all fds, this one included. The fd's number may then belong to a file that
+/// the program opened.
+/// - If that file is not `/proc/self/maps`, this value does not use it.
+/// - If the program itself opened `/proc/self/maps`, this value may query the file but must not
+///   close it. The flag [`MARK`] is set only on files that this crate opened.
 #[derive(Debug)]
 struct OpenMaps {
     file: ManuallyDrop<OwnedFd>,

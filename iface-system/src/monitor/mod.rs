@@ -1,7 +1,7 @@
-//! Monitors of host memory: they detect that memory under a cached registration changed.
+//! Monitors of host memory: they detect changes of memory that has cached registrations.
 //!
-//! [`SystemMonitor::start`] chooses a monitor and explains the choice. `docs/monitors.md` has the
-//! table of the changes that each detects.
+//! [`SystemMonitor::start`] chooses a monitor and explains the choice. `docs/monitors.md` lists the
+//! changes that each monitor detects.
 //!
 //! # Examples
 //! ```

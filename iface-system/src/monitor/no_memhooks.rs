@@ -1,4 +1,4 @@
-//! Stand-ins for targets on which the C library cannot be patched: no glibc, or another
+//! Replacements of the memhooks module on targets without support: no glibc, or another
 //! architecture.
 
 use std::sync::Arc;
@@ -13,7 +13,7 @@ pub(super) fn is_hooked_discard(_: u64, _: u64) -> bool {
     false
 }
 
-/// Returns `None`: no hooked call waits.
+/// Returns `None`: there are no hooked calls that could wait.
 pub(super) fn reading_discards() -> Option<()> {
     None
 }
@@ -26,7 +26,7 @@ impl MemHooks {
     /// Fails: the monitor does not exist for this target.
     ///
     /// # Errors
-    /// Always Unsupported.
+    /// Unsupported, always.
     pub fn start() -> Result<Arc<Self>> {
         Err(Error::new(ErrorKind::Unsupported, "memhooks")
             .iface(IfaceKind::SYSTEM)
@@ -34,7 +34,7 @@ impl MemHooks {
             .remedy("memhooks patch glibc on x86-64 and aarch64: use the userfaultfd monitor"))
     }
 
-    /// Checks the hooks. It cannot be called, since no value exists.
+    /// Checks the hooks. The method cannot be called, since no value of the type exists.
     ///
     /// # Errors
     /// None.

@@ -1,10 +1,10 @@
-//! Allocation of addresses in the window.
+//! Allocation of device addresses in the reserved window.
 
 use std::collections::VecDeque;
 
 use super::ranges::FreeRanges;
 
-/// The moment at which a freed address is reused. Reuse is what stale registrations fail on.
+/// The policy for reusing freed addresses. Early reuse reveals stale registrations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AddressReuse {
@@ -16,10 +16,11 @@ pub enum AddressReuse {
     JustFreed,
 }
 
-/// Number of freed ranges that are remembered for reuse.
+/// Maximum number of freed ranges that are recorded for reuse.
 const REMEMBERED: usize = 1024;
 
-/// The addresses of the window, in pages from its start.
+/// The allocator of addresses in the reserved window. Its unit is a page, counted from the start of
+/// the window.
 #[derive(Debug)]
 pub(crate) struct AddressSpace {
     free: FreeRanges,
@@ -37,7 +38,7 @@ impl AddressSpace {
         self.reuse = reuse;
     }
 
-    /// Takes `pages` free pages, and returns the first.
+    /// Allocates `pages` contiguous pages. Returns the first page's number.
     pub(crate) fn take(&mut self, pages: u64) -> Option<u64> {
         if self.reuse == AddressReuse::JustFreed
             && let Some(start) = self.take_just_freed(pages)
@@ -51,7 +52,8 @@ impl AddressSpace {
     }
 
     fn take_just_freed(&mut self, pages: u64) -> Option<u64> {
-        // A remembered range may be in use: other allocations take addresses without looking here.
+        // A recorded range may be in use again: other allocations use addresses without removing
+        // the record.
         let found = self.freed.iter().rposition(|(_, len)| *len >= pages)?;
         let (start, _) = self.freed.remove(found)?;
         self.free.take_at(start, pages).then_some(start)

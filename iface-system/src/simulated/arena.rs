@@ -7,8 +7,8 @@
 //!
 //! An exported fd keeps memory as a dma-buf does: the extents of an exported allocation are not
 //! reused while any process has the arena's file open or mapped. Memory files do not count their
-//! users, but a lease does ([`sys::is_open_elsewhere`]), because every exported fd is the file
-//! opened again.
+//! users. The kernel does so for a file lease ([`sys::is_open_elsewhere`]), because every exported
+//! fd is the file opened again.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -20,13 +20,13 @@ use hmem_core::{Error, ErrorKind, Result};
 use super::ranges::FreeRanges;
 use crate::sys::{self, Mapping};
 
-/// Bytes of a header that hold identities of allocations that are open to other processes.
+/// Size in bytes of the part of a header that holds identities of allocations with an IPC handle.
 const STAMP_BYTES: u64 = 32 << 10;
 
-/// Number of exported extents in quarantine before the users of the file are looked for.
+/// Number of exported extents in quarantine at which the arena searches for users of the file.
 const QUARANTINE: usize = 256;
 
-/// One memory file and the copy engine's mapping of it. Copies in flight keep it alive.
+/// An arena's memory file, and the copy engine's mapping of it. Copies in flight keep both alive.
 #[derive(Debug)]
 pub(crate) struct ArenaFile {
     fd: OwnedFd,
@@ -49,8 +49,7 @@ impl ArenaFile {
         self.mapping.at(offset)
     }
 
-    /// Returns the identity in a header for an allocation that is open to other processes; 0 once
-    /// it is freed.
+    /// Returns the identity in word `slot` of the header, or 0 once that allocation is freed.
     pub(crate) fn stamp(&self, slot: u16) -> u64 {
         self.stamp_word(slot).map_or(0, |word| word.load(Ordering::Acquire))
     }
@@ -72,15 +71,15 @@ impl ArenaFile {
     }
 }
 
-/// Bytes of one memory file that back an allocation or one segment.
+/// A range of a memory file that backs an allocation or one of its segments.
 #[derive(Clone, Debug)]
 pub(crate) struct Extent {
-    /// Index of the arena; `None` for a file of another process.
+    /// Index of the arena, or `None` for a file of another process.
     arena: Option<usize>,
     pub(crate) file: Arc<ArenaFile>,
     /// Offset in the file, in bytes.
     pub(crate) offset: u64,
-    /// Length in bytes, whole pages.
+    /// Length in bytes, a multiple of the page size.
     pub(crate) len: u64,
 }
 
@@ -95,17 +94,17 @@ impl Extent {
 struct Arena {
     file: Arc<ArenaFile>,
     free: FreeRanges,
-    /// The shortest length that did not fit since the last release.
+    /// The smallest length for which no space was found since the last release.
     full_for: u64,
     /// Number of allocations and segments in the arena.
     live: usize,
     /// Set if the arena belongs to one segment.
     dedicated: bool,
-    /// Extents of freed allocations whose exports may still be open.
+    /// Extents of freed allocations that may still have open exports.
     quarantine: Vec<(u64, u64)>,
     exported: bool,
-    /// Number of searches for users since there were none, plus 1. The more of them found users,
-    /// the rarer they become.
+    /// Number of searches in a row that found users of the file, plus 1. Searches become rarer as
+    /// it grows.
     probes: usize,
     free_stamps: Vec<u16>,
     stamps_used: u16,
@@ -131,8 +130,8 @@ impl Arenas {
         self.arenas.iter().flatten().count()
     }
 
-    /// Takes `len` bytes, whole pages, from an arena with room. Uses a new arena if `dedicated`, or
-    /// if `len` is large.
+    /// Allocates an extent of `len` bytes, a multiple of the page size, in an arena with room.
+    /// Creates a new arena for it if `dedicated` is set or `len` is large.
     pub(crate) fn take(&mut self, len: u64, dedicated: bool) -> Result<Extent> {
         let own = dedicated || len > self.arena_len / 4;
         if !own {
@@ -206,14 +205,15 @@ impl Arenas {
         Ok(number)
     }
 
-    /// Notes that an fd of this extent's file leaves the iface.
+    /// Records that an fd of this extent's file was exported.
     pub(crate) fn mark_exported(&mut self, extent: &Extent) {
         if let Some(arena) = self.arena_of(extent) {
             arena.exported = true;
         }
     }
 
-    /// Takes a free word of the header, which shows an allocation's identity to other processes.
+    /// Allocates a word of the header. The caller stores the allocation's identity there, for other
+    /// processes to verify.
     pub(crate) fn take_stamp(&mut self, extent: &Extent) -> Result<u16> {
         let stamps = (STAMP_BYTES / 8) as u16;
         let full = || {
@@ -239,7 +239,8 @@ impl Arenas {
         }
     }
 
-    /// Returns an extent to its arena. Its pages are already released, unless it was `exported`.
+    /// Frees an extent. The caller has released its pages already, unless the extent was
+    /// `exported`.
     pub(crate) fn give(&mut self, extent: Extent, exported: bool) {
         let Some(number) = extent.arena else { return };
         let Some(arena) = self.arenas[number].as_mut() else { return };

@@ -34,7 +34,7 @@ pub(crate) struct Config {
     pub(crate) segment_len: u64,
 }
 
-/// Builder of a simulated device; [`SimulatedBuilder::build`] creates it.
+/// Builder of a simulated device. [`SimulatedBuilder::build`] creates the device.
 ///
 /// ```
 /// use std::time::Duration;
@@ -91,8 +91,8 @@ impl Default for SimulatedBuilder {
 }
 
 impl SimulatedBuilder {
-    /// Sets the kind, 0x100 or higher, so that several can live in one process. Default:
-    /// [`SIMULATED`].
+    /// Sets the iface kind, 0x100 or higher. Simulated devices in one process need different kinds.
+    /// Default: [`SIMULATED`].
     #[must_use]
     pub fn kind(mut self, kind: IfaceKind) -> Self {
         self.config.kind = kind;
@@ -121,8 +121,8 @@ impl SimulatedBuilder {
         self
     }
 
-    /// Sets the memory of each device in bytes. Default: 16 GiB. Only written memory uses real
-    /// memory.
+    /// Sets the memory of each device in bytes. Default: 16 GiB. Only written bytes use memory of
+    /// the host.
     #[must_use]
     pub fn memory_per_device(mut self, bytes: u64) -> Self {
         self.config.memory_per_device = bytes;
@@ -136,7 +136,7 @@ impl SimulatedBuilder {
         self
     }
 
-    /// Sets whether freed addresses are reused at once. Default: [`AddressReuse::Off`].
+    /// Sets the policy for reusing freed addresses. Default: [`AddressReuse::Off`].
     #[must_use]
     pub fn address_reuse(mut self, reuse: AddressReuse) -> Self {
         self.reuse = reuse;
@@ -164,22 +164,26 @@ impl SimulatedBuilder {
         self
     }
 
-    /// Sets the agent that runs asynchronous copies. Default: a thread. By hand, latency and
-    /// bandwidth have no effect, and blocking copies overtake queued ones.
+    /// Sets the agent that runs asynchronous copies. Default: [`Stepping::Thread`].
+    ///
+    /// With [`Stepping::ByHand`], latency and bandwidth have no effect, and blocking copies
+    /// overtake queued ones.
     #[must_use]
     pub fn stepping(mut self, stepping: Stepping) -> Self {
         self.stepping = stepping;
         self
     }
 
-    /// Sets the bytes of addresses to reserve. Default: 1 TiB, or less if the system has fewer.
+    /// Sets the size in bytes of the reserved address window. Default: 1 TiB, or less if the
+    /// process has less free address space.
     #[must_use]
     pub fn window(mut self, bytes: u64) -> Self {
         self.window = bytes;
         self
     }
 
-    /// Sets the bytes of each memory file that small allocations share. Default: 64 MiB.
+    /// Sets the size in bytes of an arena: a memory file that many small allocations share.
+    /// Default: 64 MiB.
     #[must_use]
     pub fn arena(mut self, bytes: u64) -> Self {
         self.arena = bytes;
@@ -194,29 +198,29 @@ impl SimulatedBuilder {
         self
     }
 
-    /// Sets whether the device has the PCIe mapping of dma-bufs. Default: true.
+    /// Sets whether the device supports the PCIe mapping type of dma-buf exports. Default: true.
     #[must_use]
     pub fn pcie_mapping(mut self, honoured: bool) -> Self {
         self.config.pcie_mapping = honoured;
         self
     }
 
-    /// Sets whether peer-memory clients know the device's addresses. Default: false.
+    /// Sets whether the device exports memory to peer-memory clients. Default: false.
     #[must_use]
     pub fn peer_memory(mut self, known: bool) -> Self {
         self.config.peer_memory = known;
         self
     }
 
-    /// Sets the sort of exported fds. Default: [`DmaBufKind::Auto`].
+    /// Sets the kind of exported fds. Default: [`DmaBufKind::Auto`].
     #[must_use]
     pub fn dma_buf(mut self, kind: DmaBufKind) -> Self {
         self.config.dma_buf = kind;
         self
     }
 
-    /// Makes the `nth` call of a kind fail, 1 being the first. [`Simulated::faults`] can add more
-    /// later.
+    /// Makes the `nth` call of a kind fail. 1 is the first call. [`Simulated::faults`] can add
+    /// faults later.
     #[must_use]
     pub fn fault(mut self, call: Call, nth: u64, errno: Errno) -> Self {
         self.faults.push((call, nth, errno));
@@ -228,7 +232,7 @@ impl SimulatedBuilder {
     /// # Errors
     /// - [`ErrorKind::InvalidArgument`]: the kind is below 0x100, or an arena or segment length is
     ///   0.
-    /// - [`ErrorKind::OutOfResources`]: no window of addresses can be reserved.
+    /// - [`ErrorKind::OutOfResources`]: no address window can be reserved.
     /// - [`ErrorKind::Unavailable`]: [`DmaBufKind::Udmabuf`] is set and `/dev/udmabuf` cannot be
     ///   opened.
     pub fn build(self) -> Result<Simulated> {
@@ -269,7 +273,7 @@ impl SimulatedBuilder {
     }
 }
 
-/// Reserves the wanted address space, or as much of it as there is.
+/// Reserves `wanted` bytes of address space, or as many as the system allows.
 fn reserve_window(wanted: u64, page: u64) -> Result<Mapping> {
     let mut len = wanted.max(SMALLEST_WINDOW).next_multiple_of(page);
     loop {

@@ -10,7 +10,7 @@ use hmem_core::{
 use super::{Inner, Simulated, arena::ArenaFile, faults::Call};
 use crate::sys;
 
-/// Bytes of one file.
+/// A range of a memory file.
 #[derive(Debug)]
 pub(crate) struct Piece {
     pub(crate) file: Arc<ArenaFile>,
@@ -18,7 +18,8 @@ pub(crate) struct Piece {
     pub(crate) len: u64,
 }
 
-/// A side of a copy in memory of this iface. It keeps the files alive, but not the allocation.
+/// The side of a copy that is memory of this iface. It keeps the memory files alive, but not the
+/// allocation.
 #[derive(Debug)]
 struct Own {
     allocation: Allocation,
@@ -26,7 +27,7 @@ struct Own {
     pieces: Vec<Piece>,
 }
 
-/// A checked copy. Its addresses are of host memory.
+/// A copy that passed its checks. Addresses in it are host addresses.
 #[derive(Debug)]
 enum Transfer {
     In { to: Own, from: Address },
@@ -35,7 +36,7 @@ enum Transfer {
 }
 
 impl Inner {
-    /// Copies at once, after the duration of the copy has passed.
+    /// Runs a blocking copy: waits for the simulated duration, and then moves the bytes.
     ///
     /// # Safety
     /// The contract of [`hmem_core::Iface::copy`].
@@ -47,7 +48,7 @@ impl Inner {
         unsafe { self.finish(&transfer) }
     }
 
-    /// Moves the bytes at the deadline of a copy.
+    /// Moves the bytes of a copy, once its deadline has come.
     ///
     /// # Safety
     /// The contract of [`hmem_core::Iface::copy`] for the host side. The transfer keeps the device
@@ -85,7 +86,7 @@ impl Inner {
         Ok(Some(Own { allocation, start: address, pieces }))
     }
 
-    /// Fails if device memory of a queued copy was freed: its addresses may belong to another
+    /// Fails if device memory of a queued copy was freed. Its addresses may belong to another
     /// allocation now.
     fn check_still_there(&self, transfer: &Transfer) -> Result<()> {
         let sides = match transfer {
@@ -134,6 +135,8 @@ impl CopyEngine for Simulated {
 }
 
 impl Transfer {
+    /// Moves the bytes of the copy.
+    ///
     /// # Safety
     /// Host sides are valid for `len` bytes, and a host destination is not referenced elsewhere.
     unsafe fn run(&self) -> Result<()> {
@@ -173,7 +176,8 @@ impl Transfer {
     }
 }
 
-/// Divides two lists of pieces of equal total length at the boundaries of both.
+/// Splits two lists of pieces of equal total length into runs (destination, source, length) that
+/// cross no boundary of either.
 fn common_runs(to: &[Piece], from: &[Piece]) -> Vec<(*mut u8, *mut u8, u64)> {
     let mut runs = Vec::with_capacity(to.len().max(from.len()));
     let (mut to, mut from) = (to.iter(), from.iter());

@@ -1,7 +1,7 @@
-//! The queue of the copy engine: runs copies in order, one at a time, by a thread or by hand.
+//! The copy engine: runs queued copies in order, one at a time, on a thread or step by step.
 //!
 //! Latency and bandwidth are deadlines on the monotonic clock: the bytes move at the deadline, so
-//! that a reader sees the old bytes before. Stepping by hand ignores the clock.
+//! that a reader sees the old bytes before. [`Stepping::ByHand`] ignores the clock.
 
 use std::{
     collections::VecDeque,
@@ -14,23 +14,23 @@ use std::{
 use hmem_core::{Error, ErrorKind, Result, iface::CopyEvent};
 use parking_lot::{Condvar, Mutex};
 
-/// The agent that runs asynchronous copies.
+/// Selects the thread that runs asynchronous copies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stepping {
-    /// A thread, started at the first asynchronous copy.
+    /// A thread of the copy engine, which starts at the first asynchronous copy.
     #[default]
     Thread,
-    /// Calls of [`Simulated::step`](crate::Simulated::step), each for one copy, and waits for an
-    /// event.
+    /// The application: each call of [`Simulated::step`](crate::Simulated::step) runs one copy, and
+    /// a wait for an event runs the queue.
     ByHand,
 }
 
-/// The duration of copies.
+/// The latency and bandwidth of copies.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Pace {
     pub(crate) latency: Duration,
-    /// Bytes per second; 0 is no limit.
+    /// Bytes per second. 0 means no limit.
     pub(crate) bandwidth: u64,
 }
 
@@ -81,7 +81,8 @@ struct Queue {
 struct EngineState {
     queue: Mutex<Queue>,
     changed: Condvar,
-    /// Held around a step by hand, so that copies keep their order if several threads step.
+    /// The lock of a step by the application, so that copies keep their order if several threads
+    /// step.
     stepping: Mutex<()>,
 }
 
@@ -98,7 +99,7 @@ impl Engine {
         Self { shared: Arc::default(), thread: Mutex::new(None), stepping, pace }
     }
 
-    /// Waits as long as a blocking copy of `len` bytes takes.
+    /// Waits for the simulated duration of a blocking copy of `len` bytes.
     pub(crate) fn pass_time(&self, len: u64) {
         if self.pace.is_instant() || self.stepping == Stepping::ByHand {
             return;
@@ -119,7 +120,7 @@ impl Engine {
         end
     }
 
-    /// Queues a copy of `len` bytes.
+    /// Queues a copy of `len` bytes, which `work` executes. Returns its completion event.
     pub(crate) fn submit(&self, len: u64, work: Work) -> Result<Box<dyn CopyEvent>> {
         let by_hand = self.stepping == Stepping::ByHand;
         if !by_hand {
@@ -154,7 +155,7 @@ impl Engine {
         self.shared.step()
     }
 
-    /// Returns the number of copies that have not begun.
+    /// Returns the number of queued copies that have not begun.
     pub(crate) fn pending(&self) -> usize {
         self.shared.queue.lock().jobs.len()
     }

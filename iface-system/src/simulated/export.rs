@@ -9,18 +9,18 @@ use hmem_core::{
 use super::{Inner, arena::Extent, faults::Call};
 use crate::sys::{self, Udmabuf};
 
-/// The sort of fds that a simulated device exports.
+/// The kind of fds that a simulated device exports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DmaBufKind {
-    /// Genuine dma-bufs where `/dev/udmabuf` can be opened, memory files otherwise.
+    /// Genuine dma-bufs if `/dev/udmabuf` can be opened, memory files otherwise.
     #[default]
     Auto,
-    /// Genuine dma-bufs. Building the device fails without them.
+    /// Genuine dma-bufs. Building the device fails if `/dev/udmabuf` cannot be opened.
     Udmabuf,
     /// Memory files: they map, read and write as dma-bufs do, but no kernel driver imports them.
     MemFd,
-    /// None: every export is Unsupported.
+    /// No exports: every export fails with Unsupported.
     None,
 }
 
@@ -168,8 +168,8 @@ impl PeerMemoryExporter for Inner {
 }
 
 impl Inner {
-    /// Creates an fd. Returns the fd, and the position in it of the byte at `offset` of the extent.
-    /// extent.
+    /// Creates the fd of an export. Returns the fd, and the offset in it of the byte at `offset` of
+    /// the extent.
     fn create_fd(
         &self,
         extent: &Extent,

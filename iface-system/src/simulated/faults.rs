@@ -7,16 +7,16 @@ use parking_lot::Mutex;
 
 macro_rules! calls {
     ($($(#[doc = $doc:literal])+ $call:ident = $name:literal,)+) => {
-        /// A call into the simulated driver. One operation may make several.
+        /// A call into the simulated driver. One operation of the iface may make several.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum Call { $($(#[doc = $doc])+ $call,)+ }
 
         impl Call {
-            /// Every call.
+            /// Every kind of call.
             pub const ALL: &[Self] = &[$(Self::$call,)+];
 
-            /// Returns the name of the call in errors.
+            /// Returns the name of the call, as errors show it.
             #[must_use]
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$call => $name,)+ }
@@ -28,8 +28,8 @@ macro_rules! calls {
 calls! {
     /// Lists the devices.
     Devices = "sim_devices",
-    /// Looks up an address of the window. Counted only while a fault is set for it: a counter that
-    /// every thread writes would cost more than the lookup.
+    /// Looks up a device address. Counted only while a fault is set for this kind of call: a
+    /// counter that every thread writes would cost more than the lookup.
     Query = "sim_query",
     /// Lists segments.
     Segments = "sim_segments",
@@ -41,7 +41,7 @@ calls! {
     MapMemory = "sim_map_memory",
     /// Frees an allocation.
     Free = "sim_free",
-    /// Copies and waits.
+    /// Copies bytes and waits for the end.
     Copy = "sim_copy",
     /// Queues a copy for the engine.
     CopyAsync = "sim_copy_async",
@@ -57,9 +57,9 @@ calls! {
     ExportPeerMemory = "sim_export_peer_memory",
     /// Page-locks host memory.
     HostRegister = "sim_host_register",
-    /// Ends the page-locking of host memory.
+    /// Unlocks page-locked host memory.
     HostUnregister = "sim_host_unregister",
-    /// Makes a handle for another process.
+    /// Creates an IPC handle for another process.
     IpcExport = "sim_ipc_export",
     /// Opens another process's allocation.
     IpcOpen = "sim_ipc_open",
@@ -74,7 +74,7 @@ calls! {
 #[derive(Clone, Copy, Debug)]
 struct Fault {
     call: Call,
-    /// Number of the first call to fail, from 1.
+    /// Number of the first call to fail. 1 is the first call of this kind.
     first: u64,
     last: u64,
     errno: Errno,
@@ -109,7 +109,7 @@ impl Faults {
         }
     }
 
-    /// Makes the `nth` call from now fail, 1 being the next.
+    /// Makes the `nth` call from now on fail. 1 is the next call.
     pub fn fail_nth(&self, call: Call, nth: u64, errno: Errno) {
         let number = self.count(call) + nth.max(1);
         self.arm(Fault { call, first: number, last: number, errno });
@@ -125,7 +125,7 @@ impl Faults {
         self.arm(Fault { call, first: self.count(call) + 1, last: u64::MAX, errno });
     }
 
-    /// Forgets all faults that have not occurred yet.
+    /// Removes all faults that have not occurred yet.
     pub fn clear(&self) {
         let mut faults = self.faults.lock();
         faults.clear();
@@ -151,7 +151,7 @@ impl Faults {
         self.armed[call as usize].load(Ordering::Relaxed)
     }
 
-    /// Counts a call, and fails it if a fault is set for it.
+    /// Counts a call. Fails if a fault is set for it.
     pub(crate) fn call(&self, call: Call) -> Result<()> {
         let number = self.counts[call as usize].fetch_add(1, Ordering::AcqRel) + 1;
         if self.armed[call as usize].load(Ordering::Acquire) {

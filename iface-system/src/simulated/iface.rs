@@ -1,4 +1,5 @@
-//! The iface trait and the facets of the simulated device. Long ones have a file of their own.
+//! The iface trait and the facets of the simulated device. Long implementations are in separate
+//! files.
 
 use std::{
     fmt,

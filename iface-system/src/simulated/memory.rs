@@ -18,7 +18,7 @@ use super::{
 };
 use crate::sys;
 
-/// The origin of a record's memory.
+/// The origin of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
     /// Allocated by this iface.
@@ -34,16 +34,16 @@ pub(crate) struct Part {
     pub(crate) exportable: bool,
 }
 
-/// One live allocation.
+/// The record of a live allocation.
 #[derive(Debug)]
 pub(crate) struct Record {
     pub(crate) allocation: Allocation,
     pub(crate) origin: Origin,
     /// The segments in address order. Together they are as long as the allocation in whole pages.
     pub(crate) parts: Vec<Part>,
-    /// Set if an fd of this memory ever left the iface.
+    /// Set once an fd of this memory was exported.
     pub(crate) exported: bool,
-    /// Index of the word in the arena's header that shows the identity to other processes.
+    /// Index of the word in the arena's header where other processes verify the identity.
     pub(crate) stamp: Option<u16>,
     /// Set while a thread frees the allocation.
     being_freed: bool,
@@ -173,8 +173,8 @@ impl Inner {
         Ok(allocation)
     }
 
-    /// Creates the segments of an allocation and maps them if the CPU may access them: all, or
-    /// none.
+    /// Creates the segments of an allocation, and maps them if the CPU may access them. Undoes
+    /// everything if a segment fails.
     fn back_memory(
         &self,
         book: &mut SimulatedState,
@@ -239,7 +239,8 @@ impl Inner {
         }
     }
 
-    /// Gives an allocation its identity and makes it visible.
+    /// Assigns an identity to a new allocation, and makes the allocation visible to lookups.
+    /// Returns the segments with an error.
     pub(crate) fn enter(
         &self,
         book: &mut SimulatedState,
@@ -275,8 +276,8 @@ impl Inner {
         Ok(allocation)
     }
 
-    /// Takes addresses for an allocation to open. Returns the offset from the window's start in
-    /// bytes.
+    /// Allocates addresses for an opened allocation of another process. Returns their offset in the
+    /// window in bytes.
     pub(crate) fn take_addresses(&self, book: &mut SimulatedState, len: u64) -> Option<u64> {
         Some(book.addresses.take(len / self.page)? * self.page)
     }
@@ -285,7 +286,8 @@ impl Inner {
         book.addresses.give(at / self.page, len / self.page);
     }
 
-    /// Frees an allocation: notifies subscribers, makes it invisible, then releases its memory.
+    /// Frees an allocation: notifies subscribers, removes it from lookups, then releases its
+    /// memory.
     pub(crate) fn end(
         &self,
         allocation: &Allocation,
@@ -364,7 +366,7 @@ impl Inner {
         Ok(record)
     }
 
-    /// Returns the number of a live allocation that no thread is freeing.
+    /// Returns the entry number of a live allocation that no thread is freeing.
     pub(crate) fn live_number(
         &self,
         book: &SimulatedState,
@@ -428,7 +430,8 @@ impl Inner {
         }
     }
 
-    /// Returns the allocation that contains `range`, and the files' bytes behind the range.
+    /// Returns the allocation that contains `range`, and the ranges of memory files that hold its
+    /// bytes.
     pub(crate) fn pieces(&self, range: AddressRange) -> Result<(Allocation, Vec<Piece>)> {
         let mut book = self.book.lock();
         let record = self.record_of(&mut book, range)?;
@@ -478,7 +481,7 @@ pub(crate) struct Inside {
 }
 
 impl Record {
-    /// Returns the segments that hold `range`, which lies in the allocation.
+    /// Returns the segments that contain bytes of `range`. The range lies in the allocation.
     pub(crate) fn parts_of(&self, range: AddressRange) -> impl Iterator<Item = (Inside, &Part)> {
         let mut start = self.allocation.base().0;
         self.parts.iter().filter_map(move |part| {
@@ -496,7 +499,7 @@ impl Record {
 }
 
 impl Record {
-    /// Sets whether the segment that holds `range` can be exported.
+    /// Sets whether the segment that contains the start of `range` can be exported.
     pub(crate) fn set_exportable(&mut self, range: AddressRange, exportable: bool) {
         let mut offset = range.start().0 - self.allocation.base().0;
         for part in &mut self.parts {

@@ -1,13 +1,13 @@
 //! A simulated device that behaves like hardware.
 //!
 //! - Content lives in memory files ([`arena`]).
-//! - Addresses are a reserved window without access rights, so that the CPU faults on device memory
-//!   as it does on hardware.
+//! - Device addresses lie in a reserved window without access rights, so that the CPU cannot access
+//!   device memory.
 //! - Bytes move through a copy engine or through exported fds.
 //!
-//! The simulation is as strict as hardware wherever a simpler one would hide a bug. Addresses are
-//! reused on demand, identities never. Subscribers are notified before a free, or not at all. Any
-//! call can be made to fail.
+//! The simulation is as strict as hardware, so that it does not hide bugs. Addresses can be reused
+//! at once, identities never. Subscribers are notified before a free, or not at all. Tests can make
+//! any call fail.
 
 mod address_space;
 #[allow(unsafe_code)]
@@ -50,7 +50,7 @@ use self::{
 };
 use crate::sys::{Mapping, Udmabuf};
 
-/// The default kind of a simulated device: the first one for plug-ins.
+/// The default iface kind of a simulated device: the first kind for plug-ins.
 pub const SIMULATED: IfaceKind = IfaceKind::FIRST_PLUG_IN;
 
 /// The simulated device iface.
@@ -100,7 +100,7 @@ impl Simulated {
         SimulatedBuilder::default()
     }
 
-    /// Returns the addresses in which this iface allocates.
+    /// Returns the reserved address window, which contains all device addresses of this iface.
     #[must_use]
     pub fn window(&self) -> AddressRange {
         self.inner.table.window()
@@ -127,13 +127,13 @@ impl Simulated {
     /// segment, except for virtual ones.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] if no live allocation contains the address.
+    /// [`ErrorKind::OutOfBounds`]: no live allocation contains the address.
     pub fn set_exportable(&self, address: Address, exportable: bool) -> Result<()> {
         self.inner.set_exportable(AddressRange::new(address, 1)?, exportable)
     }
 
-    /// Runs the oldest asynchronous copy that has not begun. Returns false if there is none. This
-    /// is for [`Stepping::ByHand`]. With an engine thread it runs the copy before its deadline.
+    /// Runs the oldest asynchronous copy that has not begun. Returns false if there is none. Meant
+    /// for [`Stepping::ByHand`]. With [`Stepping::Thread`] it runs the copy before its deadline.
     pub fn step(&self) -> bool {
         self.inner.engine.step()
     }
@@ -150,7 +150,7 @@ impl Inner {
         self.table.window().start().0
     }
 
-    /// Counts a driver call, and fails if a fault is set for it.
+    /// Counts a driver call. Fails if a fault is set for it.
     fn call(&self, call: Call) -> Result<()> {
         self.faults.call(call).map_err(|error| error.iface(self.config.kind))
     }
@@ -163,8 +163,8 @@ impl Inner {
         Ok(self.table.lookup(address))
     }
 
-    /// A lookup that is counted. It is out of line, so that lookups that are not counted need no
-    /// frame.
+    /// Looks up an address as a counted driver call. Not inlined, so that uncounted lookups need no
+    /// stack frame.
     #[cold]
     #[inline(never)]
     fn query_counted(&self, address: Address) -> Result<Option<Allocation>> {

@@ -16,7 +16,7 @@ use parking_lot::{Mutex, ReentrantMutex};
 
 use super::{Inner, Simulated, faults::Call};
 
-/// The way in which frees of simulated memory are detected. Drivers have one of these two.
+/// The way in which frees of simulated memory are detected. Real drivers use one of these two.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FreeDetection {
     /// No callback: frees are detected by identities, as with CUDA's buffer ids.
@@ -39,8 +39,8 @@ impl FreeDetection {
 struct Watch {
     range: AddressRange,
     invalidator: Arc<dyn Invalidator>,
-    /// Set while subscribed. It is locked during a notification, so that unsubscribing waits for
-    /// the end of that. The lock is reentrant, so that an invalidator may unsubscribe itself.
+    /// Set while subscribed. A notification holds the lock, so that unsubscribing waits for its
+    /// end. The lock is reentrant, so that an invalidator may unsubscribe itself.
     active: ReentrantMutex<Cell<bool>>,
 }
 
@@ -57,10 +57,10 @@ impl Watch {
 struct Watches {
     next: u64,
     by_id: HashMap<u64, Arc<Watch>>,
-    /// Watches by the power of two of their length, then by start. A search for overlaps then goes
-    /// no further back than twice that power.
+    /// Subscriptions by the logarithm of their length, then by start. All ranges in a map are
+    /// shorter than twice its power of two, which bounds a search for overlaps.
     by_length: [BTreeMap<(u64, u64), Arc<Watch>>; 64],
-    /// Ranges whose subscribers are notified or being notified, and whose memory still exists.
+    /// Ranges that are being freed: their notifications have begun, and their memory still exists.
     being_freed: Vec<AddressRange>,
 }
 
@@ -114,8 +114,8 @@ impl Subscriptions {
         watch.active.lock().set(false);
     }
 
-    /// Notifies the subscribers of `range`. No lock is held that they could need, except that
-    /// unsubscribing one of them waits.
+    /// Notifies the subscribers of `range`. Holds no lock that a subscriber could need. Another
+    /// thread that unsubscribes a subscriber waits for its notification.
     pub(crate) fn notify(&self, range: AddressRange) {
         let mut notified = Vec::new();
         let mut watches = self.0.lock();
@@ -138,7 +138,7 @@ impl Subscriptions {
         }
     }
 
-    /// Ends a notification: the memory of `range` is freed, or stays after all.
+    /// Ends the notification of `range`, after its memory was freed or the free has failed.
     pub(crate) fn end_notify(&self, range: AddressRange) {
         let mut watches = self.0.lock();
         if let Some(found) =

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use hmem_core::{DeviceId, provider::Nic};
 
-/// Reachability by device and NIC name. Pairs that were not set are reachable, or not, as the
-/// matrix was created.
+/// The reachability of devices by NICs, for each pair of device and NIC name. Pairs that were not
+/// set have the default of the constructor.
 ///
 /// ```
 /// use hmem_core::DeviceId;
@@ -40,14 +40,14 @@ impl P2pMatrix {
         Self { otherwise: false, known: BTreeMap::new() }
     }
 
-    /// Sets that the NIC of this name (as in [`Nic::name`]) does not reach the device.
+    /// Declares that the NIC of this name ([`Nic::name`]) does not reach the device.
     #[must_use]
     pub fn block(mut self, device: DeviceId, nic: impl Into<String>) -> Self {
         self.known.insert((device, nic.into()), false);
         self
     }
 
-    /// Sets that the NIC of this name reaches the device.
+    /// Declares that the NIC of this name reaches the device.
     #[must_use]
     pub fn allow(mut self, device: DeviceId, nic: impl Into<String>) -> Self {
         self.known.insert((device, nic.into()), true);

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-/// Free ranges that never touch each other: length by start, in any one unit.
+/// A set of free ranges. Adjacent ranges are merged. Starts and lengths are in a unit of the user's
+/// choice.
 #[derive(Debug, Default)]
 pub(crate) struct FreeRanges {
     ranges: BTreeMap<u64, u64>,
@@ -14,7 +15,7 @@ impl FreeRanges {
         Self { ranges: BTreeMap::from([(start, len)]) }
     }
 
-    /// Takes the lowest free range of length `len` at or after `from`.
+    /// Removes the lowest free range of length `len` at or after `from`, and returns its start.
     pub(crate) fn take_from(&mut self, from: u64, len: u64) -> Option<u64> {
         let around = self.ranges.range(..from).next_back().map(|(start, free)| (*start, *free));
         let split = around.filter(|(start, free)| start + free >= from + len).map(|_| from);
@@ -24,7 +25,7 @@ impl FreeRanges {
         self.take_at(start, len).then_some(start)
     }
 
-    /// Takes exactly this range, if all of it is free.
+    /// Removes exactly this range if all of it is free. Returns false otherwise.
     pub(crate) fn take_at(&mut self, start: u64, len: u64) -> bool {
         let Some((&free_start, &free_len)) = self.ranges.range(..=start).next_back() else {
             return false;
@@ -44,7 +45,7 @@ impl FreeRanges {
         true
     }
 
-    /// Returns a range to the set, and joins it with its neighbours.
+    /// Adds a range to the set, and merges it with adjacent ranges.
     pub(crate) fn give(&mut self, start: u64, len: u64) {
         let (mut start, mut len) = (start, len);
         if let Some((&before, &before_len)) = self.ranges.range(..start).next_back()

@@ -12,11 +12,12 @@ pub struct SimulatedStats {
     pub live_allocations: u64,
     /// Requested bytes of the live allocations.
     pub live_bytes: u64,
-    /// Allocations of other processes that are open here.
+    /// Allocations of other processes that this iface has open.
     pub opened_allocations: u64,
-    /// Exported fds that are still open. Exact if fds end through `release_dma_buf`. If fds are
-    /// merely closed, it is only known when all of them are closed, and for genuine dma-bufs not
-    /// even that.
+    /// Exported fds that are still open. Exact if every export is released by `release_dma_buf`.
+    ///
+    /// If users only close the fds, the number drops to 0 when all of them are closed. For genuine
+    /// dma-bufs it does not drop then.
     pub live_exports: u64,
     /// Subscriptions of the monitor.
     pub subscriptions: u64,

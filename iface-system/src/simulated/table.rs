@@ -7,12 +7,11 @@
 //! written. Slots and entries lie in arrays that use memory only where they are written. So a
 //! lookup is two independent loads, and the entry.
 //!
-//! Entries are type-stable: a freed entry is reused, and never unmapped. Its identity doubles as
-//! the sequence number of a seqlock: it is 0 while the fields change, and no identity occurs twice.
-//! A reader that sees the same identity before and after has consistent fields. A reader that does
+//! Entries are type-stable: a freed entry is reused, and never unmapped. Its identity is also the
+//! sequence number of a seqlock: it is 0 while the fields change, and no identity occurs twice. A
+//! reader that sees the same identity before and after has consistent fields. A reader that does
 //! not has raced with the free of the allocation that its slot named, and may return `None`: at
-//! some moment of the lookup there was no allocation. No reader ever waits. there is none: at some
-//! moment of the lookup there was none. No reader ever waits.
+//! some moment of the lookup there was no allocation. No reader ever waits.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
@@ -23,11 +22,11 @@ use rustix::io::Errno;
 
 use crate::lazy::{LazyArray, ZeroValid};
 
-/// The most allocations that can be alive at once.
+/// The maximum number of live allocations.
 pub(crate) const MAX_ENTRIES: usize = 1 << 24;
 
-/// The lowest bit of an entry's last word: set if the upper half is a device's number. The kind
-/// lies in between.
+/// The lowest bit of an entry's last word. It is set if the allocation has a device. The upper half
+/// of the word is then the device's number. The bits in between hold the allocation's kind.
 const HAS_DEVICE: u64 = 1;
 const KIND_SHIFT: u32 = 1;
 
@@ -43,7 +42,7 @@ struct Entry {
 // SAFETY: the entry is four atomics, for which zero is a valid value.
 unsafe impl ZeroValid for Entry {}
 
-/// The table for readers and writers. Writers hold the iface's lock.
+/// The page table of an iface. Readers need no lock. Writers hold the iface's lock.
 #[derive(Debug)]
 pub(crate) struct PageTable {
     iface: IfaceKind,
@@ -55,7 +54,8 @@ pub(crate) struct PageTable {
     entries: LazyArray<Entry>,
 }
 
-/// State of writers only: how full each block is, and which block became empty last.
+/// The state that only writers use: the number of used pages in each block, and the block that
+/// became empty last.
 #[derive(Debug)]
 pub(crate) struct TableWriter {
     used_pages: Vec<u16>,
@@ -132,8 +132,8 @@ impl PageTable {
         self.slot_of(address)?.checked_sub(1)
     }
 
-    /// Returns the allocation of a slot's entry, if it contains the address. `meanwhile` stands for
-    /// the actions of other threads between the two reads of the identity; only tests use it.
+    /// Returns the allocation of a slot's entry, if it contains the address. Tests use `meanwhile`
+    /// to simulate other threads: it runs between the two reads of the identity.
     #[inline]
     fn read(&self, slot: u32, address: Address, meanwhile: impl FnOnce()) -> Option<Allocation> {
         let entry = self.entries.get(slot as usize)?;
@@ -161,7 +161,7 @@ impl PageTable {
         })
     }
 
-    /// Makes an allocation visible under a free entry number.
+    /// Makes an allocation visible to lookups, in the free entry `number`.
     pub(crate) fn publish(&self, writer: &mut TableWriter, number: u32, allocation: &Allocation) {
         let slot = number + 1;
         let entry = &self.entries[slot as usize];
@@ -176,7 +176,7 @@ impl PageTable {
         self.fill(writer, allocation.range, slot);
     }
 
-    /// Makes an allocation invisible.
+    /// Removes an allocation from lookups.
     pub(crate) fn withdraw(&self, writer: &mut TableWriter, number: u32, range: AddressRange) {
         self.entries[number as usize + 1].id.store(0, Ordering::Relaxed);
         self.fill(writer, range, 0);
@@ -206,8 +206,10 @@ impl PageTable {
 }
 
 impl TableWriter {
-    /// Updates the count of a block. Returns the slots of an empty block to the kernel once another
-    /// block has become empty: a block that fills and empties in turn costs no system call.
+    /// Updates the number of used pages of a block.
+    ///
+    /// The slots of an empty block are returned to the kernel only when a second block becomes
+    /// empty. So a block that repeatedly fills and empties costs no system call.
     fn count(&mut self, table: &PageTable, block: usize, pages: u16, used: bool) {
         if used {
             self.used_pages[block] += pages;
@@ -230,7 +232,7 @@ impl TableWriter {
     }
 }
 
-/// The page shift if all machines of the architecture have one page size: a constant shift is
+/// The page shift, if all machines of the architecture have the same page size. A constant shift is
 /// cheaper.
 const ONLY_PAGE_SHIFT: Option<u32> = if cfg!(target_arch = "x86_64") { Some(12) } else { None };
 
@@ -245,7 +247,8 @@ pub(crate) fn code_of(kind: AllocationKind) -> u8 {
     (0..CODES).find(|code| kind_of(*code) == kind).unwrap_or(CODES)
 }
 
-/// Returns the kind of a number. The order is the enum's, so that the compiler needs no table.
+/// Converts a number from [`code_of`] to the kind. The order is that of the enum, so that the
+/// compiler needs no table.
 #[inline]
 pub(crate) fn kind_of(code: u8) -> AllocationKind {
     match code {

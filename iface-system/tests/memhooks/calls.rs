@@ -1,4 +1,4 @@
-//! Notifications of hooks, and results and cost of calls through them.
+//! Tests of notifications by hooks, and of the results and cost of hooked calls.
 
 use std::{ptr, sync::Arc};
 
@@ -181,7 +181,8 @@ pub(crate) fn unmaps_of_uncached_memory_cost_bounded_memory() {
     assert!(notifications_of_uncached_unmaps(&*monitor) >= 160_000);
 }
 
-/// The iface frees memory by libc: rustix, which it uses otherwise, makes raw system calls.
+/// The iface must free memory by the C library: rustix, which it uses for other calls, makes raw
+/// system calls that hooks do not see.
 pub(crate) fn frees_of_the_system_iface_are_notified() {
     let monitor = MemHooks::start().unwrap();
     let system =

@@ -1,4 +1,4 @@
-//! Children of a process whose C library is patched.
+//! Tests of forked children of a process with a patched C library.
 
 use std::{
     ptr,
@@ -56,7 +56,7 @@ fn in_children(monitor: &Arc<MemHooks>, subscription: Subscription, here: Addres
 }
 
 pub(crate) fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
-    /// Counts changes in memory that a child shares.
+    /// An invalidator that counts notifications in memory that it shares with a child.
     #[derive(Debug)]
     struct Shared(usize);
     impl Invalidator for Shared {
@@ -120,7 +120,8 @@ pub(crate) fn forks_while_other_threads_subscribe_do_not_deadlock() {
     monitor.unsubscribe(subscription);
 }
 
-/// Operations that a child may do at any time, even if another thread of its parent held a lock.
+/// Runs the operations that must work in a child of a raw fork, even if another thread of its
+/// parent held a lock.
 fn raw_fork_safe(
     monitor: &Arc<MemHooks>,
     here: AddressRange,

@@ -1,4 +1,4 @@
-//! The patched C library: MON-03, MON-05, MON-06.
+//! Tests of the patched C library: MON-03, MON-05, MON-06.
 //!
 //! Each case runs in a process of its own.
 #![allow(missing_docs)]
@@ -60,7 +60,7 @@ cases! {
 const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
 const ANONYMOUS: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 
-/// Returns the result of a call and `errno` after it; `errno` is 77 before.
+/// Sets `errno` to 77 and runs a call. Returns its result, and `errno` after it.
 fn observed(call: impl FnOnce() -> usize) -> (usize, i32) {
     // SAFETY: `errno` of this thread.
     unsafe {

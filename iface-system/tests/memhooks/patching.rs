@@ -1,5 +1,5 @@
-//! Patches made and undone under running threads, repeatedly, and beside patches of other
-//! libraries.
+//! Tests that patch and unpatch functions while threads run them, repeatedly, and together with
+//! patches of other libraries.
 
 use std::{
     ptr,
@@ -66,8 +66,8 @@ pub(crate) fn thread_inside_a_call_survives_patch_and_unpatch() {
     assert_eq!(inside.join().unwrap(), (0, 77));
 }
 
-/// Runs every function in a loop on several threads while patches are made and undone. Returns the
-/// number of loops of each thread.
+/// Runs every function in a loop on several threads while the calling thread patches and unpatches
+/// the functions `patchings` times.
 fn stress(patchings: usize) {
     let page = page();
     let threads = 4;
@@ -170,7 +170,7 @@ pub(crate) fn patches_are_installed_once_and_removed_with_the_last_monitor() {
     MemHooks::start().unwrap().check().unwrap();
 }
 
-/// The first start of a process plans the patches; no thread may use an incomplete plan.
+/// The first start in a process plans the patches. No thread may use an incomplete plan.
 pub(crate) fn threads_that_start_at_once_share_the_patches() {
     const THREADS: usize = 8;
     let (page, together) = (page(), Barrier::new(THREADS));
@@ -188,14 +188,14 @@ pub(crate) fn threads_that_start_at_once_share_the_patches() {
     });
 }
 
-/// A munmap of another library's hooks: it makes a raw system call.
+/// The munmap hook of another library, which makes a raw system call.
 unsafe extern "C" fn their_munmap(at: *mut libc::c_void, len: usize) -> i32 {
     // SAFETY: the caller of munmap is responsible for its range.
     unsafe { libc::syscall(libc::SYS_munmap, at, len) as i32 }
 }
 
 /// Patches the entry of munmap as other libraries do: writes an absolute jump over its first bytes,
-/// with no regard for running threads.
+/// without protection of running threads.
 fn patch_as_others_do() {
     let at = entry(c"munmap");
     let target = (their_munmap as *const ()).addr() as u64;

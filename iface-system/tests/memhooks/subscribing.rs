@@ -1,4 +1,5 @@
-//! The begin and end of notifications, and the memory that they are about.
+//! Tests of subscribing and unsubscribing during changes, and of the kinds of memory that can be
+//! watched.
 
 use std::{
     ptr,
@@ -48,7 +49,7 @@ pub(crate) fn subscribing_waits_for_a_change_in_flight() {
     monitor.unsubscribe(subscribing.join().unwrap());
 }
 
-/// An invalidator that panics if it is notified after its drop.
+/// An invalidator that detects a notification after its drop.
 #[derive(Debug)]
 pub(crate) struct Mortal {
     pub(crate) alive: AtomicU64,

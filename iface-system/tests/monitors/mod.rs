@@ -23,12 +23,12 @@ pub type Case = (&'static str, fn(), bool);
 
 const CASE: &str = "HMEM_TEST_CASE";
 
-/// The command that runs this binary, for another architecture than the machine's: `qemu-aarch64 -L
-/// <folder>`.
+/// The environment variable with the command that runs this binary on a machine of another
+/// architecture, for example `qemu-aarch64 -L <folder>`.
 const RUNNER: &str = "HMEM_TEST_RUNNER";
 
-/// Cases that qemu-user cannot run, where the tests of aarch64 run. It ignores MADV_WIPEONFORK, has
-/// no userfaultfd, and its own memory belongs to the process too.
+/// Cases that qemu-user cannot run; the tests of aarch64 run under it. It ignores MADV_WIPEONFORK,
+/// has no userfaultfd, and uses memory of the process itself.
 const NOT_UNDER_QEMU: &[&str] = &[
     "unmaps_of_uncached_memory_cost_bounded_memory",
     "child_forked_during_a_change_survives",
@@ -40,11 +40,11 @@ const NOT_UNDER_QEMU: &[&str] = &[
     "subscribing_waits_for_a_change_in_flight",
 ];
 
-/// Runs cases as tests, each in a new process of this binary.
+/// Runs each case as a test in a new process of this binary.
 pub fn run(cases: &[Case]) -> ExitCode {
     if let Ok(name) = env::var(CASE) {
         let (_, case, _) = cases.iter().find(|(case, ..)| *case == name).expect("a known case");
-        // The kernel ends a process that hangs, which is a failure.
+        // The kernel kills a process that hangs, which counts as a failure.
         // SAFETY: sets a timer of this process.
         unsafe { libc::alarm(300) };
         case();
@@ -94,7 +94,7 @@ macro_rules! cases {
     };
 }
 
-/// The way in which a monitor reports a change.
+/// The method of the invalidator that a monitor called for a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
     Invalidated,
@@ -104,7 +104,8 @@ pub enum How {
 
 const EVENTS: usize = 1 << 16;
 
-/// Records notifications, as an invalidator must: without allocating, locking or logging.
+/// An invalidator that records notifications. Like every invalidator, it does not allocate, lock or
+/// log.
 pub struct Recorder {
     events: Box<[[AtomicU64; 3]]>,
     count: AtomicUsize,
@@ -205,7 +206,7 @@ pub fn range(at: *mut libc::c_void, len: usize) -> AddressRange {
     AddressRange::new(Address::of_ptr(at), len as u64).unwrap()
 }
 
-/// Maps written anonymous memory by libc. Only the test unmaps it.
+/// Maps anonymous memory by the C library, and writes to every page. The test unmaps it.
 pub fn map(len: usize) -> *mut libc::c_void {
     let (prot, flags) =
         (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
@@ -218,7 +219,7 @@ pub fn map(len: usize) -> *mut libc::c_void {
     }
 }
 
-/// Unmaps memory of the test by libc.
+/// Unmaps memory of the test by the C library.
 pub fn unmap(at: *mut libc::c_void, len: usize) {
     // SAFETY: tests unmap only what they mapped.
     assert_eq!(unsafe { libc::munmap(at, len) }, 0);
@@ -253,7 +254,8 @@ pub fn forked(child: impl FnOnce()) -> i32 {
 pub struct Blocker(i32);
 
 impl Blocker {
-    /// Registers `len` bytes at `at`. The caller has checked that this machine has userfaultfd.
+    /// Watches `len` bytes at `at` with a new userfaultfd. The caller has checked that this machine
+    /// has userfaultfd.
     pub fn new(at: *mut libc::c_void, len: usize) -> Self {
         const EVENT_UNMAP: u64 = 1 << 6;
         const MODE_MISSING: u64 = 1;
@@ -311,7 +313,8 @@ pub fn notifications_of_uncached_unmaps(monitor: &dyn Monitor) -> usize {
     recorder.count()
 }
 
-/// Returns the resident bytes of anonymous memory. Code that is paged in meanwhile does not count.
+/// Returns the number of resident bytes of anonymous memory. Pages of files, code included, do not
+/// count.
 pub fn resident() -> u64 {
     let rollup = std::fs::read_to_string("/proc/self/smaps_rollup").expect("/proc");
     let anonymous =

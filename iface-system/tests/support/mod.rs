@@ -1,4 +1,4 @@
-//! Helpers of this crate's tests.
+//! Helpers of the tests: memory, patterns, fds and child processes.
 #![allow(dead_code, missing_docs, unreachable_pub)]
 
 use std::{
@@ -51,7 +51,7 @@ pub fn at(allocation: &Allocation, offset: u64) -> Address {
     Address(allocation.base().0 + offset)
 }
 
-/// Returns bytes that differ from their neighbours and between seeds.
+/// Returns test bytes. Neighbouring bytes differ, and so do the bytes of different seeds.
 pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -80,7 +80,8 @@ pub fn resident_bytes() -> u64 {
     pages * rustix::param::page_size() as u64
 }
 
-/// Maps whole pages of an exported fd, as an importer does, and reads through them.
+/// Maps whole pages of an exported fd, as an importer does, and calls `read` with the address of
+/// the exported bytes.
 pub fn through_fd(export: &DmaBufExport, read: impl FnOnce(*mut u8)) {
     use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
     let page = rustix::param::page_size() as u64;
@@ -120,7 +121,7 @@ pub fn write_through_fd(export: &DmaBufExport, bytes: &[u8]) {
     });
 }
 
-/// The variable that makes a test function act as the child of another test.
+/// The environment variable that makes a test function act as the child of another test.
 const CHILD: &str = "HMEM_TEST_CHILD";
 
 /// Returns the parent's input in the child, or `None` in an ordinary run of the test.
@@ -150,7 +151,8 @@ pub fn unhex(text: &str) -> Vec<u8> {
         .collect()
 }
 
-/// Copies by address. The tests that use them free no memory while they copy it.
+/// Safe versions of the copies by address. Tests that use them do not free the memory during the
+/// copy.
 pub trait HeldCopies: Iface {
     fn read_bytes(&self, from: Address, into: &mut [u8]) -> Result<()> {
         // SAFETY: the test keeps the memory for the length of the call.

@@ -1,8 +1,8 @@
 //! Headers and libraries for the Level Zero tests, which `tests/ze/fetch` downloads.
 //!
 //! `HMEM_ZE` lists what must be present, separated by commas: `headers`, `driver` (the loader and
-//! Intel's driver). A listed item that is absent is a failure; another absent item is a skip that
-//! is printed.
+//! Intel's driver). If a listed item is absent, the test fails. If another item is absent, the test
+//! prints that it is skipped.
 #![allow(dead_code)] // Each test binary uses a part.
 
 use std::path::PathBuf;

@@ -1,7 +1,8 @@
-//! Causes of refusals that hold for the memory of any iface.
+//! Causes of refusals that are the same for the memory of every iface.
 //!
-//! Causes of one driver belong to its iface ([`Iface::causes`](hmem_core::Iface::causes)). An
-//! iface's row with the name and rank of a general one replaces it, with the vendor's own remedy.
+//! Each iface adds the causes of its driver ([`Iface::causes`](hmem_core::Iface::causes)). If a
+//! cause of an iface has the name and rank of a general cause, it replaces the general cause and
+//! has the vendor's own remedy.
 //!
 //! `docs/causes.md` lists all causes. A test compares it with the tables.
 
@@ -21,7 +22,7 @@ const DIRECT: &[Path] = &[Path::DmaBuf, Path::PeerMemory];
 const HOST: &[Path] = &[Path::PlainHost, Path::Staged];
 const EVERY: &[Path] = &[Path::PlainHost, Path::DmaBuf, Path::PeerMemory, Path::Staged];
 const EXPORT: &[Step] = &[Step::Export];
-/// Steps that export a range of one segment, or a range of several segments as a whole.
+/// Steps that export a range as one dma-buf: a range of one segment, or all segments together.
 const ANY_EXPORT: &[Step] = &[Step::ExportWhole, Step::Export];
 const SEGMENTS_OR_EXPORT: &[Step] = &[Step::Segments, Step::ExportWhole, Step::Export];
 const EXPORT_OR_REGISTER: &[Step] = &[Step::ExportWhole, Step::Export, Step::Register];
@@ -37,16 +38,17 @@ const NO_ACCESS: &[Answer] = &[
     Answer::Errno(&[1, 13]),
     Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied]),
 ];
-/// Some drivers report a device that they may not open as one that does not exist.
+/// Errors of drivers that may not open a device. Some drivers report that the device does not
+/// exist.
 const NO_ACCESS_OR_DEVICE: &[Answer] = &[
     Answer::Errno(&[1, 13]),
     Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied, ErrorKind::Unavailable]),
 ];
 
-/// The name of the cause that holds only if the default mapping works.
+/// The name of the cause that applies only if the default mapping works.
 pub(super) const NO_PCIE_MAPPING: &str = RefusalCause::NO_PCIE_MAPPING.name;
 
-/// The fields that most entries share: no further condition.
+/// The default values for fields of [`CAUSES`]: no condition.
 const ANY: RefusalCause = RefusalCause::ANY;
 
 fn old_kernel(facts: &Facts) -> bool {
@@ -61,27 +63,27 @@ fn memlock_limit(facts: &Facts) -> Option<String> {
     facts.memlock.map(|limit| format!("the limit is {limit} bytes"))
 }
 
-/// Lists the nodes of NICs, or those of other devices.
+/// Lists the device nodes of NICs if `step` opens a NIC, and those of other devices otherwise.
 fn nodes(all: &BTreeSet<String>, step: Step) -> Option<String> {
     let of_step = |node: &&String| node.starts_with("/dev/infiniband/") == (step == Step::OpenNic);
     let nodes: Vec<_> = all.iter().filter(of_step).map(String::as_str).collect();
     (!nodes.is_empty()).then(|| nodes.join(", "))
 }
 
-/// The probable cause of an error, with the figures of this machine.
+/// The probable cause of an error, with values of this machine such as its limits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ProbableCause {
-    /// The name: a heading in `docs/causes.md`.
+    /// The name of the cause: a heading in `docs/causes.md`.
     pub name: &'static str,
-    /// The cause, in a sentence.
+    /// The cause as a sentence.
     pub cause: String,
-    /// The remedy, as a clause.
+    /// The remedy as an imperative clause.
     pub remedy: &'static str,
 }
 
 impl ProbableCause {
-    /// Finds the cause among the rows of an iface and the general ones.
+    /// Finds the first cause that fits, among the causes of an iface and the general causes.
     pub(super) fn find(
         of_iface: &[RefusalCause],
         context: &RefusalContext<'_>,
@@ -91,7 +93,7 @@ impl ProbableCause {
         Some(Self { name: row.name, cause: row.describe(facts), remedy: row.remedy })
     }
 
-    /// Adds the cause to an attempt.
+    /// Returns `attempt` with the cause `found`, if there is one.
     pub(super) fn add_to(found: Option<&Self>, attempt: Attempt) -> Attempt {
         match found {
             Some(found) => attempt.with_cause(found.name, found.cause.as_str(), found.remedy),
@@ -100,7 +102,7 @@ impl ProbableCause {
     }
 }
 
-/// Every general cause, by rank: special causes come before general ones.
+/// All general causes by rank. Special causes come before general ones.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "file-descriptors",

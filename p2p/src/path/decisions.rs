@@ -1,8 +1,8 @@
-//! Decisions of earlier registrations, by the class of memory and the NIC.
+//! Table of the decisions of earlier registrations, by the class of memory and the NIC.
 //!
 //! Each [`DefaultPathSelector`](super::DefaultPathSelector) has its own table. An entry names the
-//! path that the next registration of its class tries first. It is removed when that path fails.
-//! The refusal of a single buffer is never recorded for others: see
+//! path that the next registration of its class tries first. The selector removes the entry when
+//! that path is refused. A refusal that concerns only one buffer is never stored: see
 //! [`super::probe`].
 
 use std::{collections::HashMap, fmt, sync::Arc};
@@ -16,7 +16,8 @@ use parking_lot::RwLock;
 
 use super::variant::PathVariant;
 
-/// Key of a decision: one class of registrations on one NIC.
+/// Key of a decision. It identifies registrations of one kind (iface, device, kind of memory,
+/// policy) on one NIC.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Key<'a> {
     class: Class,
@@ -28,9 +29,9 @@ struct Class {
     iface: IfaceKind,
     device: Option<DeviceId>,
     kind: AllocationKind,
-    /// The policy in force: the domain's, or disabled if the process forbids direct access.
+    /// The domain's policy, or `Disabled` if the process forbids direct access.
     policy: P2pPolicy,
-    /// Providers of one name may differ in what their NICs import.
+    /// The imports of the NIC. Two providers with the same name may import different things.
     imports: Imports,
 }
 
@@ -46,11 +47,11 @@ impl<'a> Key<'a> {
     }
 }
 
-/// A decision and the path that it chose.
+/// A stored decision and the path that it chose.
 #[derive(Clone, Debug)]
 pub(super) struct Decided {
     pub(super) variant: PathVariant,
-    /// The decision as later registrations store it, with [`Decision::remembered`] set.
+    /// The decision that later registrations return, with [`Decision::remembered`] set.
     pub(super) decision: Arc<Decision>,
 }
 
@@ -62,7 +63,7 @@ struct Entry {
     refused: u32,
 }
 
-/// The decisions. A class has few NICs, so its entries are a list.
+/// The stored decisions. A class has entries for few NICs, so its entries are a list.
 #[derive(Default)]
 pub(super) struct DecisionTable(RwLock<HashMap<Class, Vec<Entry>>>);
 
@@ -74,7 +75,7 @@ impl fmt::Debug for DecisionTable {
 }
 
 impl DecisionTable {
-    /// Returns the decision of a key.
+    /// Returns the stored decision for a key.
     pub(super) fn get(&self, key: &Key<'_>) -> Option<Decided> {
         let classes = self.0.read();
         classes.get(&key.class)?.iter().find(|entry| entry.is_of(key.nic))?.decided.clone()
@@ -84,17 +85,18 @@ impl DecisionTable {
         self.change(key, |entry| entry.decided = Some(decided));
     }
 
-    /// Removes a decision that failed, unless another thread has replaced it.
+    /// Removes a decision after its path was refused, unless another thread has replaced the
+    /// decision.
     pub(super) fn remove(&self, key: &Key<'_>, failed: &Decided) {
         self.change(key, |entry| {
             entry.decided.take_if(|decided| Arc::ptr_eq(&decided.decision, &failed.decision));
         });
     }
 
-    /// Counts a refused buffer. Returns true if it is time to probe with an ordinary page.
+    /// Counts a refused buffer. Returns true if the caller must now probe with an ordinary page.
     ///
-    /// Probes run at the first, second, fourth and eighth refusal, and so on. So single odd buffers
-    /// cost few probes, and a device and NIC that stop working together are noticed.
+    /// Probes run at the first, second, fourth and eighth refusal, and so on. A single unusual
+    /// buffer thus costs few probes. A device and NIC that stop working together are still noticed.
     pub(super) fn count_refused(&self, key: &Key<'_>) -> bool {
         self.change(key, |entry| {
             entry.refused = entry.refused.wrapping_add(1);
@@ -118,7 +120,7 @@ impl DecisionTable {
 }
 
 impl Entry {
-    /// Compares the names only: they imply the bus id.
+    /// Returns true if the entry belongs to this NIC. Equal names imply equal bus ids.
     fn is_of(&self, nic: &Nic) -> bool {
         self.nic.name == nic.name && self.nic.provider == nic.provider
     }

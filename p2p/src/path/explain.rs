@@ -1,4 +1,5 @@
-//! Explanations: makes a decision as a registration would, and undoes it (`hmem explain`).
+//! Explanations (`hmem explain`): finds the path that a registration would take, without leaving
+//! anything registered.
 
 use std::{fmt, sync::Arc};
 
@@ -14,22 +15,22 @@ use serde::{Serialize, Serializer};
 
 use super::{DefaultPathSelector, cause::ProbableCause};
 
-/// A decision to explain.
+/// The memory, NIC and policy that [`DefaultPathSelector::explain`] finds a path for.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ExplainRequest {
     /// Iface that owns the memory.
     pub iface: IfaceKind,
-    /// Device of the memory; `None` for the first one. Ignored for host memory.
+    /// Device that owns the memory; `None` for the iface's first device. Ignored for host memory.
     pub device: Option<DeviceId>,
     /// The kind of memory. The default is [`AllocationKind::System`] for host memory and
     /// [`AllocationKind::Device`] otherwise.
     pub kind: Option<AllocationKind>,
-    /// Name of the provider's NIC; `None` for its first one.
+    /// Name of the NIC; `None` for the provider's first NIC.
     pub nic: Option<String>,
-    /// Length in bytes, more than 0. The default is one page.
+    /// Length of the memory in bytes, more than 0. The default is one page.
     pub size: u64,
-    /// The policy of the domain.
+    /// The policy of the domain that would register the memory.
     pub policy: P2pPolicy,
 }
 
@@ -42,7 +43,7 @@ impl ExplainRequest {
         Self { iface, device: None, kind: None, nic: None, size, policy: P2pPolicy::default() }
     }
 
-    /// Sets the device.
+    /// Sets the device that owns the memory.
     #[must_use]
     pub fn device(self, device: impl Into<Option<DeviceId>>) -> Self {
         Self { device: device.into(), ..self }
@@ -54,39 +55,39 @@ impl ExplainRequest {
         Self { kind: kind.into(), ..self }
     }
 
-    /// Sets the name of the provider's NIC.
+    /// Sets the NIC by its name.
     #[must_use]
     pub fn nic(self, nic: impl Into<Option<String>>) -> Self {
         Self { nic: nic.into(), ..self }
     }
 
-    /// Sets the number of bytes.
+    /// Sets the length of the memory in bytes.
     #[must_use]
     pub fn size(self, size: u64) -> Self {
         Self { size, ..self }
     }
 
-    /// Sets the policy of the domain.
+    /// Sets the policy of the domain that would register the memory.
     #[must_use]
     pub fn policy(self, policy: P2pPolicy) -> Self {
         Self { policy, ..self }
     }
 }
 
-/// A decision with its reasons, as a registration would make it now.
+/// The path that a registration would take now, with the reasons.
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct Explanation {
     /// Iface that owns the memory.
     #[serde(serialize_with = "display")]
     pub iface: IfaceKind,
-    /// Ordinal of the device; `None` for host memory.
+    /// Ordinal of the device that owns the memory; `None` for host memory.
     pub device: Option<u32>,
-    /// The PCI bus id of the device.
+    /// The PCI bus id of that device.
     pub device_pci_bus_id: Option<String>,
     /// The kind of memory.
     pub kind: &'static str,
-    /// Length in bytes.
+    /// Length of the memory in bytes.
     pub size: u64,
     /// The NIC, as `provider/name`.
     pub nic: String,
@@ -94,17 +95,17 @@ pub struct Explanation {
     pub nic_pci_bus_id: Option<String>,
     /// The requested policy.
     pub policy: P2pPolicy,
-    /// Set if direct access is forbidden for every NIC, whatever the policy (`FI_HMEM_DISABLE_P2P`,
-    /// or the builder).
+    /// Set if direct access is forbidden for every NIC. `FI_HMEM_DISABLE_P2P` or the builder
+    /// forbids it, whatever the policy is.
     pub p2p_disabled: bool,
     /// The chosen path; `None` if every path was refused.
     pub path: Option<Path>,
-    /// The mapping of the dma-buf, if the path is a dma-buf.
+    /// The mapping of the dma-buf; `None` for any other path.
     pub mapping: Option<DmaBufMapping>,
-    /// The reason for this path, or the reason why there is none.
+    /// The reason why this path was chosen, or why every path was refused.
     pub reason: String,
-    /// Changes that allow a better path, or any path. Each is listed once, in the order of the
-    /// attempts.
+    /// Changes to the machine or settings that allow a better path, or any path. Each change is
+    /// listed once, in the order of the attempts.
     pub remedies: Vec<String>,
     /// Every attempt, in order.
     pub attempts: Trace,
@@ -116,7 +117,7 @@ fn display<T: fmt::Display, S: Serializer>(value: &T, serializer: S) -> Result<S
 
 impl DefaultPathSelector {
     /// Returns the path that a registration would take. Allocates and registers `request.size`
-    /// bytes, and undoes both. Uses no remembered decision and remembers none.
+    /// bytes, then frees and deregisters them. Neither reads nor stores remembered decisions.
     ///
     /// Refused paths are part of the result, even if all are refused. An error means that the
     /// question could not be answered.
@@ -181,9 +182,9 @@ impl DefaultPathSelector {
         Ok(explanation)
     }
 
-    /// Returns the probable cause of an error that kept a NIC or a device from being used at all,
-    /// or refused a system call ([`Step::OpenNic`], [`Step::OpenDevice`], [`Step::SystemCall`]).
-    /// Limits of containers are among these causes.
+    /// Returns the probable cause of an error that made a NIC or device unusable, or that refused a
+    /// system call ([`Step::OpenNic`], [`Step::OpenDevice`], [`Step::SystemCall`]). Limits of
+    /// containers are among these causes.
     ///
     /// ```
     /// use hmem_core::{Errno, Error, cause::Step};
@@ -260,7 +261,7 @@ impl Explanation {
         let remedy = error.remedy_text().map(str::to_owned);
         self.attempts = match error.trace().is_empty() {
             false => error.trace().clone(),
-            true => self.only_attempt(error, facts).into(),
+            true => self.host_attempt(error, facts).into(),
         };
         self.advise_by_attempts();
         if let Some(remedy) = remedy {
@@ -268,8 +269,9 @@ impl Explanation {
         }
     }
 
-    /// Returns the attempt for host memory, which is registered without a decision.
-    fn only_attempt(&self, error: Error, facts: &Facts) -> Vec<Attempt> {
+    /// Returns `error` as the only attempt for host memory, which has one path. Returns no attempt
+    /// for other memory.
+    fn host_attempt(&self, error: Error, facts: &Facts) -> Vec<Attempt> {
         if self.iface != IfaceKind::SYSTEM {
             return Vec::new();
         }

@@ -1,5 +1,5 @@
-//! Exports of one decision. The driver exports each range as one dma-buf if it can, or else each
-//! physical segment. All NICs of the registration share the exports.
+//! Dma-buf exports for one registration. The driver exports each range as one dma-buf if it can,
+//! and otherwise each physical segment. All NICs of the registration share the exports.
 
 use std::{os::fd::AsFd, sync::Arc};
 
@@ -13,40 +13,41 @@ use hmem_core::{
 
 use super::variant::{DmaBufLayout, PathRefusal, PathVariant};
 
-/// Exports of the ranges of one registration, released through the iface once the path is decided.
+/// Exports of the ranges of one registration. The iface releases them once the path is decided.
 pub(super) struct ExportSet<'a> {
     iface: &'a Arc<dyn Iface>,
     ranges: &'a [AddressRange],
-    /// The segments of each range, once they are known.
+    /// The physical segments of each range; `None` until they were queried.
     segments: Option<Vec<Vec<Segment>>>,
     sets: Vec<Set>,
-    /// Set if several NICs register from the exports. An export that one NIC refuses is then kept.
+    /// Set if several NICs register the same exports. An export that one NIC refuses is then kept
+    /// for the other NICs.
     pub(super) shared: bool,
 }
 
 /// The amount of memory in one dma-buf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Grain {
-    /// A whole range, or its segments if the driver does not export the range as one dma-buf.
+pub(super) enum ExportUnit {
+    /// A whole range. If the driver does not export the range as one dma-buf, each of its segments.
     Range,
-    /// A physical segment.
+    /// One physical segment.
     Segment,
 }
 
-/// The exports of all ranges under one mapping.
+/// The exports of all ranges under one mapping, in one unit.
 struct Set {
     mapping: DmaBufMapping,
-    grain: Grain,
+    unit: ExportUnit,
     made: Vec<(AddressRange, DmaBufExport)>,
-    /// Failed exports of whole ranges: the call and its error.
+    /// Failed exports of whole ranges: the failed call and its error.
     refused: Vec<(String, Error)>,
 }
 
-/// The pieces that a NIC registers.
+/// The exports that a NIC registers, one piece for each dma-buf.
 pub(super) struct Exported<'e> {
     pub(super) pieces: Vec<Piece<'e>>,
     pub(super) layout: Option<DmaBufLayout>,
-    /// The driver's refusals before it exported these.
+    /// Refusals of the driver before one of its exports succeeded.
     pub(super) refused: Vec<PathRefusal>,
 }
 
@@ -64,20 +65,21 @@ impl<'a> ExportSet<'a> {
         self.sets.first().map(|set| set.mapping)
     }
 
-    /// Returns the pieces that a NIC registers. Exports them if they are not exported yet.
+    /// Returns the exports of all ranges for a NIC to register. Creates them on the first call for
+    /// this mapping and unit.
     pub(super) fn pieces(
         &mut self,
         mapping: DmaBufMapping,
-        grain: Grain,
+        unit: ExportUnit,
         nic: &Nic,
     ) -> Result<Exported<'_>, PathRefusal> {
-        let at = match self.at(mapping, grain) {
+        let at = match self.at(mapping, unit) {
             Some(at) => at,
             None => {
                 if self.segments.is_none() {
                     self.segments = Some(self.find_segments()?);
                 }
-                let set = self.export(mapping, grain, nic)?;
+                let set = self.export(mapping, unit, nic)?;
                 self.sets.push(set);
                 self.sets.len() - 1
             }
@@ -92,14 +94,14 @@ impl<'a> ExportSet<'a> {
         })
     }
 
-    fn at(&self, mapping: DmaBufMapping, grain: Grain) -> Option<usize> {
-        self.sets.iter().position(|set| set.mapping == mapping && set.grain == grain)
+    fn at(&self, mapping: DmaBufMapping, unit: ExportUnit) -> Option<usize> {
+        self.sets.iter().position(|set| set.mapping == mapping && set.unit == unit)
     }
 
-    /// Reacts to a NIC that refused the exports of a mapping: releases them, unless other NICs will
-    /// try them.
-    pub(super) fn refused(&mut self, mapping: DmaBufMapping, grain: Grain) -> Vec<Attempt> {
-        match self.at(mapping, grain) {
+    /// Releases exports that a NIC refused, unless several NICs share them. Returns failed releases
+    /// as attempts.
+    pub(super) fn refused(&mut self, mapping: DmaBufMapping, unit: ExportUnit) -> Vec<Attempt> {
+        match self.at(mapping, unit) {
             Some(at) if !self.shared => {
                 let set = self.sets.swap_remove(at);
                 self.give_back(set.made)
@@ -114,14 +116,15 @@ impl<'a> ExportSet<'a> {
         sets.into_iter().flat_map(|set| self.give_back(set.made)).collect()
     }
 
-    /// Exports every range. The segments are known.
-    fn export(&self, mapping: DmaBufMapping, grain: Grain, nic: &Nic) -> Result<Set, PathRefusal> {
-        let mut set = Set {
-            mapping,
-            grain,
-            made: Vec::with_capacity(self.ranges.len()),
-            refused: Vec::new(),
-        };
+    /// Exports every range. The caller has queried the segments.
+    fn export(
+        &self,
+        mapping: DmaBufMapping,
+        unit: ExportUnit,
+        nic: &Nic,
+    ) -> Result<Set, PathRefusal> {
+        let mut set =
+            Set { mapping, unit, made: Vec::with_capacity(self.ranges.len()), refused: Vec::new() };
         let ask = |range: AddressRange| {
             self.iface
                 .export_dma_buf(range, nic, mapping)
@@ -129,7 +132,7 @@ impl<'a> ExportSet<'a> {
         };
         for (range, segments) in self.ranges.iter().zip(self.segments.iter().flatten()) {
             let several = segments.len() > 1 && segments.iter().all(|segment| segment.exportable);
-            let asked_whole = several && grain == Grain::Range;
+            let asked_whole = several && unit == ExportUnit::Range;
             if asked_whole {
                 match ask(*range) {
                     Ok(export) => {
@@ -164,7 +167,7 @@ impl<'a> ExportSet<'a> {
         Ok(set)
     }
 
-    /// Returns the refusal of a segment that the iface marked as not exportable. No driver is
+    /// Returns the refusal for a segment that the iface marked as not exportable. No driver is
     /// called.
     fn not_exportable(&self, segment: &Segment) -> PathRefusal {
         let attribute = self.iface.segments().map_or("not exportable", SegmentMap::not_exportable);
@@ -174,7 +177,7 @@ impl<'a> ExportSet<'a> {
             .context("attribute", attribute)
             .remedy("allocate it as RDMA capable: this physical segment cannot be exported");
         let call = format!("segments({})", segment.range);
-        PathRefusal { own: true, ..PathRefusal::new(Step::Segments, call, error) }
+        PathRefusal { only_this_buffer: true, ..PathRefusal::new(Step::Segments, call, error) }
     }
 
     fn find_segments(&self) -> Result<Vec<Vec<Segment>>, PathRefusal> {
@@ -194,7 +197,7 @@ impl<'a> ExportSet<'a> {
 "report this driver: its segments do not cover the range, so nothing is registered",
 );
                 return Err(PathRefusal {
-                    own: true,
+                    only_this_buffer: true,
                     ..PathRefusal::new(Step::Segments, call(), error)
                 });
             }
@@ -216,8 +219,7 @@ impl<'a> ExportSet<'a> {
     }
 }
 
-/// Returns the refusal of a range that the driver does not export as one dma-buf, before its
-/// segments are queried.
+/// Converts the failed export of a whole range to a refusal.
 fn whole((call, error): (String, Error)) -> PathRefusal {
     PathRefusal::new(Step::ExportWhole, call, error)
 }
@@ -234,7 +236,7 @@ impl Drop for ExportSet<'_> {
     }
 }
 
-/// Returns true if segments follow one another and cover the whole range.
+/// Returns true if the segments are adjacent and cover the whole range.
 fn cover(segments: &[Segment], range: AddressRange) -> bool {
     let end = segments.iter().try_fold(range.start(), |at, segment| {
         (segment.range.start() == at).then(|| segment.range.end()).flatten()

@@ -1,7 +1,7 @@
 //! Facts about the machine, which distinguish causes with the same error number.
 //!
-//! The selector chooses no path by facts: it tries paths. Facts only make the explanation of a
-//! refusal more exact.
+//! The selector does not choose a path by facts: it tries the paths. Facts only make the
+//! explanation of a refusal more exact.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,11 +18,11 @@ use rustix::{
 
 use crate::topology::{KeptOptions, Kernel, Setting, Topology};
 
-/// The bit of `CapEff` that exempts a process from the locked-memory limit.
+/// The bit of `CapEff` in `/proc/self/status` that exempts a process from the locked-memory limit.
 const CAP_IPC_LOCK: u64 = 1 << 14;
 
-/// Classes in sysfs and the start of the nodes' names that registrations need: NICs, render nodes,
-/// AMD's compute node, accelerators and Neuron devices.
+/// Sysfs classes of devices, each with the prefix of its node names in `/dev`. Registrations need
+/// these nodes: NICs, render nodes, AMD's compute node, accelerators and Neuron devices.
 const NODE_CLASSES: [(&str, &str); 5] = [
     ("infiniband_verbs", "infiniband/uverbs"),
     ("drm", "dri/renderD"),
@@ -31,16 +31,18 @@ const NODE_CLASSES: [(&str, &str); 5] = [
     ("neuron_device", "neuron"),
 ];
 
-/// A source of facts about the machine.
+/// A source of facts about a machine, such as its kernel options and limits. Causes of refusals
+/// depend on these facts.
 pub trait FactSource: fmt::Debug + Send + Sync {
-    /// Returns the facts that matter to a device (by PCI bus id, if it has one) and a NIC.
+    /// Returns the facts that affect registrations of a device's memory with a NIC. `device` is the
+    /// device's PCI bus id, if it has one.
     fn facts(&self, device: Option<&str>, nic: &Nic) -> Facts;
 }
 
 /// Facts of the local machine, from procfs, sysfs and `/dev`.
 ///
-/// A value and its clones read the kernel's options once, since these do not change. Everything
-/// else is read each time.
+/// The kernel's options do not change while it runs. A value and its clones read them once, and
+/// read all other facts on each call.
 #[derive(Clone, Debug)]
 pub struct LocalMachine {
     root: PathBuf,
@@ -54,7 +56,7 @@ impl Default for LocalMachine {
 }
 
 impl LocalMachine {
-    /// Reads `proc`, `sys`, `boot` and `dev` below this folder.
+    /// Creates a source that reads `proc`, `sys`, `boot` and `dev` below this folder.
     #[must_use]
     pub fn below(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into(), options: Arc::default() }
@@ -64,7 +66,7 @@ impl LocalMachine {
         fs::read_to_string(self.root.join(path)).ok()
     }
 
-    /// Returns the loaded modules, if the kernel lists them.
+    /// Returns the names of the loaded modules; `None` if the kernel does not list them.
     fn modules(&self, kernel: &Kernel) -> Option<BTreeSet<String>> {
         let listed =
             ["proc/modules", "sys/module"].iter().any(|path| self.root.join(path).exists());
@@ -81,8 +83,8 @@ impl LocalMachine {
         Topology::redirects_below(&self.root, id(device)?, id(nic.pci_bus_id.as_deref())?)
     }
 
-    /// Returns the limit that registrations meet. The kernel exempts processes with `CAP_IPC_LOCK`
-    /// in the initial user namespace.
+    /// Returns the locked-memory limit of this process in bytes. A process with `CAP_IPC_LOCK` in
+    /// the initial user namespace has no limit: `u64::MAX`.
     fn memlock(&self) -> Option<u64> {
         let limit = limit(&self.text("proc/self/limits")?, "Max locked memory")?;
         let status = self.text("proc/self/status").unwrap_or_default();
@@ -94,8 +96,8 @@ impl LocalMachine {
         Some(if initial && effective & CAP_IPC_LOCK != 0 { u64::MAX } else { limit })
     }
 
-    /// Returns the device nodes that `/dev` lacks, and those that the process may not read and
-    /// write.
+    /// Returns two sets of device nodes: those missing in `/dev`, and those that the process may
+    /// not read and write.
     fn unusable_nodes(&self) -> (BTreeSet<String>, BTreeSet<String>) {
         let (mut missing, mut forbidden) = (BTreeSet::new(), BTreeSet::new());
         for node in self.nodes() {
@@ -114,7 +116,7 @@ impl LocalMachine {
         (missing, forbidden)
     }
 
-    /// Returns the nodes below `/dev` that belong to the NICs and devices that the kernel knows.
+    /// Returns the paths in `/dev` of the NICs and devices that sysfs lists.
     fn nodes(&self) -> Vec<String> {
         let entries = |folder: &Path| fs::read_dir(self.root.join(folder)).into_iter().flatten();
         let mut nodes = Vec::new();
@@ -174,24 +176,24 @@ impl FactSource for LocalMachine {
     }
 }
 
-/// Returns the options that are set, without `CONFIG_`.
+/// Returns the names of the kernel options that are enabled, without the prefix `CONFIG_`.
 fn built_with(options: &BTreeMap<String, Setting>) -> BTreeSet<String> {
     let set = options.iter().filter(|(_, setting)| **setting != Setting::No);
     set.map(|(name, _)| name.trim_start_matches("CONFIG_").to_owned()).collect()
 }
 
-/// Parses `6.12.117-amd64` as `(6, 12)`.
+/// Parses the major and minor version of a kernel release: `6.12.117-amd64` gives `(6, 12)`.
 fn version(release: &str) -> Option<(u32, u32)> {
     let mut numbers = release.trim().split(|c: char| !c.is_ascii_digit());
     Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }
 
-/// Returns the value of a line of `/proc/self/status`.
+/// Returns the value of the field `name` in the text of `/proc/self/status`.
 fn status_line<'a>(status: &'a str, name: &str) -> Option<&'a str> {
     status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
 }
 
-/// Returns the soft limit of a line of `/proc/self/limits`.
+/// Returns the soft limit `name` from the text of `/proc/self/limits`.
 fn limit(text: &str, name: &str) -> Option<u64> {
     let value = text.lines().find_map(|line| line.strip_prefix(name))?.split_whitespace().next()?;
     if value == "unlimited" { Some(u64::MAX) } else { value.parse().ok() }
@@ -257,8 +259,8 @@ mod tests {
         assert_eq!((version("7.3.4"), version("7"), version("x")), (Some((7, 3)), None, None));
     }
 
-    /// Distributions without `/boot/config-*` have the options packed in procfs; a module that is
-    /// still loading is none.
+    /// Distributions without `/boot/config-*` have packed options in procfs. A module that is still
+    /// loading does not count as loaded.
     #[test]
     fn facts_of_the_kernel_are_those_of_the_topology() {
         let root = std::env::temp_dir().join(format!("hmem-facts-packed-{}", std::process::id()));

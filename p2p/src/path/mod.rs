@@ -1,13 +1,13 @@
-//! Path decision: which path a NIC takes to a buffer (plain host, dma-buf, peer memory or staged
-//! copies).
+//! Path decisions: the choice of how a NIC reaches a buffer (plain host, dma-buf, peer memory or
+//! staged copies).
 //!
-//! Paths are tried, not guessed. Each attempt registers. A refusal is recorded with its error,
-//! probable cause and remedy before the next path is tried. The path that worked is tried first the
-//! probable cause and remedy before the next path is tried. The selector remembers a path that
-//! worked and tries it first for the same iface, device, kind of memory, NIC and policy. It forgets
-//! a path that fails. A single odd buffer changes nothing for other buffers: after a refusal the
-//! selector registers and closes a page of the same kind, and remembers only the result of that
-//! page.
+//! The selector tries paths by registering the buffer over them. It records a refusal with its
+//! error, probable cause and remedy before it tries the next path. It remembers a path that worked
+//! and tries it first for the same iface, device, kind of memory, NIC and policy. It forgets a path
+//! that fails.
+//!
+//! A single unusual buffer does not change the path of other buffers. After a refusal the selector
+//! registers and closes a page of the same kind, and remembers only the result of that page.
 //!
 //! [`DefaultPathSelector::explain`] shows a decision and leaves nothing registered.
 //!
@@ -58,7 +58,7 @@ use self::{
 };
 pub use hmem_core::cause::Facts;
 
-/// The library's path selector, with the decisions that it remembers.
+/// The library's path selector. It remembers its decisions for later registrations.
 #[derive(Debug)]
 pub struct DefaultPathSelector {
     disable_p2p: bool,
@@ -83,16 +83,16 @@ impl DefaultPathSelector {
         Self::default()
     }
 
-    /// Forbids direct access to device memory for every NIC, whatever the domains' policies
-    /// (`FI_HMEM_DISABLE_P2P=1`).
+    /// Sets whether direct access to device memory is forbidden for every NIC
+    /// (`FI_HMEM_DISABLE_P2P=1`). This overrides the policies of domains.
     #[must_use]
     pub fn disable_p2p(mut self, disable: bool) -> Self {
         self.disable_p2p = disable;
         self
     }
 
-    /// Sets the source of facts about the machine, which distinguish the causes of refusals. The
-    /// default is [`LocalMachine`].
+    /// Sets the source of facts about the machine. The selector uses them to name the cause of a
+    /// refusal. The default is [`LocalMachine`].
     #[must_use]
     pub fn facts(mut self, source: Arc<dyn FactSource>) -> Self {
         self.facts = source;
@@ -105,8 +105,8 @@ impl DefaultPathSelector {
         self.disable_p2p
     }
 
-    /// Returns the remembered decision for memory of this owner on this NIC. Registrations try it
-    /// first. Calls no driver.
+    /// Returns the remembered decision for this owner's memory on this NIC. Registrations try its
+    /// path first. Calls no driver.
     #[must_use]
     pub fn remembered(
         &self,
@@ -118,13 +118,13 @@ impl DefaultPathSelector {
         self.decisions.get(&key).map(|decided| decided.decision)
     }
 
-    /// Forgets every decision, so that changes of the machine take effect (a module that was
-    /// loaded, a limit that was raised).
+    /// Forgets every decision. Later registrations then notice changes of the machine, such as a
+    /// loaded module or a raised limit.
     pub fn forget(&self) {
         self.decisions.clear();
     }
 
-    /// Returns a selector with the same settings and no decisions.
+    /// Returns a selector with the same settings that remembers no decisions.
     fn without_decisions(&self) -> Self {
         Self {
             disable_p2p: self.disable_p2p,
@@ -137,10 +137,11 @@ impl DefaultPathSelector {
         if self.disable_p2p { P2pPolicy::Disabled } else { policy }
     }
 
-    /// Registers over the remembered path, or searches for a path and remembers it.
+    /// Registers over the remembered path. If there is none, or it is refused, searches for a path
+    /// and remembers it.
     ///
     /// # Safety
-    /// As [`PathSelector::register`], for the target of the search.
+    /// The caller follows the safety rules of [`PathSelector::register`] for the search.
     unsafe fn decide(
         &self,
         mut search: PathSearch<'_>,
@@ -165,7 +166,9 @@ impl DefaultPathSelector {
                     return Ok(PathRegistration { region, decision: Some(decision) });
                 }
                 Err(refusal) => {
-                    if variant == decided.variant && !refusal.own && !refusal.is_about_the_request()
+                    if variant == decided.variant
+                        && !refusal.only_this_buffer
+                        && !refusal.is_about_the_request()
                     {
                         self.decisions.remove(&key, &decided);
                     }
@@ -183,9 +186,9 @@ impl DefaultPathSelector {
         );
         let _entered = span.enter();
         let failed = failed.map(|(variant, refusal)| {
-            let own = refusal.own;
+            let only_this_buffer = refusal.only_this_buffer;
             search.refuse(variant, refusal);
-            (variant, own)
+            (variant, only_this_buffer)
         });
         // SAFETY: passed on to the caller.
         let found =
@@ -199,9 +202,9 @@ impl DefaultPathSelector {
         };
         let provider = search.provider;
         let guard = DeregisterOnPanic { provider, region };
-        let learn = Learn {
+        let learn = Learned {
             refused_by_driver: search.refused_by_driver,
-            own: failed.is_some_and(|(_, own)| own),
+            only_this_buffer: failed.is_some_and(|(_, only_this_buffer)| only_this_buffer),
             layout: search.layout.is_some(),
         };
         let again = search.restart(search.registration, search.owner);
@@ -212,8 +215,8 @@ impl DefaultPathSelector {
         Ok(PathRegistration { region, decision: Some(decision) })
     }
 
-    /// Probes with a page before the driver makes an export that several NICs share. Without the
-    /// probe the whole range would be exported only to test which paths the first NIC has.
+    /// Probes with one page before a range is exported for several NICs. Without the probe, the
+    /// selector would export the whole range only to test the paths of the first NIC.
     fn probe_beforehand(&self, search: &PathSearch<'_>) {
         let direct = search.policy != P2pPolicy::Disabled && !search.kind.cpu_accessible();
         let key = key_of(search);
@@ -241,13 +244,15 @@ impl DefaultPathSelector {
         self.decisions.insert(key, Decided { variant, decision });
     }
 
-    /// Remembers the part of a decision that also holds for other buffers.
+    /// Stores a decision for later registrations of other buffers. If no driver refused a path,
+    /// this is the decision of the current registration. Otherwise it is the result of a probe, as
+    /// the refusal may concern only this buffer.
     fn learn(
         &self,
         search: &PathSearch<'_>,
         variant: PathVariant,
         decision: &Decision,
-        learn: Learn,
+        learn: Learned,
     ) {
         let key = key_of(search);
         let mut decision = decision.clone();
@@ -257,7 +262,7 @@ impl DefaultPathSelector {
             }
             return self.remember(&key, variant, decision);
         }
-        if learn.own || !self.decisions.count_refused(&key) {
+        if learn.only_this_buffer || !self.decisions.count_refused(&key) {
             return;
         }
         match probe(search) {
@@ -272,7 +277,7 @@ impl DefaultPathSelector {
     }
 }
 
-/// Deregisters a region if a panic keeps its handle from the caller.
+/// Guard that deregisters a region if a panic occurs before the caller gets its handle.
 struct DeregisterOnPanic<'a> {
     provider: &'a dyn ProviderDomain,
     region: ProviderRegion,
@@ -291,20 +296,26 @@ fn key_of<'a>(search: &PathSearch<'a>) -> Key<'a> {
     Key::new(iface, device, search.kind, search.registration.policy, search.attr())
 }
 
-/// Findings of a registration that decide whether its path holds for other buffers of its class.
+/// Results of a registration that decide if its path holds for other buffers of the same iface,
+/// device, kind and policy.
 #[derive(Clone, Copy, Debug)]
-struct Learn {
-    /// A driver refused a path before one worked.
+struct Learned {
+    /// A driver refused a path before another path worked.
     refused_by_driver: bool,
-    /// The remembered decision still holds: only this buffer could not take its path.
-    own: bool,
-    /// The registration had ranges of several segments. Their layout says nothing about other
+    /// The remembered path was refused because of this buffer's segments. Other buffers can still
+    /// use it.
+    only_this_buffer: bool,
+    /// A range of the registration had several segments. Their layout says nothing about other
     /// buffers.
     layout: bool,
 }
 
-/// Returns the remembered decision, or a copy if there is something to add: the layout of ranges of
-/// several segments, failed releases of exports, or another mapping.
+/// Returns the remembered decision for a registration that used its path. Returns a copy if this
+/// registration adds anything:
+///
+/// - the layout of ranges of several segments,
+/// - failed releases of exports,
+/// - another mapping.
 fn remembered_now(
     decision: &Arc<Decision>,
     variant: PathVariant,
@@ -315,14 +326,14 @@ fn remembered_now(
     if attempts.is_empty() && layout.is_none() && decision.mapping == variant.mapping() {
         Arc::clone(decision)
     } else {
-        added_to(decision, variant, attempts, layout)
+        with_attempts(decision, variant, attempts, layout)
     }
 }
 
-/// Adds the attempts of this registration. Keeps the earlier refusals only if the mapping is the
-/// decided one.
+/// Returns a copy of the remembered `decision` with the attempts of this registration. Keeps the
+/// refusals in `decision` only if this registration used the same mapping.
 #[cold]
-fn added_to(
+fn with_attempts(
     decision: &Decision,
     variant: PathVariant,
     now: Vec<Attempt>,
@@ -335,13 +346,14 @@ fn added_to(
     Arc::new(Decision { mapping, from_cache, attempts: attempts.into(), ..decision.clone() })
 }
 
-/// The reason why no path is left, and a remedy.
+/// The reason why no path is left to try, and a remedy.
 type Exhausted = (&'static str, &'static str);
 
-/// Tries the paths that the policy allows, except for `tried`, which was just refused.
+/// Tries the paths that the policy allows, in order. Leaves out `tried`, which the caller has just
+/// tried.
 ///
 /// # Safety
-/// As [`PathSelector::register`], for the target of the search.
+/// The caller follows the safety rules of [`PathSelector::register`] for the search.
 unsafe fn search_by_policy(
     search: &mut PathSearch<'_>,
     exports: &mut ExportSet<'_>,
@@ -416,7 +428,8 @@ unsafe fn search_by_policy(
 const ALLOW_IN_PROCESS: &str = "unset FI_HMEM_DISABLE_P2P (or the builder's disable_p2p) to allow \
                                 direct access, or set the policy to Enabled, which stages copies";
 
-/// Returns the remedy that allows direct access again.
+/// Returns the remedy for forbidden direct access. `by_process` is set if the process forbids it,
+/// not the policy.
 pub(crate) const fn allow(by_process: bool) -> &'static str {
     if by_process {
         "unset FI_HMEM_DISABLE_P2P (or the builder's disable_p2p) to try direct access"
@@ -498,10 +511,10 @@ unsafe impl PathSelector for DefaultPathSelector {
     }
 }
 
-/// Registers a dma-buf of the application, which has no other path.
+/// Registers a dma-buf that the application exported. It has no other path.
 ///
 /// # Safety
-/// As [`PathSelector::register`], for the target of the search.
+/// The caller follows the safety rules of [`PathSelector::register`] for the search.
 unsafe fn register_dma_buf(
     mut search: PathSearch<'_>,
     fd: BorrowedFd<'_>,

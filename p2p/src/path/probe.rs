@@ -1,9 +1,9 @@
-//! Probes: allocate, export and register a page, and undo all of it, to learn which paths a device
-//! and a NIC have.
+//! Probes: the selector allocates, exports and registers one page, and undoes all of it. The result
+//! shows which paths work for a device and a NIC.
 //!
-//! A registration whose first path works needs no probe. After a refusal the buffer itself may be
-//! at fault, and then its refusal says nothing about others. An ordinary page of the same kind
-//! tells the two cases apart.
+//! A registration that succeeds on its first path needs no probe. If a path is refused, either the
+//! buffer is unusual or the path does not work at all. An ordinary page of the same kind shows
+//! which.
 
 use std::sync::Arc;
 
@@ -20,27 +20,28 @@ use super::{exports::ExportSet, search::PathSearch, variant::PathVariant};
 /// The result of a probe.
 #[derive(Debug)]
 pub(super) enum ProbeResult {
-    /// This direct path works.
+    /// This direct path works. The decision has its attempts.
     Direct(PathVariant, Box<Decision>),
-    /// No direct path works, and another attempt would not help.
+    /// No direct path works, and a later attempt would fail too.
     NoDirect(Vec<Attempt>),
-    /// No result for other buffers: no page could be allocated, or the refusal may be temporary.
+    /// The probe says nothing about other buffers: no page could be allocated, or the refusal may
+    /// be temporary.
     Unknown,
 }
 
-/// Retries a failed undo once, as no later code would.
-fn twice(what: &'static str, undo: impl Fn() -> Result<()>) -> Result<()> {
+/// Runs `undo` again if it failed. No later code would retry it.
+fn retry_once(what: &'static str, undo: impl Fn() -> Result<()>) -> Result<()> {
     undo().or_else(|error| {
         tracing::warn!(what, %error, "the page of a probe was not released; trying again");
         undo()
     })
 }
 
-/// Tries the direct paths with a page of the search's iface, device and kind.
+/// Tries the direct paths with one page of the search's iface, device and kind.
 ///
-/// A device that the process does not use is not probed. Its driver would set up state for the
-/// first allocation (CUDA's primary context), and that state would remain. Each registration of its
-/// memory then searches for its own path.
+/// A device that the process does not use is not probed. The first allocation would make its driver
+/// create state that remains (CUDA's primary context). Without a probe, each registration of that
+/// device's memory searches for its own path.
 pub(super) fn probe(search: &PathSearch<'_>) -> ProbeResult {
     let span = tracing::debug_span!("probe", iface = %search.owner.iface, nic = %search.attr().nic);
     let _entered = span.enter();
@@ -73,13 +74,13 @@ fn device_of(search: &PathSearch<'_>) -> DeviceId {
     search.owner.device.unwrap_or(DeviceId(0))
 }
 
-/// A page of device memory, freed on drop.
+/// A page of device memory. Dropping the value frees it.
 struct Page<'a> {
     search: &'a PathSearch<'a>,
     iface: &'a Arc<dyn Iface>,
     allocation: Allocation,
-    /// Set if a NIC may still reach the page, which is then leaked.
-    stuck: bool,
+    /// Set if a NIC may still access the page. Dropping the value then leaks it.
+    may_be_registered: bool,
 }
 
 impl<'a> Page<'a> {
@@ -90,7 +91,7 @@ impl<'a> Page<'a> {
     ) -> Result<Self, ErrorKind> {
         let len = rustix::param::page_size() as u64;
         match iface.allocate(&AllocRequest { len, device: device_of(search), kind }) {
-            Ok(allocation) => Ok(Self { search, iface, allocation, stuck: false }),
+            Ok(allocation) => Ok(Self { search, iface, allocation, may_be_registered: false }),
             Err(error) => {
                 tracing::debug!(%error, "cannot allocate a page for a probe");
                 Err(error.kind())
@@ -116,24 +117,25 @@ impl<'a> Page<'a> {
         let mut exports = ExportSet::new(self.iface, &ranges);
         let mut search = self.search.restart(&registration, &owner);
         // Cleared once no NIC can reach the page. A panic leaves it set.
-        self.stuck = true;
+        self.may_be_registered = true;
         // SAFETY: this function owns the page and no reference to its bytes exists. The page is
         // freed only after it was deregistered.
         let direct = unsafe { search.direct(&mut exports, None) };
         search.note(exports.close());
         match direct {
             Some((variant, region)) => {
-                if let Err(error) = twice("deregister", || search.provider.deregister(region)) {
+                if let Err(error) = retry_once("deregister", || search.provider.deregister(region))
+                {
                     tracing::error!(%error, "cannot deregister the page of a probe; it is leaked");
                     return ProbeResult::Unknown;
                 }
-                self.stuck = false;
+                self.may_be_registered = false;
                 let reason = "a page of the same kind was registered over this path";
                 ProbeResult::Direct(variant, Box::new(search.decision(variant, reason)))
             }
             None => {
-                self.stuck = false;
-                match search.may_pass {
+                self.may_be_registered = false;
+                match search.may_be_temporary {
                     true => ProbeResult::Unknown,
                     false => ProbeResult::NoDirect(search.into_attempts()),
                 }
@@ -144,12 +146,12 @@ impl<'a> Page<'a> {
 
 impl Drop for Page<'_> {
     fn drop(&mut self) {
-        if self.stuck {
+        if self.may_be_registered {
             return;
         }
-        // SAFETY: this function made no reference to the page, and `stuck` is false: the page is
-        // deregistered.
-        if let Err(error) = twice("free", || unsafe { self.iface.free(&self.allocation) }) {
+        // SAFETY: this function made no reference to the page, and `may_be_registered` is false:
+        // the page is deregistered.
+        if let Err(error) = retry_once("free", || unsafe { self.iface.free(&self.allocation) }) {
             tracing::error!(%error, "the page of a probe could not be freed");
         }
     }

@@ -16,29 +16,29 @@ use hmem_core::{
 use super::{
     DefaultPathSelector,
     cause::{NO_PCIE_MAPPING, ProbableCause},
-    exports::{ExportSet, Exported, Grain},
+    exports::{ExportSet, ExportUnit, Exported},
     facts::FactSource,
     variant::{DmaBufLayout, PathRefusal, PathVariant},
 };
 use crate::staging::StagedRange;
 
-/// A region that was registered over a path.
+/// A region that was registered over one path, with the earlier refusals of that path.
 #[derive(Debug)]
 pub(super) struct Taken {
     pub(super) region: ProviderRegion,
-    /// The layout of the segments, if a range has several.
+    /// Number of segments and dma-bufs; `None` if every range is one segment.
     pub(super) layout: Option<DmaBufLayout>,
-    /// Refusals of the same path before it, which had more of the range in one dma-buf.
+    /// Earlier refusals of this path. Their exports had more segments in one dma-buf.
     pub(super) refused: Vec<PathRefusal>,
 }
 
-/// A search for a path: its memory, its NIC, and the attempts so far.
+/// A search for a path: the memory, the NIC, and the attempts so far.
 #[derive(Debug)]
 pub(super) struct PathSearch<'a> {
     pub(super) registration: &'a Registration<'a>,
     pub(super) provider: &'a dyn ProviderDomain,
     pub(super) owner: &'a AddressOwner,
-    /// The iface of the memory; `None` for a dma-buf of the application.
+    /// The iface that owns the memory; `None` for a dma-buf that the application exported.
     pub(super) iface: Option<&'a Arc<dyn Iface>>,
     pub(super) kind: AllocationKind,
     /// The policy in force.
@@ -46,18 +46,19 @@ pub(super) struct PathSearch<'a> {
     /// Set if direct access is disabled for the process.
     pub(super) p2p_disabled: bool,
     fact_source: &'a dyn FactSource,
-    /// Facts about the machine, read at the first refusal.
+    /// Facts about the machine; `None` until the first refusal.
     facts: Option<Facts>,
     attempts: Vec<Attempt>,
-    /// Set if a driver refused a path, and not only the NIC's list of imports.
+    /// Set if a driver refused a path. A path that the NIC does not list among its imports does not
+    /// count.
     pub(super) refused_by_driver: bool,
-    /// Set if a refusal may be temporary.
-    pub(super) may_pass: bool,
-    /// Set if no other path needs to be tried.
+    /// Set if a refusal may be temporary, so that a retry may succeed.
+    pub(super) may_be_temporary: bool,
+    /// Set if every path would refuse the request, so that the search ends.
     pub(super) request_refused: bool,
-    /// Set if the driver refuses the default mapping too. The PCIe mapping is then not at fault.
+    /// Set if the default mapping was refused too. The PCIe mapping is then not the cause.
     default_refused: bool,
-    /// The layout of the segments in the path that was taken, if a range has several.
+    /// Number of segments and dma-bufs on the chosen path; `None` if every range is one segment.
     pub(super) layout: Option<DmaBufLayout>,
 }
 
@@ -81,14 +82,15 @@ impl<'a> PathSearch<'a> {
             facts: None,
             attempts: Vec::new(),
             refused_by_driver: false,
-            may_pass: false,
+            may_be_temporary: false,
             request_refused: false,
             default_refused: false,
             layout: None,
         }
     }
 
-    /// Starts a search for other memory of the same iface, device, NIC and policy.
+    /// Starts a new search for other memory of the same iface and device, with the same NIC and
+    /// policy.
     pub(super) fn restart<'b>(
         &self,
         registration: &'b Registration<'b>,
@@ -104,7 +106,7 @@ impl<'a> PathSearch<'a> {
             facts: None,
             attempts: Vec::new(),
             refused_by_driver: false,
-            may_pass: false,
+            may_be_temporary: false,
             request_refused: false,
             default_refused: false,
             layout: None,
@@ -120,10 +122,10 @@ impl<'a> PathSearch<'a> {
         &self.attr().nic
     }
 
-    /// Registers over one path.
+    /// Registers the memory over the path `variant`.
     ///
     /// # Safety
-    /// As [`ProviderDomain::register`], for the ranges of the registration.
+    /// The caller follows the safety rules of [`ProviderDomain::register`] for the request.
     pub(super) unsafe fn take(
         &self,
         variant: PathVariant,
@@ -159,21 +161,21 @@ impl<'a> PathSearch<'a> {
         }
     }
 
-    /// Registers from one dma-buf for each range. If the driver or the NIC refuses that, registers
-    /// from one dma-buf for each physical segment.
+    /// Registers one dma-buf for each range. If the driver or the NIC refuses, registers one
+    /// dma-buf for each physical segment.
     ///
     /// # Safety
-    /// As [`ProviderDomain::register`], for the ranges of the registration.
+    /// The caller follows the safety rules of [`ProviderDomain::register`] for the request.
     unsafe fn take_dma_bufs(
         &self,
         mapping: DmaBufMapping,
         exports: &mut ExportSet<'_>,
     ) -> Result<Taken, PathRefusal> {
         let mut refused = Vec::new();
-        let mut grain = Grain::Range;
+        let mut unit = ExportUnit::Range;
         loop {
             let Exported { pieces, layout, refused: by_driver } =
-                match exports.pieces(mapping, grain, self.nic()) {
+                match exports.pieces(mapping, unit, self.nic()) {
                     Ok(exported) => exported,
                     Err(mut refusal) => {
                         refused.append(&mut refusal.before);
@@ -187,13 +189,13 @@ impl<'a> PathSearch<'a> {
                 Err(error) => error,
             };
             let call = PathVariant::DmaBuf(mapping).call(layout);
-            let also = exports.refused(mapping, grain);
+            let also = exports.refused(mapping, unit);
             let refusal = PathRefusal { also, ..PathRefusal::new(Step::Register, call, error) };
             if !layout.is_some_and(DmaBufLayout::spans) || refusal.is_about_the_request() {
                 return Err(PathRefusal { before: refused, ..refusal });
             }
             refused.push(refusal);
-            grain = Grain::Segment;
+            unit = ExportUnit::Segment;
         }
     }
 
@@ -205,10 +207,10 @@ impl<'a> PathSearch<'a> {
         ranges.map(|&range| Ok(Piece { range, backing: backing(range)? })).collect()
     }
 
-    /// Tries the direct paths in order, except for `tried`.
+    /// Tries the direct paths in order and returns the first region. Leaves out `tried`.
     ///
     /// # Safety
-    /// As [`ProviderDomain::register`], for the ranges of the registration.
+    /// The caller follows the safety rules of [`ProviderDomain::register`] for the request.
     pub(super) unsafe fn direct(
         &mut self,
         exports: &mut ExportSet<'_>,
@@ -249,10 +251,11 @@ impl<'a> PathSearch<'a> {
         None
     }
 
-    /// Registers for staged copies.
+    /// Registers the memory as a region that is reached through staged copies. Returns `None` and
+    /// records the refusal if the provider refuses.
     ///
     /// # Safety
-    /// As [`ProviderDomain::register`], for the ranges of the registration.
+    /// The caller follows the safety rules of [`ProviderDomain::register`] for the request.
     pub(super) unsafe fn staged(&mut self, exports: &mut ExportSet<'_>) -> Option<ProviderRegion> {
         if !self.attr().imports.staged {
             self.not_imported(Path::Staged, "staged copies");
@@ -302,22 +305,22 @@ impl<'a> PathSearch<'a> {
         ProbableCause::find(of_iface, &context, facts)
     }
 
-    /// Returns the PCI bus id of the memory's device.
+    /// Returns the PCI bus id of the device that owns the memory; `None` if it has none.
     fn bus_id(&self) -> Result<Option<String>> {
         let (Some(iface), Some(device)) = (self.iface, self.owner.device) else { return Ok(None) };
         let known = iface.devices()?.into_iter().find(|known| known.id == device);
         Ok(known.and_then(|known| known.pci_bus_id))
     }
 
-    /// Records the refusal of a path.
+    /// Records that a path was refused.
     pub(super) fn refuse(&mut self, variant: PathVariant, refusal: PathRefusal) {
         self.refused_by_driver = true;
-        self.may_pass |= !refusal.lasts();
+        self.may_be_temporary |= !refusal.is_permanent();
         self.request_refused |= refusal.is_about_the_request();
         self.record(variant, refusal);
     }
 
-    /// Records the refusals of a path that was taken in the end, and returns its region.
+    /// Records the refusals that preceded a successful registration. Returns the registered region.
     pub(super) fn taken(&mut self, variant: PathVariant, taken: Taken) -> ProviderRegion {
         taken.refused.into_iter().for_each(|refusal| self.record(variant, refusal));
         self.layout = taken.layout;
@@ -348,8 +351,8 @@ impl<'a> PathSearch<'a> {
         self.attempts.extend(also);
     }
 
-    /// Copies the cause of the default mapping's refusal to earlier refusals of the PCIe mapping:
-    /// the driver exports under no mapping.
+    /// Corrects the attempts after the driver refused the default mapping too. Earlier refusals of
+    /// the PCIe mapping get the same `cause`, as the mapping was not their cause.
     fn default_is_refused(&mut self, cause: Option<&ProbableCause>) {
         self.default_refused = true;
         for attempt in &mut self.attempts {
@@ -363,7 +366,7 @@ impl<'a> PathSearch<'a> {
         }
     }
 
-    /// Adds attempts that do not change which path is tried next.
+    /// Adds attempts that have no effect on the order of paths.
     pub(super) fn note(&mut self, attempts: Vec<Attempt>) {
         self.attempts.extend(attempts);
     }
@@ -372,13 +375,13 @@ impl<'a> PathSearch<'a> {
         self.attempts
     }
 
-    /// Returns the decision for a path that was taken.
+    /// Adds the successful attempt and returns the decision for its path.
     pub(super) fn decision(mut self, variant: PathVariant, reason: &str) -> Decision {
         self.attempts.push(variant.success(self.layout));
         self.recorded(variant, reason)
     }
 
-    /// Returns the decision for a path whose success is among the attempts.
+    /// Returns the decision for a path. Its successful attempt is already recorded.
     pub(super) fn recorded(self, variant: PathVariant, reason: &str) -> Decision {
         let decision = Decision {
             path: variant.path(),
@@ -395,8 +398,8 @@ impl<'a> PathSearch<'a> {
         decision
     }
 
-    /// Returns the error for a search without a path left: the kind of the last refusal and the
-    /// whole trace.
+    /// Returns the error for a search in which every path was refused. It has the kind of the last
+    /// refusal, and all attempts.
     pub(super) fn exhausted(self, (why, remedy): (&'static str, &'static str)) -> Error {
         let nic = self.nic().to_string();
         let trace = Trace::from(self.attempts);
@@ -416,7 +419,7 @@ impl<'a> PathSearch<'a> {
     }
 }
 
-/// Returns the kind of an owner's memory. Unknown memory counts as device memory.
+/// Returns the kind of the memory that an owner describes. An unknown kind counts as device memory.
 pub(super) fn kind_of(owner: &AddressOwner) -> AllocationKind {
     match owner.allocation {
         Some(allocation) => allocation.kind,
@@ -425,7 +428,7 @@ pub(super) fn kind_of(owner: &AddressOwner) -> AllocationKind {
     }
 }
 
-/// Returns the mappings in the order in which they are tried (HM-09).
+/// Returns the dma-buf mappings in the order in which they are tried (HM-09).
 fn mappings(pcie_first: bool, has_pcie: bool) -> &'static [DmaBufMapping] {
     if pcie_first && has_pcie {
         &[DmaBufMapping::Pcie, DmaBufMapping::Default]

@@ -1,10 +1,10 @@
-//! The variants of a path, and their refusals.
+//! Variants of paths (the path and its dma-buf mapping), and the refusals of paths.
 
 use std::fmt;
 
 use hmem_core::{Error, ErrorKind, Path, cause::Step, iface::DmaBufMapping, path::Attempt};
 
-/// Number of dma-bufs that hold a range of several segments.
+/// Number of segments of a registration, and of the dma-bufs that hold them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct DmaBufLayout {
     pub(super) segments: usize,
@@ -12,7 +12,7 @@ pub(super) struct DmaBufLayout {
 }
 
 impl DmaBufLayout {
-    /// Returns true if a dma-buf holds several segments.
+    /// Returns true if at least one dma-buf holds several segments.
     pub(super) fn spans(self) -> bool {
         self.dma_bufs < self.segments
     }
@@ -25,7 +25,7 @@ impl fmt::Display for DmaBufLayout {
     }
 }
 
-/// A path with the details that are needed to use it again.
+/// A path, with the mapping if it is a dma-buf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PathVariant {
     HostPages,
@@ -51,7 +51,7 @@ impl PathVariant {
         }
     }
 
-    /// Returns the registering call as attempts display it. `layout` is set for ranges of several
+    /// Returns the registering call as text for an attempt. `layout` is set for ranges of several
     /// segments.
     pub(super) fn call(self, layout: Option<DmaBufLayout>) -> String {
         match (self, layout) {
@@ -65,33 +65,32 @@ impl PathVariant {
         }
     }
 
-    /// Returns the attempt that succeeded.
+    /// Returns the successful attempt on this path.
     pub(super) fn success(self, layout: Option<DmaBufLayout>) -> Attempt {
         Attempt::success(self.path(), self.call(layout))
     }
 }
 
-/// The refusal of a path.
+/// The refusal of a path: the failed call and its error.
 #[derive(Debug)]
 pub(super) struct PathRefusal {
     pub(super) step: Step,
     pub(super) call: String,
     pub(super) error: Error,
-    /// Set if the refusal concerns only this buffer, because of its segments. No driver was called.
-    pub(super) own: bool,
-    /// Refusals of the same path before this one, which had more of the range in one dma-buf.
+    /// Set if only this buffer is refused, because of its segments. No driver was called.
+    pub(super) only_this_buffer: bool,
+    /// Earlier refusals of this path. Their exports had more segments in one dma-buf.
     pub(super) before: Vec<PathRefusal>,
-    /// Errors of calls that undid parts of the path.
+    /// Clean-up calls that failed.
     pub(super) also: Vec<Attempt>,
 }
 
 impl PathRefusal {
     pub(super) fn new(step: Step, call: String, error: Error) -> Self {
-        Self { step, call, error, own: false, before: Vec::new(), also: Vec::new() }
+        Self { step, call, error, only_this_buffer: false, before: Vec::new(), also: Vec::new() }
     }
 
-    /// Returns true if every path would be refused for the same reason: the request itself is at
-    /// fault.
+    /// Returns true if the request itself is invalid, so that every path would refuse it.
     pub(super) fn is_about_the_request(&self) -> bool {
         matches!(
             self.error.kind(),
@@ -115,8 +114,8 @@ impl PathRefusal {
         self.error.kind() == other.error.kind() || (self.is_unsupported() && other.is_unsupported())
     }
 
-    /// Returns true for the error kinds by which drivers say "not supported". They differ by
-    /// release.
+    /// Returns true for the error kinds that drivers use for "not supported". The kinds differ
+    /// between driver releases.
     pub(super) fn is_unsupported(&self) -> bool {
         matches!(
             self.error.kind(),
@@ -124,9 +123,8 @@ impl PathRefusal {
         )
     }
 
-    /// Returns true if later registrations of the class would be refused too, judging by the error
-    /// kind.
-    pub(super) fn lasts(&self) -> bool {
+    /// Returns true if the error kind is permanent: a later registration would be refused too.
+    pub(super) fn is_permanent(&self) -> bool {
         matches!(
             self.error.kind(),
             ErrorKind::Unsupported

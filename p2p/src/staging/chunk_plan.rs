@@ -1,22 +1,24 @@
 //! Division of a message into chunks.
 
-/// The longest chunk is this fraction of the message. If the copy engine and the wire are equally
-/// fast, one of them is idle while the longest chunk moves.
+/// The longest chunk is the message length divided by this number. If the copy engine and the wire
+/// are equally fast, one of them is idle while such a chunk moves.
 const CHUNKS: u64 = 16;
-/// Minimum length of a chunk, if buffers hold it and so much is left. Starting the copies of a
-/// shorter chunk costs more than it saves.
+/// Minimum length of a chunk in bytes, unless the buffers or the message are shorter. Starting the
+/// copies of a shorter chunk costs more than it saves.
 const SHORTEST: u64 = 128 << 10;
-/// A remainder up to this length gets no chunk of its own.
+/// Maximum length in bytes of a remainder that gets no chunk of its own.
 const WORTHLESS: u64 = SHORTEST / 2;
-/// Alignment of chunks, if buffers hold it.
+/// Chunk lengths are multiples of this number of bytes. The last chunk and chunks limited by the
+/// length of a buffer are exceptions.
 const ALIGN: u64 = 4096;
 
-/// Plan that divides a message into chunks.
+/// Lengths of the chunks into which a message is divided.
 ///
-/// A chunk moves twice: over the copy engine and over the wire. The two overlap, except in the
-/// first and the last chunk. So these two are short. The others are long, since each copy has a
-/// fixed cost. A chunk is no longer than the sum of those before it, and no longer than the sum of
-/// those after it: other chunks then keep the other side busy, even at half the speed.
+/// A chunk moves twice: over the copy engine and over the wire. Both work at once, except during
+/// the first and the last chunk. These two chunks are therefore short. The chunks between them are
+/// long, since each copy has a fixed cost. A chunk is no longer than all chunks before it together,
+/// and no longer than all chunks after it together. While it moves over the copy engine or the
+/// wire, these chunks give work to the other of the two.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunkPlan {
     pub(super) len: u64,
@@ -25,19 +27,19 @@ pub struct ChunkPlan {
 }
 
 impl ChunkPlan {
-    /// Plans a message of `len` bytes in chunks that fit into buffers of `slot_len` bytes.
+    /// Divides a message of `len` bytes into chunks that fit into buffers of `slot_len` bytes.
     pub fn chunks(len: u64, slot_len: u64) -> Self {
         let even = len.div_ceil(CHUNKS).next_multiple_of(ALIGN);
         let longest = even.max(SHORTEST + WORTHLESS);
         Self { len, shortest: SHORTEST.min(slot_len), longest: longest.min(slot_len) }
     }
 
-    /// Plans a message of `len` bytes as one chunk.
+    /// Returns a plan with one chunk of `len` bytes.
     pub const fn whole(len: u64) -> Self {
         Self { len, shortest: len, longest: len }
     }
 
-    /// Returns the length of the chunk at `at`, the end of the chunk before it.
+    /// Returns the length of the chunk at offset `at` of the message.
     pub(super) fn next(self, at: u64) -> u64 {
         let left = self.len - at;
         let even = if left <= self.shortest + WORTHLESS {

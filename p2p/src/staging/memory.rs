@@ -1,15 +1,15 @@
-//! The host memory of a pool: one mapping, of huge pages if the machine has free ones, on the NIC's
-//! NUMA node if it is known.
+//! The host memory of a staging pool: one mapping, of huge pages if some are free. It lies on the
+//! NIC's NUMA node if that node is known.
 
 use std::ptr;
 
 use hmem_core::{Address, AddressRange, Error, Result};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-/// Size of the huge pages: the default of x86-64 and of arm64 with 4 KiB pages.
+/// Size of a huge page in bytes: the default of x86-64, and of arm64 with 4 KiB pages.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// A mapping owned by the pool, unmapped on drop.
+/// The mapped memory of the pool. Dropping the value unmaps it.
 #[derive(Debug)]
 pub(super) struct Memory {
     start: *mut u8,
@@ -22,7 +22,8 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Maps at least `len` bytes and touches them, on `node` if it is given and has memory.
+    /// Maps at least `len` bytes and writes to each page. Uses memory of NUMA node `node`, if it is
+    /// given and has memory.
     pub(super) fn map(len: usize, node: Option<u32>) -> Result<Self> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         let mut whole = len.next_multiple_of(HUGE_PAGE);
@@ -71,7 +72,8 @@ impl Memory {
         }
     }
 
-    /// Prefers pages of a node. The kernel uses other nodes if this one has none left.
+    /// Asks the kernel to use memory of a NUMA node. The kernel uses other nodes if that node has
+    /// no memory left.
     fn prefer(&self, node: u32) {
         const MPOL_PREFERRED: libc::c_int = 1;
         let mut mask = [0u64; 16];

@@ -1,5 +1,5 @@
-//! Staged copies: device memory that a NIC cannot reach is moved through host memory by the iface's
-//! copy engine.
+//! Staged copies: the copy engine of an iface moves device memory through host memory, for a NIC
+//! that cannot reach the device.
 //!
 //! A domain has one bounded pool of staging buffers
 //! ([`StagingAttr`](hmem_core::provider::StagingAttr)). A transfer is cut into chunks. Each chunk

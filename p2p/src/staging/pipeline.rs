@@ -23,61 +23,61 @@ use super::{
     pool::{Claim, Slots, Use},
 };
 
-/// Limit of chunks in flight that need no buffer.
+/// Maximum number of chunks in flight that need no buffer.
 const MOST: usize = 64;
 
-/// A run of bytes of a message that lies in staged memory.
+/// Consecutive bytes of a message that lie in one piece of staged memory.
 #[derive(Debug)]
 pub struct Run<M> {
     /// Offset of the run in the message.
     pub at: u64,
     /// Length in bytes, more than 0.
     pub len: u64,
-    /// Memory that the bytes are copied from or to.
+    /// The staged memory that the bytes are copied from or to.
     pub memory: M,
-    /// Offset of the run in the memory.
+    /// Offset of the run in `memory`.
     pub offset: u64,
 }
 
-/// Part of a staged transfer in which it failed.
+/// Step of a staged transfer at which it failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     /// The copy from the source memory into a staging buffer.
     Source,
-    /// The transfer on the wire. A canceled transfer fails here too.
+    /// The transfer on the wire. A canceled transfer counts as failed here.
     Wire,
     /// The copy from a staging buffer into the target memory.
     Target,
 }
 
-/// Answer of the wire to a chunk.
+/// Result of posting a chunk to the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Posted {
-    /// The wire has moved the bytes.
+    /// The bytes have been moved.
     Done,
-    /// The wire has accepted the chunk. The caller reports its end to [`Pipeline::landed`].
+    /// The wire has accepted the chunk. The caller calls [`Pipeline::landed`] when the chunk ends.
     Sent,
-    /// The wire has no room. The pipeline offers the chunk again at a later step.
+    /// The wire's queue is full. The pipeline posts the chunk again at a later step.
     Full,
 }
 
-/// Chunk that is offered to the wire.
+/// Chunk that the pipeline posts to the wire.
 #[derive(Clone, Copy, Debug)]
 pub struct View<'a> {
-    /// Number of the chunk, which [`Pipeline::landed`] takes.
+    /// Number of the chunk, an argument of [`Pipeline::landed`].
     pub number: u64,
     /// Offset of the chunk in the message.
     pub at: u64,
-    /// Length in bytes.
+    /// Length of the chunk in bytes.
     pub len: u64,
     slots: Option<&'a Slots>,
 }
 
 impl View<'_> {
-    /// Returns the staging buffers that hold `len` bytes of the message from offset `at`.
+    /// Returns the parts of staging buffers that hold `len` bytes of the message from offset `at`.
+    /// All these bytes must belong to this chunk.
     ///
-    /// Each item is an address, an offset in the message and a length. The bytes lie within this
-    /// chunk.
+    /// Each item is the address of a part, its offset in the message, and its length.
     pub fn parts(&self, at: u64, len: u64) -> impl Iterator<Item = (Address, u64, u64)> {
         let start = self.at;
         self.slots
@@ -109,7 +109,8 @@ struct Chunk {
 
 /// Staged transfer of one message.
 ///
-/// The owner drops it after the chunks on the wire have ended. Dropping it waits for its copies.
+/// The owner drops the value only after all chunks on the wire have ended. The drop waits for
+/// copies in flight.
 #[derive(Debug)]
 pub struct Pipeline<M> {
     sources: Vec<Run<M>>,
@@ -123,16 +124,17 @@ pub struct Pipeline<M> {
     granted: Option<Slots>,
     moved: u64,
     failure: Option<(Part, Error)>,
-    /// Set to wait for each copy when it starts. Used for messages of one chunk, which cannot
-    /// overlap anything.
-    waits: bool,
+    /// Set if each copy blocks until it has finished. A message of one chunk has nothing to overlap
+    /// with.
+    blocking: bool,
 }
 
 impl<M> Pipeline<M> {
     /// Creates the transfer of a message of at least one byte, in the chunks of `plan`.
     ///
-    /// `sources` and `targets` name the bytes that come from and go to staged memory, in the order
-    /// of the message.
+    /// `sources` lists the parts of the message that are copied from device memory into staging
+    /// buffers. `targets` lists the parts that are copied from staging buffers to device memory.
+    /// Both are in the order of the message.
     pub fn new(
         claim: Claim,
         purpose: Use,
@@ -152,7 +154,7 @@ impl<M> Pipeline<M> {
             granted: None,
             moved: 0,
             failure: None,
-            waits: false,
+            blocking: false,
         }
     }
 
@@ -161,7 +163,7 @@ impl<M> Pipeline<M> {
         self.chunks.is_empty() && (self.failure.is_some() || self.begun == self.plan.len)
     }
 
-    /// Takes the outcome: the bytes moved, or the first failure.
+    /// Removes and returns the result: the number of bytes moved, or the first failure.
     pub fn result(&mut self) -> Result<u64, (Part, Error)> {
         match self.failure.take() {
             Some(failure) => Err(failure),
@@ -169,7 +171,8 @@ impl<M> Pipeline<M> {
         }
     }
 
-    /// Fails the transfer: no further chunk begins, and the first failure is kept.
+    /// Fails the transfer. No further chunk begins. If the transfer has failed before, the first
+    /// failure is kept.
     pub fn fail(&mut self, part: Part, error: Error) {
         self.failure.get_or_insert((part, error));
         // Releases its place in the queue, so that claims behind it need not wait.
@@ -182,17 +185,18 @@ impl<M> Pipeline<M> {
         self.failure.is_some()
     }
 
-    /// Returns whether copies are in flight. A copy engine does not announce their end.
+    /// Returns whether copies are in flight. A copy engine does not report their end, so the caller
+    /// calls [`step`](Self::step).
     pub fn is_copying(&self) -> bool {
         self.chunks.iter().any(|chunk| !chunk.copies.is_empty())
     }
 
-    /// Returns true once the transfer takes no further buffer.
+    /// Returns true once the transfer needs no further buffer.
     pub fn has_begun(&self) -> bool {
         self.failure.is_some() || self.begun == self.plan.len
     }
 
-    /// Sets the use under which the pool counts further buffers.
+    /// Sets the purpose for which later buffers are taken from the pool.
     pub fn set_purpose(&mut self, purpose: Use) {
         if self.purpose != purpose {
             self.purpose = purpose;
@@ -201,18 +205,18 @@ impl<M> Pipeline<M> {
         }
     }
 
-    /// Returns true once the wire has every chunk, or the transfer failed.
+    /// Returns true once every chunk has been posted to the wire, or the transfer failed.
     pub fn is_posted(&self) -> bool {
         let waits = |chunk: &Chunk| matches!(chunk.stage, Stage::Filling | Stage::Ready);
         self.failure.is_some() || (self.begun == self.plan.len && !self.chunks.iter().any(waits))
     }
 
-    /// Returns the memories that the transfer copies from and to.
+    /// Returns the staged memories that the transfer copies from and to.
     pub fn memories(&self) -> impl Iterator<Item = &M> {
         self.sources.iter().chain(&self.targets).map(|run| &run.memory)
     }
 
-    /// Reports that chunk `number` left the wire, and how many bytes were moved.
+    /// Records the end of chunk `number` on the wire. `result` is the number of bytes moved.
     ///
     /// A received message may be shorter than its chunk.
     pub fn landed(&mut self, number: u64, result: Result<u64>) {
@@ -230,7 +234,8 @@ impl<M> Pipeline<M> {
         }
     }
 
-    /// Waits for the copies of a failed transfer. Releases every chunk that is not on the wire.
+    /// Waits for the copies of a failed transfer. Releases the buffers of all chunks that are not
+    /// on the wire.
     pub fn stop(&mut self) {
         self.wait_for_copies();
         self.retire();
@@ -247,12 +252,12 @@ impl<M> Pipeline<M> {
         }
     }
 
-    /// Returns the number of buffers for a chunk of `len` bytes.
+    /// Returns the number of staging buffers that a chunk of `len` bytes needs.
     fn wanted(&self, len: u64) -> usize {
         len.div_ceil(self.claim.pool().slot_len()) as usize
     }
 
-    /// Collects the results of copies that ended. Returns whether anything changed.
+    /// Collects the results of finished copies. Returns whether any copy had finished.
     fn settle(&mut self) -> bool {
         let mut progressed = false;
         let mut failed = None;
@@ -282,8 +287,8 @@ impl<M> Pipeline<M> {
         progressed
     }
 
-    /// Posts filled chunks to the wire, in order. Stops after one chunk if the wire moves it during
-    /// the call, so that the copy engine gets more work first.
+    /// Posts filled chunks to the wire, in order. If the wire moves a chunk during the call, stops
+    /// after that chunk so that the copy engine gets more work first.
     fn post(&mut self, wire: &mut impl FnMut(View<'_>) -> Result<Posted>) -> bool {
         let mut progressed = false;
         let mut failed = None;
@@ -323,7 +328,8 @@ impl<M> Pipeline<M> {
         progressed
     }
 
-    /// Removes chunks that ended and, after a failure, those that will not continue.
+    /// Removes ended chunks. After a failure, also removes the chunks that will not continue.
+    /// Returns whether any was removed.
     fn retire(&mut self) -> bool {
         let before = self.chunks.len();
         let failed = self.failure.is_some();
@@ -352,8 +358,8 @@ where
     M: Deref<Target = D>,
     D: StagedMemory + ?Sized,
 {
-    /// Does all work that is possible now. Returns whether there was any. Takes no buffers unless
-    /// `may_begin` is set.
+    /// Starts, posts and completes chunks as far as possible without waiting. Returns whether
+    /// anything changed. Takes new buffers only if `may_begin` is set.
     pub fn step(
         &mut self,
         may_begin: bool,
@@ -371,7 +377,7 @@ where
         progressed
     }
 
-    /// Runs the transfer to its end on the calling thread.
+    /// Runs the whole transfer on the calling thread.
     ///
     /// `wire` must move each chunk before it returns: it never answers [`Posted::Sent`] or
     /// [`Posted::Full`]. The transfer fails with the error that `canceled` returns.
@@ -384,7 +390,7 @@ where
         canceled: impl Fn() -> Option<Error>,
         mut wire: impl FnMut(View<'_>) -> Result<Posted>,
     ) -> Result<u64, (Part, Error)> {
-        self.waits = self.plan.next(0) == self.plan.len;
+        self.blocking = self.plan.next(0) == self.plan.len;
         // A copy may have canceled the transfer on this thread.
         let mut wire = |view: View<'_>| canceled().map_or_else(|| wire(view), Err);
         while !self.is_over() {
@@ -400,7 +406,7 @@ where
         self.result()
     }
 
-    /// Waits for the oldest copy, or for a buffer.
+    /// Waits for the oldest copy in flight, or for a free buffer.
     fn block(&mut self) {
         let oldest = self.chunks.iter_mut().find(|chunk| !chunk.copies.is_empty());
         if let Some(chunk) = oldest {
@@ -443,7 +449,7 @@ where
                     at,
                     slots,
                     Direction::Fill,
-                    self.waits,
+                    self.blocking,
                     &mut copies,
                 );
                 if started.is_err() {
@@ -482,9 +488,15 @@ where
                 let slots = chunk.slots.as_ref().expect("a chunk with staged bytes has buffers");
                 let range = (start, part);
                 let copies = &mut chunk.copies;
-                if let Err(error) =
-                    start_copies(run, range, chunk.at, slots, Direction::Drain, self.waits, copies)
-                {
+                if let Err(error) = start_copies(
+                    run,
+                    range,
+                    chunk.at,
+                    slots,
+                    Direction::Drain,
+                    self.blocking,
+                    copies,
+                ) {
                     failed = Some(error);
                     break;
                 }
@@ -497,8 +509,8 @@ where
     }
 }
 
-/// Returns the parts of runs within `len` bytes of the message from `at`: the run, the offset in
-/// the message, and the length.
+/// Returns the parts of `runs` that lie within `len` bytes of the message from offset `at`. Each
+/// item is the run, the part's offset in the message, and the part's length.
 fn overlaps<M>(runs: &[Run<M>], at: u64, len: u64) -> impl Iterator<Item = (&Run<M>, u64, u64)> {
     let end = at + len;
     let first = runs.partition_point(|run| run.at + run.len <= at);
@@ -514,15 +526,15 @@ enum Direction {
     Drain,
 }
 
-/// Starts the copies between a run and the buffers of the chunk that begins at `base` in the
-/// message.
+/// Starts the copies between a run and the buffers of a chunk. The chunk begins at offset `base` of
+/// the message.
 fn start_copies<M, D>(
     run: &Run<M>,
     (start, len): (u64, u64),
     base: u64,
     slots: &Slots,
     direction: Direction,
-    waits: bool,
+    blocking: bool,
     copies: &mut Vec<Box<dyn CopyEvent>>,
 ) -> Result<()>
 where
@@ -532,7 +544,7 @@ where
     for (address, offset, len) in slots.parts(start - base, len) {
         let at = run.offset + (base + offset - run.at);
         let pointer: *mut u8 = std::ptr::with_exposed_provenance_mut(address.0 as usize);
-        let copy: Box<dyn CopyEvent> = match (direction, waits) {
+        let copy: Box<dyn CopyEvent> = match (direction, blocking) {
             // SAFETY: `slots` owns the buffer until the chunk is retired, which is after its copies
             // ended, and keeps the pool mapped.
             (Direction::Fill, false) => unsafe { run.memory.start_read(at, address, len) }?,

@@ -13,10 +13,10 @@ use parking_lot::{Condvar, Mutex};
 
 use super::memory::Memory;
 
-/// Purpose for which a staging buffer is taken. Each has a share of the pool.
+/// Purpose for which staging buffers are taken. Each purpose has a share of the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
-    /// A chunk of an RMA transfer, or of another transfer that no peer can delay.
+    /// A chunk of a transfer that no peer can delay, such as RMA.
     Rma,
     /// A whole outgoing message.
     Send,
@@ -24,7 +24,7 @@ pub enum Use {
     Receive,
 }
 
-/// Staging buffers of one domain.
+/// The staging buffers of one domain.
 #[derive(Debug)]
 pub struct Pool {
     memory: Memory,
@@ -37,7 +37,7 @@ pub struct Pool {
 #[derive(Debug)]
 struct State {
     free: Vec<u32>,
-    /// Buffers in use, by [`Use`].
+    /// Number of buffers in use, by [`Use`].
     held: [usize; 3],
     waiting: VecDeque<Waiting>,
     next: u64,
@@ -51,7 +51,7 @@ struct Waiting {
 }
 
 impl Pool {
-    /// Allocates the buffers, on the NUMA node `node` if it is given.
+    /// Allocates the buffers, on the NUMA node `node` if one is given.
     ///
     /// # Errors
     ///
@@ -87,7 +87,7 @@ impl Pool {
         self.state.lock().held.iter().sum::<usize>() as u64
     }
 
-    /// Returns how many buffers a use may hold at once.
+    /// Returns the maximum number of buffers in use for a purpose.
     pub fn share(&self, purpose: Use) -> usize {
         let all = self.attr.buffer_count;
         match purpose {
@@ -97,7 +97,8 @@ impl Pool {
         }
     }
 
-    /// Takes buffers if it is the claim's turn. Otherwise the claim joins the queue.
+    /// Takes buffers for a claim if all earlier claims are served. Otherwise adds the claim to the
+    /// queue.
     fn take(
         self: &Arc<Self>,
         state: &mut State,
@@ -121,7 +122,8 @@ impl Pool {
         Some(Slots { pool: Arc::clone(self), purpose, list: state.free.split_off(rest) })
     }
 
-    /// Returns whether `want` buffers are left after all earlier claims are served.
+    /// Returns whether `want` buffers are free for a claim after all earlier claims get theirs.
+    /// `number` is the claim's place in the queue.
     fn is_turn(&self, state: &State, number: Option<u64>, want: usize, purpose: Use) -> bool {
         let (mut free, mut held) = (state.free.len(), state.held);
         for waiting in &state.waiting {
@@ -142,7 +144,7 @@ impl Pool {
     }
 }
 
-/// Request for staging buffers. Dropping it leaves the queue.
+/// Request for staging buffers. Dropping the value removes it from the queue.
 #[derive(Debug)]
 pub struct Claim {
     pool: Arc<Pool>,
@@ -150,17 +152,18 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// Creates a claim that has no place in the queue yet.
+    /// Creates a claim that is not yet in the queue.
     pub fn new(pool: &Arc<Pool>) -> Self {
         Self { pool: Arc::clone(pool), number: None }
     }
 
-    /// Returns the pool.
+    /// Returns the pool that the claim takes buffers from.
     pub fn pool(&self) -> &Arc<Pool> {
         &self.pool
     }
 
-    /// Takes `want` buffers, or joins the queue and returns `None`.
+    /// Takes `want` buffers. Returns `None` and joins the queue if other claims are served first or
+    /// too few buffers are free.
     ///
     /// `want` must not exceed the share of `purpose`.
     pub fn take(&mut self, want: usize, purpose: Use) -> Option<Slots> {
@@ -188,7 +191,8 @@ impl Drop for Claim {
     }
 }
 
-/// Staging buffers in use, addressed as one run of bytes. Dropping them returns them to the pool.
+/// Staging buffers in use, addressed as consecutive bytes. Dropping the value returns them to the
+/// pool.
 #[derive(Debug)]
 pub struct Slots {
     pool: Arc<Pool>,
@@ -197,9 +201,8 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// Returns the pieces of the bytes from `offset` on: address, offset and length of each.
-    ///
-    /// A piece ends where its buffer ends.
+    /// Returns the parts of `len` bytes from `offset`, split where a buffer ends. Each item is an
+    /// address, an offset and a length.
     pub fn parts(&self, offset: u64, len: u64) -> impl Iterator<Item = (Address, u64, u64)> {
         let slot_len = self.pool.slot_len();
         let (mut at, end) = (offset, offset + len);

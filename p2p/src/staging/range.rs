@@ -1,4 +1,4 @@
-//! Staged access to a range of an iface.
+//! Staged access to a range of device memory, through the copy engine of its iface.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use hmem_core::{
     provider::StagedMemory,
 };
 
-/// A range of an iface that is reached through its copy engine.
+/// A range of device memory that is accessed through the copy engine of its iface.
 ///
 /// Its methods copy without `unsafe`, so the constructor is `unsafe`:
 ///
@@ -27,11 +27,11 @@ pub struct StagedRange {
 }
 
 impl StagedRange {
-    /// Stages `range`, which belongs to `iface`.
+    /// Creates a staged range from `range`, whose memory belongs to `iface`.
     ///
     /// # Safety
-    /// The memory is not freed before the last use of the value, and no Rust reference to it exists
-    /// until then.
+    /// The memory is not freed before the last use of the value. Until then, no Rust reference to
+    /// the memory exists.
     #[must_use]
     pub unsafe fn new(iface: Arc<dyn Iface>, range: AddressRange) -> Self {
         Self { iface, range }
@@ -48,10 +48,11 @@ impl StagedRange {
         Ok(part.start())
     }
 
-    /// Starts a copy. An iface without a copy engine copies before this returns.
+    /// Starts a copy of `len` bytes. If the iface has no copy engine, copies before this returns.
     ///
     /// # Safety
-    /// As [`CopyEngine::start_copy`](hmem_core::iface::CopyEngine::start_copy).
+    /// The caller follows the safety rules of
+    /// [`CopyEngine::start_copy`](hmem_core::iface::CopyEngine::start_copy).
     unsafe fn start(&self, to: Address, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
         if let Some(engine) = self.iface.copy_engine() {
             // SAFETY: the caller vouches for both ranges, as this function's contract says.

@@ -1,4 +1,4 @@
-//! Archives of a recorded tree: tar, plain or with gzip.
+//! Archives of recordings: tar files, uncompressed or compressed with gzip.
 
 use std::{
     collections::BTreeMap,
@@ -12,12 +12,12 @@ use tar::{EntryType, Header};
 
 use super::source::{Entry, LARGEST_FILE};
 
-/// Limit of an unpacked archive in bytes. A recording of a large server has less than one hundredth
-/// of this.
+/// Maximum size of an unpacked archive in bytes. A recording of a large server has less than one
+/// hundredth of this.
 const LARGEST_ARCHIVE: u64 = 64 << 20;
 const MOST_ENTRIES: usize = 1 << 17;
 const GZIP: [u8; 2] = [0x1f, 0x8b];
-/// The two blocks of zeros that end a tar. An archive without them was cut off.
+/// The two blocks of zeros at the end of a tar file. An archive without them was cut off.
 const END: [u8; 1024] = [0; 1024];
 
 fn damaged(name: &str, problem: impl std::fmt::Display) -> Error {
@@ -27,7 +27,7 @@ fn damaged(name: &str, problem: impl std::fmt::Display) -> Error {
         .remedy("give a tar or tar.gz that hmem topo --record FILE made")
 }
 
-/// Unpacks the archive `name` in memory.
+/// Unpacks the bytes of an archive into entries by path. Errors contain its `name`.
 pub(super) fn unpack(name: &str, mut bytes: impl Read) -> Result<BTreeMap<String, Entry>> {
     let mut start = Vec::new();
     let read = |start: &mut Vec<u8>, from: &mut dyn Read| {
@@ -83,7 +83,8 @@ pub(super) fn unpack(name: &str, mut bytes: impl Read) -> Result<BTreeMap<String
     Ok(below_top_folder(entries))
 }
 
-/// Returns a path of plain names from the root, or `None` for any other path.
+/// Returns a relative path as text. Returns `None` if the path has parts other than plain names
+/// (`..`, say).
 fn relative(path: &Path) -> Option<String> {
     let mut parts = Vec::new();
     for component in path.components() {
@@ -96,7 +97,7 @@ fn relative(path: &Path) -> Option<String> {
     Some(parts.join("/"))
 }
 
-/// Removes the top folder if everything lies in it.
+/// Removes the top folder from all paths if it contains every entry.
 fn below_top_folder(entries: BTreeMap<String, Entry>) -> BTreeMap<String, Entry> {
     let top = entries
         .keys()
@@ -114,8 +115,8 @@ fn below_top_folder(entries: BTreeMap<String, Entry>) -> BTreeMap<String, Entry>
     entries.into_iter().map(|(path, entry)| (path[top.len()..].to_owned(), entry)).collect()
 }
 
-/// Packs entries into a tar with gzip. Equal entries give equal bytes: the archive has no times,
-/// owners or host names.
+/// Packs entries into a gzip-compressed tar file. Equal entries give equal bytes: the archive holds
+/// no times, owners or host names.
 pub(super) fn pack(entries: &BTreeMap<String, Entry>, out: impl Write) -> Result<()> {
     write(entries, out).map_err(|error| {
         Error::os(Errno::of(&error), "write recording")

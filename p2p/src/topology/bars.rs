@@ -1,21 +1,21 @@
-//! Base address registers (BARs): the part of a device's memory that its peers can reach.
+//! Base address registers (BARs). They give the part of a device's memory that its peers can reach.
 
-/// Limit of the size of a BAR in bytes. No bus has more than 52 address bits.
+/// Maximum size of a BAR in bytes. No bus has more than 52 address bits.
 const LARGEST_BAR: u64 = 1 << 52;
 
-/// A base address register.
+/// A base address register (BAR) of a PCI function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Bar {
     /// Number of the register: 0 to 5, or 6 for the expansion ROM.
     pub index: u8,
-    /// Size in bytes.
+    /// Size of the address range in bytes.
     pub size: u64,
-    /// Set for memory, clear for I/O ports.
+    /// Set if the range is memory; not set if it is I/O ports.
     pub memory: bool,
-    /// Set if the register takes 64-bit addresses.
+    /// Set if the register holds 64-bit addresses.
     pub wide: bool,
-    /// Set if reads have no side effects, so that a bridge may prefetch.
+    /// Set if reads of the range have no side effects. Bridges may then prefetch.
     pub prefetchable: bool,
 }
 
@@ -24,8 +24,8 @@ const PORTS: u64 = 0x100;
 const PREFETCH: u64 = 0x2000;
 const WIDE: u64 = 0x10_0000;
 
-/// Parses the file `resource`: start, end and flags of each register, one per line
-/// (`linux/ioport.h`). Lines after the sixth register and the ROM are windows of bridges.
+/// Parses the sysfs file `resource`. Each line has the start, end and flags of one register
+/// (`linux/ioport.h`). Lines after the six registers and the ROM describe windows of bridges.
 pub(super) fn read(text: &str) -> Result<Vec<Bar>, String> {
     let mut bars = Vec::new();
     for (index, line) in text.lines().take(7).enumerate() {
@@ -54,7 +54,7 @@ pub(super) fn read(text: &str) -> Result<Vec<Bar>, String> {
     Ok(bars)
 }
 
-/// Writes a file `resource` with these sizes. The addresses are made up.
+/// Returns the text of a sysfs file `resource` for these sizes. The addresses in it are invented.
 pub(super) fn write(bars: &[Bar]) -> String {
     let mut text = String::new();
     for index in 0..7 {

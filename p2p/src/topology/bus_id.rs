@@ -1,4 +1,4 @@
-//! PCI addresses: the only names of devices that no environment variable renumbers.
+//! PCI addresses. Unlike a driver's device numbers, they do not depend on environment variables.
 
 use std::{fmt, str::FromStr};
 
@@ -24,24 +24,24 @@ use hmem_core::{Error, ErrorKind};
 pub struct BusId {
     /// The PCI domain (segment). Hypervisors and VMD use numbers beyond 16 bits.
     pub domain: u32,
-    /// The bus within the domain.
+    /// The number of the bus in its domain.
     pub bus: u8,
-    /// The device on the bus, 0 to 31.
+    /// The number of the device on the bus, 0 to 31.
     pub device: u8,
-    /// The function of the device, 0 to 7.
+    /// The number of the function of the device, 0 to 7.
     pub function: u8,
 }
 
-/// The bus below a host bridge: `pci0000:00` in sysfs.
+/// The root bus below a host bridge: `pci0000:00` in sysfs.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RootBus {
     /// The PCI domain.
     pub domain: u32,
-    /// The bus within the domain.
+    /// The number of the bus in its domain.
     pub bus: u8,
 }
 
-/// Parses hexadecimal digits only (`from_str_radix` accepts a sign too).
+/// Parses at most `most` hexadecimal digits. Accepts no sign, unlike `from_str_radix`.
 fn hex(text: &str, most: usize) -> Option<u32> {
     let digits =
         !text.is_empty() && text.len() <= most && text.bytes().all(|byte| byte.is_ascii_hexdigit());
@@ -64,7 +64,7 @@ impl BusId {
 }
 
 impl RootBus {
-    /// Parses `pci0000:00`, the name of a folder of `/sys/devices`.
+    /// Parses the name of a folder in `/sys/devices`, such as `pci0000:00`.
     pub(super) fn read(name: &str) -> Option<Self> {
         let (domain, bus) = name.strip_prefix("pci")?.split_once(':')?;
         if domain.len() < 4 || bus.len() != 2 {
@@ -77,6 +77,8 @@ impl RootBus {
 impl FromStr for BusId {
     type Err = Error;
 
+    /// Parses an address in the form of sysfs, CUDA or `lspci`.
+    ///
     /// # Errors
     /// Malformed: the text is not an address.
     fn from_str(text: &str) -> Result<Self, Error> {

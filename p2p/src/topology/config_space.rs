@@ -1,4 +1,4 @@
-//! PCI configuration space: the kind of a port, and Access Control Services (ACS).
+//! PCI configuration space: the type of a function, and Access Control Services (ACS).
 //!
 //! Offsets and bits are those of `linux/pci_regs.h` and of the PCI Express base specification
 //! (7.5.3 for the port type, 7.7.11 for ACS). Both capabilities lie past the first 64 bytes, which
@@ -6,24 +6,24 @@
 
 use std::fmt;
 
-/// Kind of a PCI function in the tree.
+/// Type of a PCI function by its place in the PCI tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Port {
-    /// A device at the end of the tree.
+    /// A device without other devices below it.
     Endpoint,
-    /// A port of the root complex, with a link below it.
+    /// A port of the root complex. Devices or switches are below it.
     RootPort,
-    /// The port of a switch that faces the root.
+    /// The port of a switch on the side of the root complex.
     Upstream,
-    /// A port of a switch that faces devices.
+    /// A port of a switch on the side of the devices.
     Downstream,
-    /// Another bridge: to conventional PCI, or on a machine that does not report the kind.
+    /// Any other bridge: a bridge to conventional PCI, or a bridge of unknown type.
     Bridge,
 }
 
 impl Port {
-    /// Returns the printed name.
+    /// Returns the name of the type for output.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -42,16 +42,16 @@ impl fmt::Display for Port {
     }
 }
 
-/// Access Control Services (ACS) of a port: they may redirect traffic between devices below the
+/// Access Control Services (ACS) of a port. They can redirect traffic between devices below the
 /// port to the root complex.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Acs {
-    /// The configuration space that was read ends before the capability (64 bytes). Reading more
-    /// needs `CAP_SYS_ADMIN`.
+    /// The state is unknown: this process can read only the first 64 bytes of configuration space.
+    /// Reading more needs `CAP_SYS_ADMIN`.
     Unreadable,
     /// The function has no ACS capability.
     Absent,
-    /// The control register.
+    /// The function has the capability. The value is its control register.
     Control(AcsControl),
 }
 
@@ -70,14 +70,14 @@ impl AcsControl {
         (0x40, "DirectTrans"),
     ];
 
-    /// Returns whether the port redirects requests or completions between two devices below it to
-    /// the root complex.
+    /// Returns whether the port sends requests or completions between two devices below it to the
+    /// root complex.
     #[must_use]
     pub const fn redirects(self) -> bool {
         self.0 & 0x0c != 0
     }
 
-    /// Returns the names of the bits that are set, as `lspci` prints them.
+    /// Returns the names of the set bits, in the spelling of `lspci`.
     pub fn names(self) -> impl Iterator<Item = &'static str> {
         Self::NAMES.into_iter().filter(move |(bit, _)| self.0 & bit != 0).map(|(_, name)| name)
     }
@@ -90,7 +90,7 @@ impl fmt::Debug for AcsControl {
 }
 
 impl Acs {
-    /// Returns whether the port redirects; `None` if the register could not be read.
+    /// Returns whether the port redirects traffic; `None` if the capability could not be read.
     #[must_use]
     pub const fn redirects(self) -> Option<bool> {
         match self {
@@ -101,15 +101,15 @@ impl Acs {
     }
 }
 
-/// The parsed configuration space.
+/// The parsed part of a function's configuration space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ConfigSpace {
-    /// The port type; `None` if no PCI Express capability was read.
+    /// The type of the function; `None` if no PCI Express capability was read.
     pub(super) port: Option<Port>,
     pub(super) acs: Acs,
 }
 
-/// Number of bytes that an unprivileged process can read.
+/// Number of bytes of configuration space that an unprivileged process can read.
 pub(super) const HEADER: usize = 64;
 const CONVENTIONAL: usize = 256;
 const EXTENDED: usize = 4096;
@@ -130,7 +130,7 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
 }
 
-/// Parses configuration space. The error says what is malformed.
+/// Parses the bytes of a configuration space. The error describes the malformed part.
 pub(super) fn read(bytes: &[u8]) -> Result<ConfigSpace, String> {
     if bytes.len() < HEADER || bytes.len() > EXTENDED {
         return Err(format!(
@@ -161,7 +161,7 @@ pub(super) fn read(bytes: &[u8]) -> Result<ConfigSpace, String> {
     Ok(ConfigSpace { port, acs })
 }
 
-/// Returns the flags of the PCI Express capability.
+/// Returns the flags of the PCI Express capability; `None` if there is none.
 fn pci_express(bytes: &[u8]) -> Result<Option<u16>, String> {
     let mut at = usize::from(bytes[CAPABILITY_POINTER] & 0xfc);
     // Each capability has at least four bytes, which limits their number.
@@ -185,7 +185,7 @@ fn pci_express(bytes: &[u8]) -> Result<Option<u16>, String> {
     Err("a loop of capabilities".to_owned())
 }
 
-/// Finds the ACS capability in the list of extended capabilities.
+/// Reads the ACS capability from the list of extended capabilities.
 fn extended(bytes: &[u8]) -> Result<Acs, String> {
     let mut at = CONVENTIONAL;
     for _ in 0..(EXTENDED - CONVENTIONAL) / 8 {
@@ -216,7 +216,7 @@ fn extended(bytes: &[u8]) -> Result<Acs, String> {
     Err("a loop of extended capabilities".to_owned())
 }
 
-/// Writes a configuration space with only these capabilities.
+/// Returns the bytes of a configuration space with only the given capabilities.
 pub(super) fn write(space: ConfigSpace, bridge: bool) -> Vec<u8> {
     let mut bytes = vec![0; HEADER];
     bytes[HEADER_TYPE] = u8::from(bridge);
@@ -260,7 +260,8 @@ mod tests {
 
     use super::*;
 
-    /// The configuration space of a root port with a serial number before its ACS capability.
+    /// Returns the configuration space of a root port. A serial number comes before the ACS
+    /// capability.
     fn root_port() -> Vec<u8> {
         let mut bytes = vec![0; EXTENDED];
         bytes[STATUS] = 0x10;

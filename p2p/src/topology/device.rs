@@ -11,38 +11,39 @@ use super::{
     source::{Contents, Source},
 };
 
-/// Limit of bridges between a device and its host bridge. Real machines have fewer than ten.
+/// Maximum number of bridges between a device and its host bridge. Real machines have fewer than
+/// ten.
 const DEEPEST: usize = 64;
-/// A PCI function.
+/// A PCI function: a device, or one of several functions of a device.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PciDevice {
-    /// The PCI address.
+    /// The PCI address of the function.
     pub bus_id: BusId,
     /// The host bridge above the device.
     pub root: RootBus,
-    /// The bridges above the device, from the root port down.
+    /// The bridges between the host bridge and the device, starting at the root port.
     pub bridges: Vec<BusId>,
-    /// Base class, subclass and interface, as in `0x030200`.
+    /// PCI class code: base class, subclass and interface, as in `0x030200`.
     pub class: u32,
-    /// The PCI vendor number.
+    /// The PCI vendor id.
     pub vendor: u16,
-    /// The vendor's number for the device.
+    /// The PCI device id, which the vendor assigns.
     pub device: u16,
-    /// The kind of function. If configuration space cannot be read, it is derived from the place in
-    /// the tree.
+    /// The type of the function. If configuration space cannot be read, the type is derived from
+    /// the place in the PCI tree.
     pub port: Port,
-    /// Access Control Services of the function.
+    /// Access Control Services (ACS) of the function.
     pub acs: Acs,
     /// The NUMA node; `None` if firmware does not report it (-1 in sysfs).
     pub numa_node: Option<u32>,
     /// The IOMMU group; `None` without an IOMMU.
     pub iommu_group: Option<u32>,
-    /// The driver that is bound to the device.
+    /// Name of the kernel driver that is bound to the function; `None` without one.
     pub driver: Option<String>,
-    /// The link towards the root; `None` for parts of the root complex.
+    /// The link on the side of the root complex; `None` for parts of the root complex.
     pub link: Option<Link>,
-    /// The base address registers with a size.
+    /// The base address registers with a nonzero size.
     pub bars: Vec<Bar>,
     pub(super) space: Option<ConfigSpace>,
 }
@@ -77,18 +78,18 @@ impl Link {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Role {
-    /// A GPU or accelerator, whose memory a NIC may want to reach.
+    /// A GPU or another accelerator. NICs may access its memory.
     Accelerator,
-    /// A network controller.
+    /// A network controller (NIC).
     Network,
     /// A bridge, switch port or host bridge.
     Bridge,
-    /// Anything else.
+    /// Any other function.
     Other,
 }
 
 impl Role {
-    /// Returns the printed name.
+    /// Returns the name of the role for output.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -105,14 +106,14 @@ const AMD: u16 = 0x1002;
 const INTEL: u16 = 0x8086;
 const AMAZON: u16 = 0x1d0f;
 
-/// Returns true for Inferentia and Trainium devices. The numbers are those of the Neuron kernel
-/// driver.
+/// Returns true for the device ids of Inferentia and Trainium devices. The ids are those in the
+/// Neuron kernel driver.
 const fn is_neuron(device: u16) -> bool {
     matches!(device, 0x7064..=0x7067 | 0x7164 | 0x7264 | 0x7364)
 }
 
 impl PciDevice {
-    /// Returns the role of the device.
+    /// Returns the role of the device for this library.
     ///
     /// - GPUs are display controllers (class 03xx) of NVIDIA, AMD and Intel. The VGA of a
     ///   management controller does not count.
@@ -134,8 +135,8 @@ impl PciDevice {
         self.class >> 8 == 0x0604
     }
 
-    /// Returns the size of the largest memory BAR in bytes; 0 without any. Peers reach at most this
-    /// much of the device's memory at once.
+    /// Returns the size of the largest memory BAR in bytes; 0 if there is none. Other devices can
+    /// access at most this many bytes of the device's memory at once.
     #[must_use]
     pub fn largest_bar(&self) -> u64 {
         self.bars
@@ -146,7 +147,7 @@ impl PciDevice {
             .unwrap_or(0)
     }
 
-    /// Returns the vendor's name, if it makes GPUs, NICs or switches.
+    /// Returns the vendor's name; `None` if this library does not know the vendor.
     #[must_use]
     pub const fn vendor_name(&self) -> Option<&'static str> {
         Some(match self.vendor {
@@ -170,19 +171,19 @@ impl PciDevice {
     }
 }
 
-/// Place of a folder of `/sys/devices` in the PCI tree.
+/// Place of a function in the PCI tree, parsed from a folder of `/sys/devices`.
 pub(super) struct PciLocation {
     pub(super) root: RootBus,
-    /// The functions on the path, the device itself last.
+    /// The functions from the root port to the device, which is the last one.
     pub(super) functions: Vec<BusId>,
-    /// The path of the last function.
+    /// The sysfs path of the last function.
     pub(super) path: String,
 }
 
 /// Parses a path such as `sys/devices/pci0000:00/0000:00:01.0/0000:07:00.0/infiniband/mlx5_0`.
 ///
-/// Ignores everything before the host bridge: a platform device, a hypervisor's bus, or the
-/// function that a volume management device (Intel VMD) puts before its own PCI domain.
+/// Ignores all path components before the host bridge: a platform device, a hypervisor's bus, or
+/// the function above the PCI domain of a volume management device (Intel VMD).
 pub(super) fn place(path: &str) -> Option<PciLocation> {
     let parts: Vec<_> = path.split('/').collect();
     let at = parts.iter().rposition(|part| RootBus::read(part).is_some())?;
@@ -192,7 +193,7 @@ pub(super) fn place(path: &str) -> Option<PciLocation> {
     (!functions.is_empty()).then_some(PciLocation { root, functions, path })
 }
 
-/// Folder of links to all PCI functions.
+/// The sysfs folder with a link to each PCI function.
 const FOLDER: &str = "sys/bus/pci/devices";
 
 /// Reads every PCI function.
@@ -229,7 +230,7 @@ pub(super) fn read_with_bridges(
     Ok(devices)
 }
 
-/// Resolves the link of a function to its place in the tree.
+/// Follows the link of a function and returns its place in the PCI tree.
 fn place_of(source: &Source, id: BusId) -> Result<PciLocation> {
     let path = format!("{FOLDER}/{id}");
     let target =
@@ -251,7 +252,7 @@ fn place_of(source: &Source, id: BusId) -> Result<PciLocation> {
     Ok(place)
 }
 
-/// Checks that each bridge is at the place that the devices below it give.
+/// Checks that each bridge has the place that the paths of the devices below it imply.
 fn check_bridges(source: &Source, devices: &BTreeMap<BusId, PciDevice>) -> Result<()> {
     for device in devices.values() {
         let path = format!("{FOLDER}/{}", device.bus_id);
@@ -272,8 +273,8 @@ fn check_bridges(source: &Source, devices: &BTreeMap<BusId, PciDevice>) -> Resul
     Ok(())
 }
 
-/// Derives missing port kinds from the place in the tree: bridges in turn are root port, upstream
-/// port, downstream port, upstream port and so on.
+/// Derives missing port types from the place in the PCI tree. From the host bridge down, the
+/// bridges are a root port, then upstream and downstream ports alternately.
 fn infer_ports(devices: &mut BTreeMap<BusId, PciDevice>) {
     let mut order: Vec<_> =
         devices.values().map(|device| (device.bridges.len(), device.bus_id)).collect();
@@ -308,12 +309,12 @@ fn read(source: &Source, bus_id: BusId, mut place: PciLocation) -> Result<PciDev
     }
     let config = at("config");
     let space = match source.contents(&config)? {
-        Contents::Bytes(bytes) => source.doubted(&config, config_space::read(&bytes))?,
+        Contents::Bytes(bytes) => source.parsed_or_skipped(&config, config_space::read(&bytes))?,
         Contents::Absent | Contents::Denied => None,
     };
     let resource = at("resource");
     let bars = match source.text(&resource)? {
-        Some(text) => source.doubted(&resource, bars::read(&text))?.unwrap_or_default(),
+        Some(text) => source.parsed_or_skipped(&resource, bars::read(&text))?.unwrap_or_default(),
         None => Vec::new(),
     };
     let last_part = |name: &str| -> Result<Option<String>> {
@@ -380,14 +381,14 @@ fn link(source: &Source, at: &dyn Fn(&str) -> String) -> Result<Option<Link>> {
     let speed = |name: &str| -> Result<Option<f32>> {
         let path = at(name);
         match source.text(&path)? {
-            Some(text) => Ok(source.doubted(&path, speed(&text))?.flatten()),
+            Some(text) => Ok(source.parsed_or_skipped(&path, speed(&text))?.flatten()),
             None => Ok(None),
         }
     };
     let width = |name: &str| -> Result<Option<u8>> {
         let path = at(name);
         match source.text(&path)? {
-            Some(text) => Ok(source.doubted(&path, width(&text))?.flatten()),
+            Some(text) => Ok(source.parsed_or_skipped(&path, width(&text))?.flatten()),
             None => Ok(None),
         }
     };
@@ -412,7 +413,8 @@ fn speed(text: &str) -> Result<Option<f32>, String> {
     }
 }
 
-/// Parses a number of lanes. 0, 255, and 63 (six bits of a device that does not respond) mean none.
+/// Parses a number of lanes. The values 0, 255 and 63 mean no link; a device that does not respond
+/// gives 63, as the field has six bits.
 fn width(text: &str) -> Result<Option<u8>, String> {
     match text.parse::<u8>() {
         Ok(0 | 63 | 255) => Ok(None),

@@ -12,17 +12,17 @@ use super::{
 /// Distance class of two PCI functions, nearest first. The names are those of `nvidia-smi topo -m`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Distance {
-    /// `X`: the function itself.
+    /// `X`: both are the same function.
     Same,
-    /// `PIX`: at most one switch between them.
+    /// `PIX`: the path passes at most one switch.
     Pix,
-    /// `PXB`: several switches, and no host bridge.
+    /// `PXB`: the path passes several switches, and no host bridge.
     Pxb,
-    /// `PHB`: a host bridge (usually a CPU).
+    /// `PHB`: the path passes one host bridge (usually that of a CPU).
     Phb,
-    /// `NODE`: two host bridges of one NUMA node.
+    /// `NODE`: the path passes two host bridges of one NUMA node.
     Node,
-    /// `SYS`: two NUMA nodes, or two host bridges with an unknown NUMA node.
+    /// `SYS`: the path passes two host bridges of different NUMA nodes, or of unknown ones.
     Sys,
 }
 
@@ -30,7 +30,7 @@ impl Distance {
     /// All classes, nearest first.
     pub const ALL: [Self; 6] = [Self::Same, Self::Pix, Self::Pxb, Self::Phb, Self::Node, Self::Sys];
 
-    /// Returns the name in `nvidia-smi topo`.
+    /// Returns the name of the class in `nvidia-smi topo`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -43,7 +43,7 @@ impl Distance {
         }
     }
 
-    /// Returns the meaning in a few words.
+    /// Returns a short description of the class.
     #[must_use]
     pub const fn meaning(self) -> &'static str {
         match self {
@@ -63,17 +63,18 @@ impl fmt::Display for Distance {
     }
 }
 
-/// A step of the path between two functions.
+/// A step of the path between two PCI functions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Hop {
-    /// One of the two ends.
+    /// The first or the last function of the path.
     Function(BusId),
-    /// A bridge or port of a switch.
+    /// A bridge, or a port of a switch.
     Bridge(BusId, Port),
     /// A host bridge.
     HostBridge(RootBus),
-    /// The interconnect between host bridges, inside a NUMA node or to another one.
+    /// The interconnect between two host bridges. They may be in the same NUMA node or in two
+    /// nodes.
     Interconnect,
 }
 
@@ -88,14 +89,15 @@ impl fmt::Display for Hop {
     }
 }
 
-/// Redirection of a pair's traffic to the root complex, by Access Control Services.
+/// Redirection of a path's traffic to the root complex, by Access Control Services (ACS).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Redirection {
-    /// No port on the path redirects.
+    /// No port on the path redirects traffic.
     None,
-    /// These ports redirect: traffic that could stay in a switch goes through the root complex.
+    /// These ports redirect traffic. Traffic that could stay in a switch goes through the root
+    /// complex.
     By(Vec<BusId>),
-    /// No port is known to redirect, and these ports could not be read.
+    /// No port is known to redirect, but the ACS capabilities of these ports could not be read.
     Unknown(Vec<BusId>),
 }
 
@@ -105,11 +107,11 @@ pub enum Redirection {
 pub struct PciPath {
     /// The distance class.
     pub distance: Distance,
-    /// Every step, from the first function to the second.
+    /// All steps, from the first function to the second.
     pub hops: Vec<Hop>,
-    /// The ports on the path that redirect its traffic.
+    /// Redirection of the path's traffic to the root complex.
     pub redirection: Redirection,
-    /// Set if `SYS` is a guess, because the NUMA node of one function is not known.
+    /// Set if the class `SYS` is a guess, because the NUMA node of a function is not known.
     pub numa_unknown: bool,
 }
 
@@ -188,9 +190,9 @@ impl Topology {
         self.device(id).map(|device| device.port)
     }
 
-    /// Returns the redirection of a path. Only ports below the meeting point matter: they send a
-    /// request up to the root complex. Traffic that goes there anyway is not redirected (as in
-    /// `drivers/pci/p2pdma.c`).
+    /// Returns the redirection of a path. Only ports below the common ancestor of both functions
+    /// matter, since they can send a request up to the root complex. Traffic through the root
+    /// complex is never redirected (see `drivers/pci/p2pdma.c`).
     fn redirection(&self, distance: Distance, up: &[BusId], down: &[BusId]) -> Redirection {
         if !matches!(distance, Distance::Pix | Distance::Pxb) {
             return Redirection::None;
@@ -212,8 +214,8 @@ impl Topology {
         }
     }
 
-    /// Returns the RDMA NICs with a PCI address, nearest to `device` first. Of two NICs in one
-    /// distance class, the NIC with fewer hops comes first.
+    /// Returns the RDMA NICs that have a PCI address, nearest to `device` first. If two NICs have
+    /// the same distance class, the NIC with fewer hops comes first.
     ///
     /// The list is empty if `device` is not in the tree or no NIC has a PCI address.
     #[must_use]
@@ -221,8 +223,8 @@ impl Topology {
         self.by_distance(device, self.rdma.iter().filter_map(|rdma| rdma.bus_id))
     }
 
-    /// Returns the RDMA NICs that are nearest to `device`: the NICs of
-    /// [`nics_by_distance`](Self::nics_by_distance) with the distance of the first one.
+    /// Returns the RDMA NICs that are nearest to `device`: those of
+    /// [`nics_by_distance`](Self::nics_by_distance) that are as near as the first one.
     #[must_use]
     pub fn nearest_nics(&self, device: BusId) -> Vec<(BusId, PciPath)> {
         nearest(self.nics_by_distance(device))

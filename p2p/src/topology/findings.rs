@@ -1,16 +1,17 @@
-//! Obstacles in the wiring between a device and a NIC, with remedies.
+//! Findings: properties of the hardware or the kernel that block or slow the path between a device
+//! and a NIC, with remedies.
 
 use super::{BusId, Distance, Redirection, Topology};
 
-/// Obstacle in the wiring or the kernel that blocks or slows the path between a device and a NIC.
+/// Property of the hardware or the kernel that blocks or slows the path between a device and a NIC.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Finding {
     /// Name of the finding: `acs`, `iommu`, `bar`, `link`, `distance` or `peer-memory`.
     pub name: &'static str,
-    /// Description in one sentence.
+    /// Description of the finding in one sentence.
     pub what: String,
-    /// Remedy.
+    /// Remedy for the finding.
     pub remedy: &'static str,
 }
 
@@ -29,11 +30,12 @@ const PEER_MEMORY: &str =
     "load nvidia_peermem, or install the driver's open kernel modules, which export dma-bufs";
 
 impl Topology {
-    /// Returns the obstacles between `device` and `nic`, worst first. The list is empty if one of
-    /// them is not in the tree.
+    /// Returns the findings about the path between `device` and `nic`, worst first. The list is
+    /// empty if one of them is not in the tree.
     ///
-    /// `memory` is the size of the device's memory in bytes, if it is known: a smaller BAR shows
-    /// only part of it. Only a registration shows whether direct access works.
+    /// `memory` is the size of the device's memory in bytes, if it is known. If the BAR is smaller,
+    /// peers can access only part of the memory. Findings do not prove that direct access works or
+    /// fails: only a registration shows that.
     #[must_use]
     pub fn findings(&self, device: BusId, nic: BusId, memory: Option<u64>) -> Vec<Finding> {
         let (Some(path), Some(gpu), Some(card)) =

@@ -1,5 +1,5 @@
-//! The kernel's options, command line and modules, and the mode of the IOMMU, as far as paths
-//! depend on them.
+//! Facts about the kernel that paths depend on: its options, command line, modules, and the mode of
+//! the IOMMU.
 
 use std::{collections::BTreeMap, fmt, io::Read};
 
@@ -12,7 +12,7 @@ use super::{
     source::{LARGEST_FILE, Source},
 };
 
-/// Kernel configuration options that direct paths depend on, with their meanings.
+/// Kernel configuration options that direct paths depend on, each with its meaning.
 pub const OPTIONS: [(&str, &str); 16] = [
     ("CONFIG_PCI_P2PDMA", "transfers between PCI devices"),
     ("CONFIG_ZONE_DEVICE", "device memory as pages, which P2PDMA stands on"),
@@ -32,7 +32,7 @@ pub const OPTIONS: [(&str, &str); 16] = [
     ("CONFIG_STRICT_DEVMEM", "no mapping of device memory through /dev/mem"),
 ];
 
-/// Kernel modules that paths depend on, with their purposes.
+/// Kernel modules that paths depend on, each with its purpose.
 pub const MODULES: [(&str, &str); 25] = [
     ("nvidia_peermem", "peer memory of NVIDIA GPUs"),
     ("nv_peer_mem", "peer memory of NVIDIA GPUs, before nvidia_peermem"),
@@ -61,10 +61,11 @@ pub const MODULES: [(&str, &str); 25] = [
     ("udmabuf", "dma-bufs of a process's own memory"),
 ];
 
-/// The modules of [`MODULES`] through which a NIC resolves device addresses itself.
+/// The peer-memory modules of [`MODULES`]. With such a module, a NIC driver can register device
+/// addresses without a dma-buf.
 pub const PEER_MEMORY: [&str; 4] = ["nvidia_peermem", "nv_peer_mem", "ib_peer_mem", "amdkfd"];
 
-/// Words of the command line that change how devices reach one another.
+/// Parameters of the kernel command line that change how devices access each other's memory.
 const WORDS: [&str; 14] = [
     "iommu",
     "intel_iommu",
@@ -82,37 +83,37 @@ const WORDS: [&str; 14] = [
     "amdgpu.pcie_p2p",
 ];
 
-/// The facts about the kernel that paths depend on.
+/// Facts about the running kernel that paths depend on.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Kernel {
-    /// The release, as `uname -r` prints it.
+    /// The kernel release, as printed by `uname -r`.
     pub release: Option<String>,
-    /// The options of [`OPTIONS`] that the configuration sets; `None` if the configuration cannot
-    /// be read.
+    /// The values of the [`OPTIONS`] that the kernel configuration lists; `None` if the
+    /// configuration cannot be read.
     pub options: Option<BTreeMap<String, Setting>>,
-    /// The words of the command line that change how devices reach one another.
+    /// The parameters of the command line that change how devices access each other's memory.
     pub command_line: Vec<String>,
     /// The modules of [`MODULES`] that are loaded or built in.
     pub modules: Vec<String>,
-    /// The module `nvidia`, if it is loaded.
+    /// The kernel module `nvidia`; `None` if it is not loaded.
     pub nvidia: Option<NvidiaDriver>,
 }
 
-/// Value of a kernel option.
+/// Value of a kernel configuration option.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Setting {
-    /// Built in.
+    /// Built into the kernel (`y`).
     Yes,
-    /// A module.
+    /// Built as a module (`m`).
     Module,
-    /// Left out.
+    /// Not built (`n`).
     No,
 }
 
 impl Setting {
-    /// Returns the letter that a configuration file uses.
+    /// Returns the letter of the value in a configuration file.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -127,14 +128,14 @@ impl Setting {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NvidiaDriver {
-    /// The version, as in `535.161.08`.
+    /// The version of the module, as in `535.161.08`.
     pub version: String,
-    /// Set if it is the open variant.
+    /// Set for the open variant of the module.
     pub open: bool,
 }
 
 impl NvidiaDriver {
-    /// Driver name of an NVIDIA GPU in sysfs.
+    /// Name in sysfs of the kernel driver of an NVIDIA GPU.
     const NAME: &str = "nvidia";
 }
 
@@ -145,12 +146,13 @@ impl Kernel {
         self.modules.iter().any(|module| module == name)
     }
 
-    /// Returns the loaded or built-in modules through which a NIC resolves device addresses itself.
+    /// Returns the modules of [`PEER_MEMORY`] that are loaded or built in.
     pub fn peer_memory(&self) -> impl Iterator<Item = &str> {
         self.modules.iter().map(String::as_str).filter(|module| PEER_MEMORY.contains(module))
     }
 
-    /// Returns a sentence about the driver if it is known to export no dma-bufs.
+    /// Returns a sentence that explains why `driver` exports no dma-bufs; `None` if it may export
+    /// them.
     pub(super) fn without_dma_buf(&self, driver: &str) -> Option<String> {
         let module = self.nvidia.as_ref().filter(|_| driver == NvidiaDriver::NAME)?;
         let closed = !module.open;
@@ -169,24 +171,24 @@ impl Kernel {
     }
 }
 
-/// Translation of device addresses by the IOMMU.
+/// The way in which the IOMMU handles the addresses that devices use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum IommuMode {
-    /// The machine has no IOMMU, or it is off.
+    /// The machine has no IOMMU, or the IOMMU is off.
     Off,
-    /// The IOMMU passes addresses through for every group.
+    /// The IOMMU does not translate addresses for any group (identity mapping).
     Passthrough,
     /// The IOMMU translates addresses for every group.
     Translating,
-    /// Some groups pass addresses through, and others translate.
+    /// The IOMMU translates addresses for some groups only.
     Mixed,
-    /// The IOMMU is on, and its mode is not known.
+    /// The IOMMU is on, but the kernel does not report its mode.
     Unknown,
 }
 
 impl IommuMode {
-    /// Returns the printed name.
+    /// Returns the name of the mode for output.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -205,13 +207,13 @@ impl fmt::Display for IommuMode {
     }
 }
 
-/// Cache of a kernel's options. They never change while the kernel runs, and decompressing them
-/// takes longer than all other reads.
+/// Cache of a kernel's configuration options. They never change while the kernel runs, and
+/// decompressing them takes longer than reading all other facts.
 #[derive(Debug, Default)]
 pub(crate) struct KeptOptions(Mutex<Option<KernelOptions>>);
 
-/// A kernel's options with its release. Another release means that the process was moved to another
-/// kernel.
+/// A kernel's release and its configuration options. If the release changes, the process was
+/// migrated to another kernel and the options are read again.
 #[derive(Debug)]
 struct KernelOptions {
     release: Option<String>,
@@ -219,7 +221,8 @@ struct KernelOptions {
 }
 
 impl KeptOptions {
-    /// Returns the cached options of this release, or reads them. A failed read is not cached.
+    /// Returns the cached options if they belong to this release. Otherwise reads and caches them.
+    /// A failed read is not cached.
     fn or_read(
         &self,
         source: &Source,
@@ -291,7 +294,7 @@ fn is_release(text: &str) -> bool {
         && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-.+~".contains(&byte))
 }
 
-/// Returns the known words of a kernel command line, up to `--`.
+/// Returns the parameters of a kernel command line that this library knows. Stops at `--`.
 fn words(text: &str) -> Vec<String> {
     let own = text.split_whitespace().take_while(|word| *word != "--");
     let name = |word: &str| word.split('=').next().map(str::to_owned);
@@ -336,7 +339,8 @@ fn settings(text: &str) -> BTreeMap<String, Setting> {
     set.collect()
 }
 
-/// Returns loaded modules from `/proc/modules`, and built-in modules from their parameter folders.
+/// Returns the loaded modules, from `/proc/modules`, and the built-in modules that have a parameter
+/// folder in sysfs.
 fn modules(source: &Source) -> Result<Vec<String>> {
     const LOADED: &str = "proc/modules";
     let text = source.text(LOADED)?.unwrap_or_default();
@@ -379,7 +383,8 @@ fn nvidia(source: &Source) -> Result<Option<NvidiaDriver>> {
     }))
 }
 
-/// Writes the line that [`nvidia`] parses, without the name of the builder.
+/// Returns a text that [`nvidia`] parses as `driver`. Unlike the original, it does not name the
+/// person who built the driver.
 pub(super) fn write_nvidia(driver: &NvidiaDriver) -> String {
     let open = if driver.open { "Open " } else { "" };
     format!("NVRM version: NVIDIA UNIX {open}Kernel Module  {}\n", driver.version)

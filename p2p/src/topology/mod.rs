@@ -1,12 +1,13 @@
-//! Topology of a machine: which device is near which NIC, and what connects them.
+//! Topology of a machine: which device is near which NIC, and the switches and bridges between
+//! them.
 //!
-//! A [`Topology`] is read from sysfs and procfs: the PCIe tree with its switches and root ports,
-//! NUMA nodes, Access Control Services, IOMMU groups, sizes of base address registers, links, the
-//! kernel's options and its peer-memory modules. It comes from this machine ([`Topology::read`]) or
-//! from a recording of one ([`Topology::open`], which takes a folder, a tar or a tar.gz), and
-//! [`Topology::record`] makes a recording.
+//! A [`Topology`] is read from sysfs and procfs. It holds the PCIe tree with its switches and root
+//! ports, links and base address registers, NUMA nodes, Access Control Services, IOMMU groups, the
+//! kernel's options and its peer-memory modules. [`Topology::read`] reads this machine.
+//! [`Topology::record`] writes a recording, which [`Topology::open`] reads from a folder, a tar or
+//! a tar.gz.
 //!
-//! Everything is keyed by [`BusId`]: unlike ordinals, it is the same under every
+//! Devices are identified by [`BusId`]. Unlike device numbers, it does not depend on
 //! `CUDA_VISIBLE_DEVICES`.
 //!
 //! # Examples
@@ -81,7 +82,7 @@ pub struct Topology {
     numa: Vec<NumaNode>,
     groups: BTreeMap<u32, String>,
     kernel: Kernel,
-    /// The machine's host name, which a recording leaves out.
+    /// The host name of this machine; recordings leave it out.
     host: Option<String>,
 }
 
@@ -137,8 +138,9 @@ impl Topology {
         Ok(topology)
     }
 
-    /// Returns whether ACS redirects traffic between two functions below `root`. Reads only these
-    /// functions and the bridges above them. Returns `None` if they or their ACS cannot be read.
+    /// Returns whether ACS redirects traffic between two functions of the machine at `root`. Reads
+    /// only these functions and the bridges above them. Returns `None` if they or their ACS cannot
+    /// be read.
     pub(crate) fn redirects_below(root: &Path, one: BusId, other: BusId) -> Option<bool> {
         let source = Source::Folder { root: root.to_owned(), live: root == Path::new("/") };
         let devices = device::read_with_bridges(&source, &[one, other]).ok()?;
@@ -157,8 +159,8 @@ impl Topology {
         }
     }
 
-    /// Reads the kernel's facts below `root`, except for cached options. Returns `None` if a file
-    /// is malformed.
+    /// Reads the facts about the kernel of the machine at `root`, except for cached options.
+    /// Returns `None` if a file is malformed.
     pub(crate) fn kernel_below(root: &Path, kept: &KeptOptions) -> Option<Kernel> {
         kernel::read(&Source::Folder { root: root.to_owned(), live: root == Path::new("/") }, kept)
             .ok()
@@ -169,7 +171,7 @@ impl Topology {
         self.devices.values()
     }
 
-    /// Returns the PCI function at an address.
+    /// Returns the PCI function at this address.
     #[must_use]
     pub fn device(&self, id: BusId) -> Option<&PciDevice> {
         self.devices.get(&id)
@@ -186,13 +188,13 @@ impl Topology {
         &self.rdma
     }
 
-    /// Returns the RDMA device with a name.
+    /// Returns the RDMA device with the given name.
     #[must_use]
     pub fn rdma_named(&self, name: &str) -> Option<&RdmaDevice> {
         self.rdma.iter().find(|device| device.name == name)
     }
 
-    /// Returns the RDMA devices of a PCI function.
+    /// Returns the RDMA devices that belong to a PCI function.
     pub fn rdma_at(&self, id: BusId) -> impl Iterator<Item = &RdmaDevice> {
         self.rdma.iter().filter(move |device| device.bus_id == Some(id))
     }
@@ -209,7 +211,7 @@ impl Topology {
         &self.kernel
     }
 
-    /// Returns the mode of the IOMMU over all its groups.
+    /// Returns the mode of the IOMMU, combined over all its groups.
     #[must_use]
     pub fn iommu(&self) -> IommuMode {
         kernel::mode(&self.groups)
@@ -222,7 +224,7 @@ impl Topology {
         self.groups.get(&group).map(String::as_str).filter(|kind| !kind.is_empty())
     }
 
-    /// Returns the ports with an unreadable ACS capability: this process lacks `CAP_SYS_ADMIN`.
+    /// Returns the ports whose ACS capability this process cannot read for lack of `CAP_SYS_ADMIN`.
     pub fn unreadable_ports(&self) -> impl Iterator<Item = &PciDevice> {
         self.devices().filter(|device| {
             device.acs == Acs::Unreadable
@@ -231,7 +233,7 @@ impl Topology {
     }
 }
 
-/// Refuses folders that are not recordings, and recordings of a later version.
+/// Checks that the folder is a recording of a version that this library can read.
 fn check_mark(source: &Source) -> Result<()> {
     match source.text(MARK)? {
         Some(version) if version == VERSION => Ok(()),

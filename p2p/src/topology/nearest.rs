@@ -1,4 +1,4 @@
-//! The NICs nearest to memory, with the reasons for the choice.
+//! Choice of the NICs that are nearest to memory, with the reasons for the choice.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use super::{
     distance::{Distance, PciPath},
 };
 
-/// Place of memory in a machine, from which its distance to NICs is measured.
+/// Place of memory in a machine. The distance to NICs is measured from there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Locality {
@@ -29,27 +29,27 @@ impl fmt::Display for Locality {
     }
 }
 
-/// A NIC with its distance to memory.
+/// A NIC and its distance to the memory for which NICs are chosen.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct RankedNic {
-    /// Index of the NIC in the list that it was chosen from.
+    /// Index of the NIC in the caller's list.
     pub index: usize,
     /// The NIC.
     pub nic: Nic,
     /// The distance to the memory; `None` if it is not known.
     pub distance: Option<Distance>,
-    /// The path to the device, for device memory.
+    /// The path between the NIC and the device; `None` for host memory.
     pub path: Option<PciPath>,
-    /// The reason why the distance is unknown or a guess.
+    /// The reason why the distance is unknown or a guess; `None` if it is certain.
     pub note: Option<&'static str>,
 }
 
-/// Sort key of a NIC: the distance, then the length of the path.
+/// Sort key of a NIC: the distance class, then the number of hops.
 type Nearness = Option<(Distance, usize)>;
 
 impl RankedNic {
-    /// Returns the sort key. NICs with equal keys are equally good.
+    /// Returns the sort key of the NIC. NICs with equal keys are equally near.
     fn nearness(&self) -> Nearness {
         Some((self.distance?, self.path.as_ref().map_or(0, |path| path.hops.len())))
     }
@@ -69,9 +69,9 @@ impl fmt::Display for RankedNic {
     }
 }
 
-/// NICs chosen for memory, and the others, nearest first.
+/// NICs of a list that were chosen for memory, and the NICs that were not.
 ///
-/// `Display` prints one line per NIC: whether it was chosen, and its distance.
+/// `Display` prints one line for each NIC, with its distance and a mark if it was chosen.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NearestNics {
     memory: Locality,
@@ -80,7 +80,7 @@ pub struct NearestNics {
 }
 
 impl NearestNics {
-    /// Returns the place of the memory in the machine.
+    /// Returns the place of the memory for which the NICs were chosen.
     #[must_use]
     pub const fn memory(&self) -> Locality {
         self.memory
@@ -98,8 +98,8 @@ impl NearestNics {
         &self.ranked[self.count..]
     }
 
-    /// Returns the items of the chosen NICs. `items` is in the order of the original list of NICs,
-    /// such as their domains.
+    /// Returns the items of the chosen NICs. `items` holds one item (such as a domain) for each NIC
+    /// of the original list, in that order.
     ///
     /// # Panics
     /// If the list is shorter than that of the NICs.
@@ -196,7 +196,7 @@ impl Topology {
         Ok(NearestNics { memory, ranked, count })
     }
 
-    /// Orders equally near NICs so that accelerators which share them start with different NICs.
+    /// Orders equally near NICs. Devices that share these NICs then start with different ones.
     fn spread(&self, device: BusId, ranked: &mut [RankedNic], nics: &[&Nic]) {
         let nearness_of = |other: BusId| -> Vec<Nearness> {
             let rank = |(at, nic): (usize, &&Nic)| self.rank(Locality::Device(other), at, nic);
@@ -257,7 +257,7 @@ impl Topology {
     }
 }
 
-/// Returns the NIC that is nearer than all others.
+/// Returns the index of the NIC that is nearer than all others; `None` if two are equally near.
 fn only_nearest(near: &[Nearness]) -> Option<usize> {
     let best = near.iter().flatten().min()?;
     let mut nearest = (0..near.len()).filter(|at| near[*at].as_ref() == Some(best));

@@ -1,4 +1,5 @@
-//! Stands in for archives of recorded topologies while the feature `recordings` is off.
+//! Replacement for `archive` while the cargo feature `recordings` is off. All functions return an
+//! error.
 
 use std::{
     collections::BTreeMap,
@@ -15,12 +16,12 @@ fn compiled_out(operation: &'static str) -> Error {
         .remedy("build hmem with the cargo feature `recordings`, or give an unpacked folder")
 }
 
-/// Refuses to unpack an archive.
+/// Returns an error: this build cannot unpack archives.
 pub(super) fn unpack(name: &str, _bytes: impl Read) -> Result<BTreeMap<String, Entry>> {
     Err(compiled_out("read topology").context("file", name))
 }
 
-/// Refuses to pack an archive.
+/// Returns an error: this build cannot pack archives.
 pub(super) fn pack(_entries: &BTreeMap<String, Entry>, _out: impl Write) -> Result<()> {
     Err(compiled_out("write recording"))
 }

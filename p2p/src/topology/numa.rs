@@ -1,19 +1,19 @@
-//! NUMA nodes and their processors.
+//! NUMA nodes and their CPUs.
 
 use hmem_core::Result;
 
 use super::source::Source;
 
-/// Limit of node numbers (`CONFIG_NODES_SHIFT` is at most 10).
+/// Maximum number of NUMA nodes (`CONFIG_NODES_SHIFT` is at most 10).
 pub(super) const MOST_NODES: u32 = 1024;
 
 /// A NUMA node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NumaNode {
-    /// Number of the node.
+    /// Number of the NUMA node in the kernel.
     pub id: u32,
-    /// Processors as ranges, as in `0-15,128-143`; empty for a node with memory only.
+    /// CPU numbers as a list of ranges, as in `0-15,128-143`. Empty for a node with memory only.
     pub cpus: String,
 }
 

@@ -12,9 +12,9 @@ use super::{
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RdmaDevice {
-    /// Name of the device in libibverbs: `mlx5_0`.
+    /// Name of the device in libibverbs, such as `mlx5_0`.
     pub name: String,
-    /// The PCI function; `None` for software devices (rxe, siw).
+    /// The address of its PCI function; `None` for software devices (rxe, siw).
     pub bus_id: Option<BusId>,
     /// The ports, ordered by number.
     pub ports: Vec<RdmaPort>,
@@ -24,13 +24,13 @@ pub struct RdmaDevice {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RdmaPort {
-    /// Number of the port, from 1.
+    /// Number of the port. The first port is 1.
     pub number: u32,
     /// Link layer: `InfiniBand` or `Ethernet`.
     pub link_layer: Option<String>,
-    /// Set if the port is active.
+    /// True if the port is active; `None` if the kernel does not report it.
     pub active: Option<bool>,
-    /// Rate in gigabits per second.
+    /// Data rate in gigabits per second.
     pub rate: Option<u32>,
 }
 
@@ -59,7 +59,7 @@ pub(super) fn read_all(source: &Source) -> Result<Vec<RdmaDevice>> {
     Ok(devices)
 }
 
-/// Returns the sort key of a name: `mlx5_2` comes before `mlx5_10`.
+/// Returns a sort key for names that end in a number: `mlx5_2` comes before `mlx5_10`.
 fn natural(name: &str) -> (&str, u64, &str) {
     let stem = name.trim_end_matches(|c: char| c.is_ascii_digit());
     (stem, name[stem.len()..].parse().unwrap_or(u64::MAX), name)

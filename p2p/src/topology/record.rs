@@ -1,7 +1,7 @@
 //! Recordings: a tree of files with the facts of a [`Topology`] and nothing else.
 //!
-//! No file of the machine is copied: each file is written from the [`Topology`]. So a recording
-//! cannot hold serial numbers, MAC addresses, GUIDs, physical addresses, or the rest of
+//! Recording copies no file of the machine: it writes each file from the [`Topology`]. A recording
+//! thus cannot hold serial numbers, MAC addresses, GUIDs, physical addresses, or the rest of
 //! configuration space and of the command line. The host name is removed from every name.
 
 use std::{collections::BTreeMap, io::Write};
@@ -17,7 +17,7 @@ use super::{
     source::Entry,
 };
 
-/// Name of the file that marks a recording and holds its version.
+/// Name of the file that marks a folder as a recording. The file holds the version of the format.
 pub(super) const MARK: &str = "hmem-recording";
 pub(super) const VERSION: &str = "version 1";
 const REPLACED: &str = "host";
@@ -74,7 +74,7 @@ impl Recording<'_> {
         self.put(path, Entry::Link(target));
     }
 
-    /// Returns the text without the machine's host name.
+    /// Returns `text` without the host name of this machine.
     fn anonymous(&self, text: &str) -> String {
         let host = self.topology.host.as_deref().unwrap_or_default();
         let mut text = text.to_owned();
@@ -172,7 +172,7 @@ impl Recording<'_> {
     }
 }
 
-/// Returns the path of a device's folder in a recording.
+/// Returns the path in a recording of the folder of a PCI function.
 fn folder(device: &PciDevice) -> String {
     let mut path = format!("sys/devices/{}", device.root);
     for id in device.bridges.iter().chain([&device.bus_id]) {
@@ -181,7 +181,7 @@ fn folder(device: &PciDevice) -> String {
     path
 }
 
-/// Returns a relative link from inside `folder` to `path`.
+/// Returns the relative path that leads from `folder` to `path`, for a link.
 fn up(folder: &str, path: &str) -> String {
     format!("{}{path}", "../".repeat(folder.split('/').count()))
 }
@@ -224,8 +224,8 @@ mod tests {
 
         /// REL-03
         ///
-        /// A tree with any file altered, removed or replaced by a link gives a topology or an
-        /// error. A topology can be recorded and read again.
+        /// A recording in which a file was altered, removed or replaced by a link gives a topology
+        /// or an error. That topology can be recorded and read again.
         #[test]
         fn tree_with_altered_files_does_not_panic(
             changes in prop::collection::vec((any::<prop::sample::Index>(), entry()), 1..6),

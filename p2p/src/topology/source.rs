@@ -1,8 +1,8 @@
-//! Sources of files: the machine, a folder with a copy of its sysfs and procfs, or an archive of
-//! one.
+//! Sources of files: the machine itself, a folder with a copy of its sysfs and procfs, or an
+//! archive of such a folder.
 //!
-//! Paths are relative to the root and pass through no link. Links are read as text and resolved by
-//! their words. So a recording cannot refer to files outside it, and a loop of links cannot block
+//! Paths are relative to the root, and the system follows no link. The reader resolves links from
+//! their text. A recording thus cannot refer to files outside it, and a loop of links cannot block
 //! the reader.
 
 use std::{
@@ -15,10 +15,10 @@ use std::{
 
 use hmem_core::{Errno, Error, ErrorKind, Result};
 
-/// Limit of one file in bytes. The largest real file, a kernel configuration, has a quarter of
-/// this.
+/// Maximum size of a file in bytes. The largest real file, a kernel configuration, has a quarter of
+/// this size.
 pub(super) const LARGEST_FILE: u64 = 1 << 20;
-/// Limit of names in one folder. No real machine has this many functions in a PCI domain.
+/// Maximum number of names in a folder. No real PCI domain has this many functions.
 const MOST_NAMES: usize = 1 << 16;
 
 /// Entry of an archive.
@@ -28,12 +28,12 @@ pub(super) enum Entry {
     Link(String),
 }
 
-/// A root folder, real or recorded.
+/// Source of the files of a machine: the running machine or a recording.
 #[derive(Debug)]
 pub(super) enum Source {
-    /// The machine itself, or a folder.
+    /// A root folder. `live` is set for the running machine.
     Folder { root: PathBuf, live: bool },
-    /// The entries of an archive, by path.
+    /// The entries of an unpacked archive, by path.
     Archive { name: String, entries: BTreeMap<String, Entry> },
 }
 
@@ -46,7 +46,7 @@ pub(super) enum Contents {
 }
 
 impl Source {
-    /// Returns an error for a malformed file at `path`.
+    /// Returns the error for a malformed file at `path`. `problem` describes the defect.
     pub(super) fn malformed(&self, path: &str, problem: impl std::fmt::Display) -> Error {
         let error = Error::new(ErrorKind::Malformed, "read topology")
             .context("file", self.name(path))
@@ -60,9 +60,12 @@ impl Source {
         }
     }
 
-    /// Returns the parsed value or handles a malformed file. In a recording that is an error. On a
-    /// live machine it is logged, as one malformed device must not hide all others.
-    pub(super) fn doubted<T>(
+    /// Returns the parsed value of an optional file. If the file is malformed:
+    ///
+    /// - A recording gives an error.
+    /// - A live machine gives `None` and a log entry, as one malformed device must not hide all
+    ///   others.
+    pub(super) fn parsed_or_skipped<T>(
         &self,
         path: &str,
         read: std::result::Result<T, String>,
@@ -77,7 +80,7 @@ impl Source {
         }
     }
 
-    /// Returns an error for a required file that does not exist.
+    /// Returns the error for a required file that does not exist.
     pub(super) fn vanished(&self, path: &str) -> Error {
         let error =
             Error::new(ErrorKind::Unavailable, "read topology").context("file", self.name(path));
@@ -91,7 +94,7 @@ impl Source {
         }
     }
 
-    /// Returns the root as the caller gave it.
+    /// Returns the path of the root folder or archive, as the caller gave it.
     pub(super) fn root(&self) -> String {
         match self {
             Self::Folder { root, .. } => root.display().to_string(),
@@ -139,13 +142,13 @@ impl Source {
         }
     }
 
-    /// Returns the text of a required file.
+    /// Returns the text of a required file. A missing file is an error.
     pub(super) fn needed(&self, path: &str) -> Result<String> {
         self.text(path)?.ok_or_else(|| self.vanished(path))
     }
 
-    /// Returns the target of the link at `path`, as a path from the root; `None` if there is no
-    /// link.
+    /// Returns the target of the link at `path`, as a path from the root folder; `None` if there is
+    /// no link.
     pub(super) fn link(&self, path: &str) -> Result<Option<String>> {
         let target = match self {
             Self::Folder { root, .. } => match fs::read_link(root.join(path)) {
@@ -172,7 +175,7 @@ impl Source {
         }
     }
 
-    /// Returns the names in the folder at `path`, in order; `None` if the folder does not exist.
+    /// Returns the sorted names in the folder at `path`; `None` if the folder does not exist.
     pub(super) fn names(&self, path: &str) -> Result<Option<Vec<String>>> {
         let mut names = Vec::new();
         match self {
@@ -227,7 +230,7 @@ impl Source {
     }
 }
 
-/// Returns whether the file does not exist, or belongs to a device that was just removed.
+/// Returns whether the error means that the file does not exist, or that its device was removed.
 fn gone(error: &io::Error) -> bool {
     let gone = [libc::ENOENT, libc::ENOTDIR, libc::ENODEV, libc::ENXIO];
     error.raw_os_error().is_some_and(|number| gone.contains(&number))
@@ -261,8 +264,8 @@ fn read(path: &Path, live: bool) -> io::Result<Contents> {
     }
 }
 
-/// Resolves a relative target by its words. Returns `None` if the target is absolute or leads above
-/// the root.
+/// Resolves a link target relative to `folder`, without reading the file system. Returns `None` if
+/// the target is absolute or leads above the root.
 pub(super) fn resolve(folder: &str, target: &str) -> Option<String> {
     if target.starts_with('/') || target.len() > 4096 {
         return None;

@@ -29,11 +29,11 @@ use recording::{Record, Recording};
 pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 pub(crate) const PAGE: u64 = 4096;
 
-/// Imports of a NIC that supports every path.
+/// The imports of a NIC that supports every path.
 pub(crate) const ALL_IMPORTS: Imports =
     Imports { dma_buf: true, pcie_mapping_first: true, peer_memory: true, staged: true };
 
-/// A machine without known facts, so that no trace depends on the machine that runs the tests.
+/// A fact source without facts. The traces then do not depend on the machine that runs the tests.
 #[derive(Debug)]
 struct Unknown;
 
@@ -43,7 +43,7 @@ impl FactSource for Unknown {
     }
 }
 
-/// A simulated device and a fabric of software NICs `loop0`, `loop1`, ...
+/// A test setup: a simulated device and a fabric of software NICs `loop0`, `loop1` and so on.
 pub(crate) struct Bench {
     pub(crate) device: Arc<Simulated>,
     pub(crate) registry: Arc<Registry>,
@@ -73,7 +73,7 @@ impl Bench {
         Self::over(device, iface, provider, paths)
     }
 
-    /// Creates a bench with the device's memory behind another iface.
+    /// Creates a bench in which another iface owns the device's memory.
     pub(crate) fn over(
         device: Arc<Simulated>,
         iface: Arc<dyn Iface>,
@@ -125,7 +125,7 @@ impl Bench {
         DeviceBuffer::allocate(&iface, &AllocRequest { len, device, kind }).expect("device memory")
     }
 
-    /// Allocates a buffer that the iface marks as not exportable.
+    /// Allocates a buffer that cannot be exported, as the iface reports.
     pub(crate) fn odd(&self, len: u64) -> DeviceBuffer {
         let buffer = self.buffer(len);
         self.device.set_exportable(buffer.allocation().base(), false).expect("a live allocation");
@@ -136,7 +136,7 @@ impl Bench {
         self.device.stats().calls(call)
     }
 
-    /// Returns every count that a leak would change.
+    /// Returns the current counts of objects that may leak.
     pub(crate) fn residue(&self) -> Residue {
         let stats = self.device.stats();
         Residue {
@@ -147,8 +147,8 @@ impl Bench {
         }
     }
 
-    /// Returns the residue once it has no more threads than `before`, or after a minute. A joined
-    /// thread stays listed for a moment, and a thread that ended since `before` is no difference.
+    /// Returns the counts once no more threads run than in `before`, or after a minute. A joined
+    /// thread remains listed for a short time. Fewer threads than in `before` are not a difference.
     pub(crate) fn residue_after(&self, before: &Residue) -> Residue {
         let deadline = Instant::now() + Duration::from_secs(60);
         loop {
@@ -164,7 +164,7 @@ impl Bench {
     }
 }
 
-/// Counts of objects that a leak would change.
+/// Numbers of live objects that increase with a leak.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Residue {
     pub(crate) allocations: u64,
@@ -173,7 +173,7 @@ pub(crate) struct Residue {
     pub(crate) threads: usize,
 }
 
-/// Returns a lock that each test holds while it counts objects of the whole process.
+/// Locks out other tests. A test holds the guard while it counts objects of the whole process.
 pub(crate) fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock()
@@ -184,8 +184,8 @@ pub(crate) fn open_fds() -> usize {
     fs::read_dir("/proc/self/fd").expect("procfs").count()
 }
 
-/// Returns the number of the library's threads in this process. Threads of the test harness have
-/// the names of tests and come and go.
+/// Returns the number of threads that the library started. The threads of the test harness have
+/// names of tests, and are not counted.
 fn threads() -> usize {
     let tasks = fs::read_dir("/proc/self/task").expect("procfs");
     let name =
@@ -200,7 +200,7 @@ pub(crate) fn register(
     domain.register(buffer, REMOTE)
 }
 
-/// Registers memory of the caller by raw address.
+/// Registers the memory at raw addresses.
 pub(crate) fn register_range(domain: &Domain, range: AddressRange) -> Result<MemoryRegion> {
     // SAFETY: the test keeps the memory until the region is closed, and nothing refers to it.
     unsafe { domain.regattr(&MrAttr::new(&[range], REMOTE), MrFlags::empty()) }

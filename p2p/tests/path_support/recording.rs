@@ -13,20 +13,20 @@ use hmem_core::{
 };
 use parking_lot::Mutex;
 
-/// Kind of memory that a NIC registered for one piece.
+/// The form in which a NIC was given one piece of memory to register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Handed {
+pub(crate) enum RegisteredAs {
     /// Addresses of host pages.
     HostPages,
-    /// A file descriptor, by its number.
+    /// A dma-buf, by the number of its file descriptor.
     DmaBuf(i32),
-    /// A device address.
+    /// A device address, for peer memory.
     DeviceAddress,
-    /// Staged copies, without access to the device.
+    /// A staged range, which the NIC does not access.
     Copies,
 }
 
-impl Handed {
+impl RegisteredAs {
     fn of(backing: &Backing<'_>) -> Self {
         match backing {
             Backing::Host { .. } => Self::HostPages,
@@ -36,27 +36,27 @@ impl Handed {
         }
     }
 
-    /// Returns whether the NIC can access the device directly.
+    /// Returns whether the NIC accesses device memory directly in this form.
     pub(crate) fn is_device_handle(self) -> bool {
         matches!(self, Self::DmaBuf(_) | Self::DeviceAddress)
     }
 }
 
-/// Registered pieces with the name of the NIC, in order.
+/// The pieces that NICs registered, in order, each with the NIC's name.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Record(Arc<Mutex<Vec<(String, Handed)>>>);
+pub(crate) struct Record(Arc<Mutex<Vec<(String, RegisteredAs)>>>);
 
 impl Record {
-    pub(crate) fn take(&self) -> Vec<(String, Handed)> {
+    pub(crate) fn take(&self) -> Vec<(String, RegisteredAs)> {
         std::mem::take(&mut self.0.lock())
     }
 
-    pub(crate) fn handed(&self) -> Vec<Handed> {
+    pub(crate) fn handed(&self) -> Vec<RegisteredAs> {
         self.take().into_iter().map(|(_, handed)| handed).collect()
     }
 }
 
-/// The recording provider.
+/// A provider that records the registered pieces and forwards all calls to another provider.
 #[derive(Debug)]
 pub(crate) struct Recording<P> {
     pub(crate) inner: P,
@@ -102,7 +102,7 @@ unsafe impl ProviderDomain for RecordingDomain {
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
         let nic = self.attr().nic.name.clone();
-        let handed = pieces.iter().map(|piece| (nic.clone(), Handed::of(&piece.backing)));
+        let handed = pieces.iter().map(|piece| (nic.clone(), RegisteredAs::of(&piece.backing)));
         self.record.0.lock().extend(handed);
         // SAFETY: passed on to the caller.
         unsafe { self.inner.register(request, pieces) }

@@ -15,7 +15,7 @@ use hmem_core::{
 };
 use hmem_iface_system::Simulated;
 
-/// Returns the error of a call, or `None` to let the call succeed.
+/// A function that returns the error of a refused call, or `None` if the call succeeds.
 pub(crate) type Refuse = fn() -> Option<Error>;
 
 #[derive(Debug)]
@@ -23,11 +23,11 @@ pub(crate) struct Vendor {
     pub(crate) kind: IfaceKind,
     pub(crate) memory: Arc<Simulated>,
     pub(crate) segments: Refuse,
-    /// Length of the physical segments that this driver reports. The simulated memory has one
-    /// segment, so it can still be exported whole.
+    /// Length in bytes of the physical segments that the driver reports. The simulated memory
+    /// really has one segment, so it can still be exported whole.
     pub(crate) segment_len: Option<u64>,
     pub(crate) dma_buf: Refuse,
-    /// Refusal of exports of several segments in one dma-buf.
+    /// The refusal of exports of several segments as one dma-buf.
     pub(crate) whole: Refuse,
     pub(crate) pcie: Refuse,
     pub(crate) peer_memory: Refuse,
@@ -57,7 +57,7 @@ impl Vendor {
     }
 }
 
-/// Returns the causes of the iface of this kind.
+/// Returns the causes that the iface of this kind defines.
 pub(crate) fn causes_of(kind: IfaceKind) -> &'static [RefusalCause] {
     match kind {
         IfaceKind::CUDA => hmem_iface_cuda::CAUSES,

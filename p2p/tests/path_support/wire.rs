@@ -11,7 +11,7 @@ use hmem_core::{
 pub(crate) const LOCAL: Access =
     Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
 
-/// An endpoint with its queue.
+/// An endpoint with its completion queue.
 pub(crate) struct End {
     pub(crate) endpoint: Endpoint,
     pub(crate) cq: Arc<dyn CompletionQueue>,
@@ -25,7 +25,7 @@ impl End {
     }
 }
 
-/// An initiator with a registered buffer, and its target.
+/// An initiator with a registered buffer, and the target that it is connected to.
 pub(crate) struct Wire<'a> {
     near: End,
     pub(crate) far: End,
@@ -47,7 +47,7 @@ impl<'a> Wire<'a> {
         Ok(Self { near: near_end, far: far_end, domains, peer, local })
     }
 
-    /// Closes the local region and the endpoints.
+    /// Closes the initiator's region and both endpoints.
     pub(crate) fn close(self) -> Result<()> {
         self.local.close()?;
         self.near.endpoint.close()?;
@@ -96,7 +96,7 @@ impl<'a> Wire<'a> {
         Ok(bytes)
     }
 
-    /// Sends a message into part of the target's region.
+    /// Sends `bytes` as a message into part of the target's region.
     pub(crate) fn send(&self, into: hmem_core::RegionSlice, bytes: &[u8]) -> Result<u64> {
         self.local.write(0, bytes)?;
         self.far.endpoint.receive(&[into], None, 3)?;
@@ -105,7 +105,7 @@ impl<'a> Wire<'a> {
         self.end(&self.far)
     }
 
-    /// Adds `value` to eight bytes of the target's region, atomically.
+    /// Atomically adds `value` to the eight bytes at `at` in the target's region.
     pub(crate) fn add(&self, key: &RemoteKey, at: u64, value: u64) -> Result<u64> {
         self.local.write(0, &value.to_ne_bytes())?;
         let atomic = Atomic {

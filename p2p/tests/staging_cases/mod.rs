@@ -18,13 +18,13 @@ use hmem_iface_system::{Call, Simulated};
 use hmem_p2p::path::DefaultPathSelector;
 use proptest::{prelude::*, test_runner::TestRunner};
 
-/// Every right of the local side.
+/// All access rights for the local side.
 pub(crate) const LOCAL: Access =
     Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
-/// Every right of peers.
+/// All access rights for peers that the tests use.
 pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
-/// Memory under test, registered.
+/// Registered memory that a test transfers.
 pub(crate) enum Mem {
     Host(OwnedRegion<Vec<u8>>),
     Device(OwnedRegion<DeviceBuffer>),
@@ -65,7 +65,7 @@ impl Mem {
     }
 }
 
-/// A domain with an endpoint and a queue.
+/// A domain with one endpoint and its completion queue.
 pub(crate) struct Side {
     pub(crate) endpoint: Endpoint,
     pub(crate) cq: Arc<dyn CompletionQueue>,
@@ -93,7 +93,7 @@ impl Side {
     }
 }
 
-/// Two connected domains over one simulated device that no NIC can access.
+/// Two connected domains with one simulated device. No NIC can access the device's memory.
 pub(crate) struct Net {
     pub(crate) near: Side,
     pub(crate) far: Side,
@@ -134,14 +134,14 @@ impl Net {
         net
     }
 
-    /// Connects both sides, if a failure ended the connection.
+    /// Connects both sides again if a failure ended the connection.
     pub(crate) fn connect(&self) {
         let (near, far) = (self.near.endpoint.name(), self.far.endpoint.name());
         assert_eq!(self.near.endpoint.resolve(&far).expect("connect"), PeerId(0));
         assert_eq!(self.far.endpoint.resolve(&near).expect("connect"), PeerId(0));
     }
 
-    /// Reads both queues until they returned the given numbers of completions.
+    /// Reads both queues until `near` and `far` completions have arrived.
     pub(crate) fn complete(&self, near: usize, far: usize) -> (Vec<Completion>, Vec<Completion>) {
         let until = Instant::now() + Duration::from_secs(120);
         let (mut here, mut there) = (Vec::new(), Vec::new());
@@ -160,7 +160,7 @@ impl Net {
         assert_eq!(self.device.pending_copies(), 0, "copies are in flight");
     }
 
-    /// Runs one transfer to its end, from or to the list `near` and one piece of the far side.
+    /// Runs one transfer to completion. Its local list is `near`; its remote side is one piece.
     pub(crate) fn transfer(
         &self,
         kind: CompletionKind,
@@ -206,14 +206,15 @@ impl Net {
     }
 }
 
-/// Returns bytes that depend on the position and the seed.
+/// Returns bytes that depend on their position and on the seed.
 pub(crate) fn pattern(len: u64, seed: u64) -> Vec<u8> {
     (0..len)
         .map(|at| (at.wrapping_mul(31) ^ (at >> 8) ^ (at >> 16) ^ seed.wrapping_mul(0x9d)) as u8)
         .collect()
 }
 
-/// Runs one transfer between new patterns. Checks every byte, and the bytes around the target.
+/// Fills both sides with new patterns and runs one transfer. Checks each byte, also those around
+/// the target.
 pub(crate) fn moves(
     net: &Net,
     kind: CompletionKind,
@@ -256,11 +257,11 @@ pub(crate) fn moves(
 pub(crate) const KINDS: [CompletionKind; 3] =
     [CompletionKind::Write, CompletionKind::Read, CompletionKind::Send];
 
-/// Offsets of transfers on both sides, aligned and unaligned.
+/// Start offsets of transfers on the near and the far side, aligned and unaligned.
 pub(crate) const STARTS: [(u64, u64); 3] = [(0, 0), (1, 0), (3, 13)];
 
-/// BNC-01: transfers of 0 bytes, 1 byte, around one chunk and of several chunks arrive whole,
-/// aligned or not. `longest` limits messages.
+/// BNC-01: transfers of these sizes arrive whole, aligned or not: 0 bytes, 1 byte, about one chunk,
+/// and several chunks. `longest` is the maximum length of a message.
 pub(crate) fn every_size_arrives(net: &Net, sizes: &[u64], starts: &[(u64, u64)], longest: u64) {
     let room = sizes.iter().max().copied().unwrap_or(0) + 64;
     let near = net.near.device(&net.device, room, LOCAL).expect("stage device memory");
@@ -274,7 +275,7 @@ pub(crate) fn every_size_arrives(net: &Net, sizes: &[u64], starts: &[(u64, u64)]
     }
 }
 
-/// Transfers with local lists that mix staged and host memory, with seams at any offset.
+/// Checks transfers with local lists that mix staged and host memory, divided at any offset.
 pub(crate) fn lists_arrive(net: &Net, chunk: u64, longest: u64) {
     let a = net.near.device(&net.device, chunk * 4, LOCAL).expect("stage device memory");
     let b = net.near.device(&net.device, chunk * 4, LOCAL).expect("stage device memory");
@@ -297,8 +298,8 @@ pub(crate) fn lists_arrive(net: &Net, chunk: u64, longest: u64) {
     }
 }
 
-/// Compares transfers of random sizes, chunks, buffers and latencies with a plain copy. Every
-/// buffer is free afterwards.
+/// Compares transfers with a plain copy. Sizes, chunks, buffers and latencies are random. All
+/// buffers are free afterwards.
 pub(crate) fn anything_arrives(
     cases: u32,
     provider: impl Fn() -> (Arc<dyn Provider>, Option<String>),
@@ -344,7 +345,7 @@ pub(crate) fn anything_arrives(
         .unwrap_or_else(|failure| panic!("{failure}"));
 }
 
-/// Returns the size of the near side's pool in bytes, which never changes.
+/// Returns the size of the near side's staging pool in bytes. The size never changes.
 pub(crate) fn staging_bytes(net: &Net) -> u64 {
     let once = net.near.domain.staging_bytes();
     assert!(
@@ -354,8 +355,8 @@ pub(crate) fn staging_bytes(net: &Net) -> u64 {
     once
 }
 
-/// REL-01: every call of the copy engine fails in turn. The transfer fails with that error, nothing
-/// is left in use, and the next transfer works.
+/// REL-01: a transfer in which a call of the copy engine fails reports that error and leaks
+/// nothing. The next transfer succeeds. Each call fails in turn.
 pub(crate) fn faults_drain_the_pipeline(net: &Net, len: u64, kinds: &[CompletionKind]) {
     let staged = net.near.device(&net.device, len + 64, LOCAL).expect("stage device memory");
     let far = net.far.host(len + 64, LOCAL | REMOTE);
@@ -397,8 +398,7 @@ pub(crate) fn faults_drain_the_pipeline(net: &Net, len: u64, kinds: &[Completion
     }
 }
 
-/// Reads the completions of a failed transfer, and connects again if the failure ended the
-/// connection.
+/// Reads the completions of a failed transfer. Connects again if the failure ended the connection.
 pub(crate) fn settle(net: &Net) {
     net.connect();
     let mut left = Vec::new();
@@ -410,7 +410,7 @@ pub(crate) fn settle(net: &Net) {
     }
 }
 
-/// BNC-02: more transfers than buffers at once. Each waits its turn, all arrive, and the number of
+/// BNC-02: transfers wait if there are more of them than buffers. All arrive, and the number of
 /// buffers never grows.
 pub(crate) fn an_exhausted_pool_makes_transfers_wait(net: &Net, count: u64) {
     let chunk = net.staging.buffer_len as u64;

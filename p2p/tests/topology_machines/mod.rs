@@ -9,7 +9,8 @@ use std::{
     sync::atomic::{AtomicU32, Ordering},
 };
 
-/// Secrets in the files of every machine, which no recording may hold. [`SERIAL`] is in binary.
+/// Private texts in the files of every machine, which no recording may contain. [`SERIAL`] is their
+/// binary counterpart.
 pub(crate) const SECRETS: [&str; 9] = [
     "gpu-node-17",
     "a262:5500:03a1:420c",
@@ -21,10 +22,10 @@ pub(crate) const SECRETS: [&str; 9] = [
     "BOOT_IMAGE",
     "380000000000",
 ];
-/// The number in the Device Serial Number capability of every function.
+/// The serial number in every function's Device Serial Number capability.
 pub(crate) const SERIAL: [u8; 8] = [0x0c, 0x42, 0xa1, 0x03, 0x00, 0x55, 0x62, 0xa2];
 
-/// A temporary folder, removed on drop.
+/// A temporary folder. Dropping the value removes it.
 pub(crate) struct Folder(PathBuf);
 
 impl Folder {
@@ -62,7 +63,7 @@ impl Drop for Folder {
     }
 }
 
-/// Returns the folder of the descriptions and recordings.
+/// Returns the folder with the descriptions and recordings of machines.
 pub(crate) fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/topology")
 }
@@ -77,12 +78,12 @@ struct Machine {
     unprivileged: bool,
     groups: Option<String>,
     next_group: u32,
-    /// The folders that earlier lines opened.
+    /// The parent folders of the current line of the description.
     above: Vec<String>,
     numa: String,
 }
 
-/// Creates the machine of the description `name.txt`.
+/// Creates the files of the machine that `name.txt` describes.
 pub(crate) fn make(name: &str) -> Folder {
     let text = fs::read_to_string(fixtures().join(format!("{name}.txt"))).expect("a description");
     let folder = Folder::new();
@@ -211,7 +212,7 @@ fn resource(bars: Option<&str>) -> String {
     lines.join("\n") + "\n"
 }
 
-/// Returns configuration space with power management, PCI Express, a serial number and ACS.
+/// Returns a configuration space with power management, PCI Express, a serial number and ACS.
 fn config(kind: &str, bridge: bool, express: bool, acs: Option<u16>) -> Vec<u8> {
     let mut bytes = vec![0; if express { 4096 } else { 256 }];
     let mut put = |at: usize, new: &[u8]| bytes[at..at + new.len()].copy_from_slice(new);

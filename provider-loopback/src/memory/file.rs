@@ -24,7 +24,7 @@ use super::{
     indirect::IndirectMemory,
 };
 
-/// `DMA_BUF_MAGIC` of `linux/magic.h`.
+/// `DMA_BUF_MAGIC` of `linux/magic.h`: the file system type of dma-bufs.
 const DMA_BUF_MAGIC: u64 = 0x444d_4142;
 /// `DMA_BUF_IOCTL_SYNC` of `linux/dma-buf.h`: `_IOW('b', 0, struct dma_buf_sync)`.
 const DMA_BUF_IOCTL_SYNC: libc::Ioctl = 0x4008_6200;
@@ -32,13 +32,13 @@ const DMA_BUF_SYNC_READ: u64 = 1;
 const DMA_BUF_SYNC_WRITE: u64 = 2;
 const DMA_BUF_SYNC_END: u64 = 4;
 
-/// Imports `len` bytes at `offset` of a file. Returns the memory and the position of the first
-/// byte.
+/// Imports `len` bytes at `offset` of a file. Returns the imported memory, and the position of the
+/// first byte in it.
 ///
 /// # Errors
-/// - InvalidArgument for an fd that is not memory or has `O_APPEND`.
-/// - OutOfBounds past the end of the file.
-/// - AccessDenied for rights that the fd does not have.
+/// - InvalidArgument: the fd is neither a dma-buf nor a mappable file, or it has `O_APPEND`.
+/// - OutOfBounds: the range reaches past the end of the file.
+/// - AccessDenied: the registration needs rights that the fd does not have.
 pub(in super::super) fn import(
     fd: BorrowedFd<'_>,
     offset: u64,
@@ -86,7 +86,7 @@ struct Properties {
     writable: bool,
     can_shrink: bool,
     dma_buf: bool,
-    /// The alignment of the offsets of mappings.
+    /// The page size of the file. Offsets of mappings are multiples of it.
     page: u64,
 }
 
@@ -137,7 +137,7 @@ impl Properties {
 pub(in super::super) struct Mapping {
     base: u64,
     len: u64,
-    /// The fd on which CPU accesses are announced, for a genuine dma-buf.
+    /// For a genuine dma-buf, the fd on which the NIC announces the CPU's accesses.
     dma_buf: Option<OwnedFd>,
 }
 
@@ -171,7 +171,7 @@ impl Mapping {
         Ok(Self { base: base.expose_provenance() as u64, len, dma_buf })
     }
 
-    /// Returns the address of a position.
+    /// Returns the address of a position in the file.
     pub(super) const fn address(&self, at: u64) -> u64 {
         self.base + at
     }
@@ -202,8 +202,8 @@ impl Mapping {
         }
     }
 
-    /// Writes bytes back to the file. A genuine dma-buf has none: the announced end of the access
-    /// made them visible to its device.
+    /// Writes bytes back to the file. Does nothing for a genuine dma-buf, which has no file: the
+    /// announced end of the access made the bytes visible to its device.
     pub(super) fn persist(&self, address: u64, len: u64) -> Result<()> {
         if self.dma_buf.is_some() {
             return Ok(());
@@ -231,7 +231,7 @@ struct FileMemory {
 }
 
 impl FileMemory {
-    /// Refuses a file with `O_APPEND`, whose writes ignore their position.
+    /// Refuses a file with `O_APPEND`, because writes to it would ignore their position.
     ///
     /// The application may change the flag at any time: the NIC's fd is a duplicate, which shares
     /// it.

@@ -31,10 +31,10 @@ use std::{
 use hmem_core::{Address, AddressRange, Errno, Error, ErrorKind, Result};
 use rustix::mm::{MsyncFlags, msync};
 
-/// Returns a pointer for an address in a region, or in a request whose memory the caller of `post`
-/// keeps valid.
+/// Converts an address to a pointer. The address lies in a region, or in memory that the caller of
+/// `post` keeps valid.
 ///
-/// The application uses the memory through pointers of its own. Never make a reference of this one.
+/// Never create a reference from the pointer: the application accesses the memory at the same time.
 pub(in super::super) fn direct_pointer(at: u64) -> *mut u8 {
     std::ptr::with_exposed_provenance_mut(at as usize)
 }
@@ -134,7 +134,8 @@ pub(super) fn store_host(at: u64, from: &[u8]) -> Result<()> {
     kernel_write(from.as_ptr().expose_provenance() as u64, at, from.len() as u64)
 }
 
-/// Populates the pages of a range, which must be writable if the NIC may write.
+/// Populates the pages of a range. Fails if an address is not mapped, or is not writable although
+/// the NIC may write.
 pub(in super::super) fn populate(
     range: AddressRange,
     write: bool,
@@ -186,11 +187,11 @@ impl Written {
     /// Writes the bytes back to the storage behind their mapping.
     ///
     /// # Errors
-    /// - BadAddress for pages that are no longer mapped.
-    /// - Unsupported for device DAX that the region does not own.
-    /// - Otherwise the error that the kernel reported.
+    /// - BadAddress: pages are no longer mapped.
+    /// - Unsupported: the memory is device DAX that the region does not own.
+    /// - Any other error of the kernel.
     ///
-    /// The bytes are in memory even after an error.
+    /// The peer's bytes are in memory even if the write-back fails.
     pub(super) fn persist(self) -> Result<()> {
         let Self { at, len, owned } = self;
         loop {
@@ -243,7 +244,7 @@ unsafe fn write_back_lines(at: u64, len: u64) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_mm_clflush, _mm_mfence};
-        /// The shortest line of any processor: more flushes than needed do no harm.
+        /// The length of a cache line, or less: flushing a line twice does no harm.
         const LINE: u64 = 64;
         let mut line = at - at % LINE;
         while line < at + len {
@@ -266,15 +267,17 @@ fn failed(kind: ErrorKind, at: u64, len: u64) -> Error {
         .context("length", len)
 }
 
-/// Addresses that the NIC may touch, where the application says so (MMU_NOTIFY): disjoint runs,
-/// start to end, that do not touch.
+/// The addresses of pages that the application has announced (MMU_NOTIFY). The NIC may access no
+/// others.
+///
+/// The runs map start to end. They are disjoint and not adjacent.
 #[derive(Debug, Default)]
 pub(in super::super) struct Promises {
     runs: BTreeMap<u64, u64>,
 }
 
 impl Promises {
-    /// Returns the parts of `ranges` whose pages are present.
+    /// Creates a value with those parts of `ranges` that have present pages.
     pub(in super::super) fn present(ranges: impl Iterator<Item = AddressRange>) -> Self {
         let mut promises = Self::default();
         for range in ranges {
@@ -285,14 +288,14 @@ impl Promises {
         promises
     }
 
-    /// Returns the ranges in address order.
+    /// Returns the announced ranges in address order.
     pub(in super::super) fn ranges(&self) -> impl Iterator<Item = AddressRange> {
         self.runs
             .iter()
             .filter_map(|(&start, &end)| AddressRange::new(Address(start), end - start).ok())
     }
 
-    /// Adds the addresses from `start` up to `end`.
+    /// Adds the addresses from `start` to `end` (exclusive).
     pub(in super::super) fn add(&mut self, start: u64, end: u64) {
         let (mut start, mut end) = (start, end);
         while let Some((&from, &to)) = self.runs.range(..=end).next_back() {
@@ -306,7 +309,7 @@ impl Promises {
         self.runs.insert(start, end);
     }
 
-    /// Checks that an access lies in these addresses.
+    /// Checks that all bytes of an access have announced addresses.
     pub(in super::super) fn check(&self, at: u64, len: u64) -> Result<()> {
         match self.runs.range(..=at).next_back() {
             Some((_, &end)) if len <= end - at.min(end) && at < end => Ok(()),
@@ -318,8 +321,9 @@ impl Promises {
     }
 }
 
-/// The parts of a range that the page table maps or has swapped out, by `/proc/self/pagemap`; none
-/// where that cannot be read, so that everything has to be refreshed.
+/// Returns the parts of a range with pages that are mapped or swapped out, by `/proc/self/pagemap`.
+///
+/// Returns nothing if that file cannot be read. The application then has to refresh every page.
 fn present_pages(range: AddressRange) -> Vec<(u64, u64)> {
     const PRESENT_OR_SWAPPED: u64 = 1 << 63 | 1 << 62;
     let page = rustix::param::page_size() as u64;

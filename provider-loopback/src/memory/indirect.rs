@@ -1,4 +1,4 @@
-//! Memory that the NIC reads and writes through calls.
+//! Indirect memory: the NIC reads and writes it through function calls.
 //!
 //! - Device memory through its iface: local buffers without a descriptor, and peer-memory imports.
 //! - Staged memory through the copy engine of its owner.
@@ -9,20 +9,22 @@ use std::{fmt, sync::Arc};
 
 use hmem_core::{Address, Error, ErrorKind, Iface, Result, provider::StagedMemory};
 
-/// Memory that the NIC reads and writes through calls, on any thread.
+/// Memory that the NIC reads and writes through the methods of this trait, on any thread.
 ///
-/// The implementation defines what positions count from.
+/// Each implementation defines the origin of its positions.
 pub(in super::super) trait IndirectMemory: fmt::Debug + Send + Sync {
     fn load(&self, at: u64, into: &mut [u8]) -> Result<()>;
     fn store(&self, at: u64, from: &[u8]) -> Result<()>;
-    /// Returns an address with the alignment and the page offset of position `at`.
+    /// Returns an address with the same alignment and offset in the page as position `at`, which
+    /// selects the lock of an atomic.
     ///
     /// # Errors
-    /// Unsupported for memory without atomics.
+    /// Unsupported: the memory has no atomics.
     fn atomic_address(&self, at: u64) -> Result<u64>;
-    /// Makes written bytes persistent, if the memory can be.
+    /// Makes written bytes persistent if the memory itself is persistent.
     fn persist(&self, at: u64, len: u64) -> Result<()>;
-    /// Returns the memory for a copy engine, if it is staged, with the same positions.
+    /// Returns the memory's copy engine, which uses the same positions, or `None` unless the memory
+    /// is staged.
     fn staged(&self) -> Option<&dyn StagedMemory>;
 }
 
@@ -61,8 +63,8 @@ impl IndirectMemory for DeviceMemory {
             .remedy("register the device memory by dma-buf for atomics"))
     }
 
-    /// Does nothing: the copy into the device's memory has ended, and the region then flushes the
-    /// device.
+    /// Does nothing. The bytes are in the device's memory already, and the region flushes the
+    /// device after this call.
     fn persist(&self, _at: u64, _len: u64) -> Result<()> {
         Ok(())
     }
@@ -72,7 +74,8 @@ impl IndirectMemory for DeviceMemory {
     }
 }
 
-/// Staged memory. Positions count from the start of the piece.
+/// Staged memory: device memory that a copy engine copies to and from staging buffers. Positions
+/// count from the start of the region's piece.
 #[derive(Debug)]
 pub(in super::super) struct Staged {
     memory: Arc<dyn StagedMemory>,
@@ -100,8 +103,8 @@ impl IndirectMemory for Staged {
             .remedy("register the device memory by dma-buf or peer memory for atomics"))
     }
 
-    /// Does nothing: the copy into the device's memory has ended, and the region then flushes the
-    /// device.
+    /// Does nothing. The bytes are in the device's memory already, and the region flushes the
+    /// device after this call.
     fn persist(&self, _at: u64, _len: u64) -> Result<()> {
         Ok(())
     }

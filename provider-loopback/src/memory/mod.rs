@@ -3,7 +3,7 @@
 //! - Memory that a region owns, and the NIC's mappings, are copied directly.
 //! - Memory that the application may unmap is copied by the kernel, which reports a fault as an
 //!   error.
-//! - All other memory is *indirect*: read and written through calls and a bounce buffer.
+//! - All other memory is *indirect*: function calls copy it to and from a bounce buffer.
 
 #![allow(unsafe_code)]
 
@@ -29,18 +29,18 @@ use super::Few;
 /// The size of a bounce buffer.
 const BOUNCE: usize = 256 << 10;
 
-/// The memory of a piece of a region.
+/// The memory behind a piece of a region. A piece is a contiguous part of one kind of memory.
 #[derive(Clone, Debug)]
 pub(super) enum PieceMemory {
     /// Addresses that stay mapped as long as the region exists.
     Owned,
-    /// Addresses that the application may map again or unmap.
+    /// Addresses that the application may remap or unmap.
     Borrowed,
-    /// A mapping that the NIC has made.
+    /// A file that the NIC has mapped.
     Mapped(Arc<Mapping>),
     /// The pages that were mapped at the addresses when they were pinned.
     Pinned(Arc<Pinned>),
-    /// Memory that is read and written through calls.
+    /// Indirect memory, which is read and written through function calls.
     Indirect(Arc<dyn IndirectMemory>),
 }
 
@@ -68,7 +68,7 @@ pub(super) enum Span<'a> {
     Direct { at: u64, len: u64, mapping: Option<&'a Mapping> },
     /// Addresses that may be unmapped.
     Kernel { at: u64, len: u64 },
-    /// Bytes that are read and written through calls.
+    /// Bytes of indirect memory, which are read and written through function calls.
     Indirect { at: u64, len: u64, memory: &'a dyn IndirectMemory },
 }
 
@@ -79,7 +79,8 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Returns the memory and the position in it, if the memory is staged.
+    /// Returns the staged memory and the span's position in it, or `None` if the memory is not
+    /// staged.
     pub(super) fn staged(self) -> Option<(&'a dyn StagedMemory, u64)> {
         match self {
             Self::Indirect { at, memory, .. } => Some((memory.staged()?, at)),
@@ -103,7 +104,7 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Copies the span to `into`, which has the same length.
+    /// Copies the span to `into`. Both have the same length.
     pub(super) fn load(self, into: &mut [u8]) -> Result<()> {
         match self {
             Self::Indirect { at, memory, .. } => memory.load(at, into),
@@ -119,7 +120,7 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Copies `from`, which has the same length, to the span.
+    /// Copies `from` to the span. Both have the same length.
     pub(super) fn store(self, from: &[u8]) -> Result<()> {
         match self {
             Self::Indirect { at, memory, .. } => memory.store(at, from),
@@ -135,7 +136,7 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Makes written bytes persistent, if the memory can be ([`host`]).
+    /// Makes written bytes persistent if the memory itself is persistent ([`host`]).
     pub(super) fn persist(self) -> Result<()> {
         match self {
             Self::Indirect { at, len, memory } => memory.persist(at, len),
@@ -146,7 +147,7 @@ impl<'a> Span<'a> {
     }
 }
 
-/// Copies spans to spans of the same total length. Their boundaries may differ.
+/// Copies a list of spans to a list of the same total length. The boundaries may differ.
 #[inline]
 pub(super) fn copy(from: &[Span<'_>], to: &[Span<'_>]) -> Result<u64> {
     if let ([from], [to]) = (from, to) {
@@ -199,7 +200,7 @@ pub(super) fn copy_span(from: Span<'_>, to: Span<'_>) -> Result<()> {
     }
 }
 
-/// A guard of an announced CPU access. Dropping it announces the end.
+/// A guard of a CPU access to a dma-buf. Dropping the guard announces the end of the access.
 struct Announced<'a> {
     mapping: &'a Mapping,
     write: bool,
@@ -220,13 +221,14 @@ impl Drop for Announced<'_> {
     }
 }
 
-/// Runs `access`, announced to the dma-buf of the mapping if there is one.
+/// Runs `access`. If the mapping is of a dma-buf, announces the start and the end of the access to
+/// it.
 pub(super) fn announced<T>(mapping: Option<&Mapping>, access: impl FnOnce() -> T) -> Result<T> {
     let _announced = mapping.map(|mapping| Announced::begin(mapping, true)).transpose()?;
     Ok(access())
 }
 
-/// Copies between spans that have addresses in this process.
+/// Copies between two spans of the same length. The caller has announced accesses to dma-bufs.
 fn copy_near(from: Span<'_>, to: Span<'_>) -> Result<()> {
     match (from, to) {
         (Span::Direct { at: from, len, .. }, Span::Direct { at: to, .. }) => {
@@ -295,7 +297,7 @@ pub(super) struct CopyError {
 }
 
 impl CopyError {
-    /// Returns an error that is not of the memory of either side.
+    /// Creates an error of the transfer itself, which neither side's memory has caused.
     pub(super) fn on_the_wire(error: Error) -> Self {
         Self { part: Part::Wire, error }
     }
@@ -307,11 +309,11 @@ impl From<CopyError> for Error {
     }
 }
 
-/// Copies spans to spans of the same total length, some of which are staged.
+/// Copies a list of spans to a list of the same total length. At least one span is staged.
 ///
 /// The copy goes chunk by chunk through staging buffers, so that the copy engine and the NIC work
-/// at the same time. Before each chunk it calls `canceled`, whose error ends the copy, and `enter`,
-/// for fault injection.
+/// at the same time. Before each chunk it calls `canceled` and `enter`. An error of either ends the
+/// copy. `enter` is for fault injection.
 pub(super) fn pipe(
     from: &[Span<'_>],
     to: &[Span<'_>],
@@ -350,7 +352,7 @@ fn staged_runs<'a>(spans: &[Span<'a>]) -> Vec<StagedRun<&'a dyn StagedMemory>> {
     runs
 }
 
-/// Returns the bytes of a chunk. Bytes of staged memory are those in the staging buffer.
+/// Returns the spans of a chunk, with staging buffers in place of staged memory.
 fn near<'a>(spans: &[Span<'a>], view: &View<'_>) -> Vec<Span<'a>> {
     let end = view.at + view.len;
     let mut at = 0;

@@ -24,9 +24,9 @@ use super::{
     indirect::IndirectMemory,
 };
 
-/// The number of bytes that one request copies.
+/// The maximum number of bytes that one request copies.
 const SCRATCH: usize = 1 << 20;
-/// The number of buffers in one ring. Further buffers get another ring.
+/// The maximum number of buffers of one io_uring. Further buffers use another io_uring.
 const SLOTS: u16 = 4096;
 /// The maximum size of an io_uring buffer.
 const BUFFER: u64 = 1 << 30;
@@ -34,15 +34,17 @@ const BUFFER: u64 = 1 << 30;
 /// The number of retries of a request that the kernel refuses because memory is short.
 const REFUSALS: u32 = 1000;
 
-/// Pins pages for a domain.
+/// The pinner of a domain's host memory.
 pub(in super::super) struct Pinner {
     process: ProcessMark,
     rings: Mutex<Vec<Arc<Ring>>>,
 }
 
 impl Pinner {
+    /// Creates a pinner. Fails unless the process may use io_uring.
+    ///
     /// # Errors
-    /// Unavailable where the kernel, a sysctl or a filter refuses io_uring.
+    /// Unavailable: the kernel, a sysctl or a seccomp filter refuses io_uring.
     pub(in super::super) fn new() -> Result<Self> {
         let process = ProcessMark::current()?;
         Ok(Self { process, rings: Mutex::new(vec![Arc::new(Ring::new()?)]) })
@@ -51,9 +53,9 @@ impl Pinner {
     /// Pins the pages of a range.
     ///
     /// # Errors
-    /// - BadAddress if pages are absent or not writable.
-    /// - OutOfResources at the locked-memory limit.
-    /// - BadState in a forked child.
+    /// - BadAddress: pages are absent or not writable.
+    /// - OutOfResources: the locked-memory limit is reached.
+    /// - BadState: this process is a forked child.
     pub(in super::super) fn pin(
         &self,
         range: AddressRange,
@@ -117,9 +119,11 @@ struct RingState {
     uring: IoUring,
     scratch: OwnedFd,
     free: Vec<u16>,
-    /// Set once a request was left in the queue. Its completion would be taken for that of the next
-    /// request, and it could copy bytes after its transfer has ended. So nothing is submitted any
-    /// more. Buffers can still be unregistered.
+    /// Set once a failed call has left a request in the queue.
+    ///
+    /// That request could copy bytes after its transfer has ended, and its completion could be
+    /// mistaken for that of a later request. So nothing is submitted to the ring any more. Buffers
+    /// can still be unregistered.
     broken: bool,
 }
 
@@ -270,7 +274,8 @@ fn refused(error: &std::io::Error, start: u64, len: u64, operation: &'static str
     }
 }
 
-/// One buffer in a ring's table.
+/// A registered buffer: its slot in the buffer table of an io_uring. Dropping the value unregisters
+/// the buffer.
 struct Slot {
     ring: Arc<Ring>,
     index: u16,
@@ -351,10 +356,10 @@ impl Run {
     }
 }
 
-/// The pinned pages of a piece. Positions are the application's addresses.
+/// The pinned pages of a region's piece. Positions are the application's addresses.
 #[derive(Debug)]
 pub(in super::super) struct Pinned {
-    /// In address order, disjoint.
+    /// The pinned runs, disjoint and in address order.
     runs: RwLock<Vec<Run>>,
 }
 
@@ -363,7 +368,7 @@ impl Pinned {
         Self { runs: RwLock::new(runs) }
     }
 
-    /// Replaces the runs at the addresses of newly pinned ones.
+    /// Puts newly pinned runs in the place of the old runs at the same addresses.
     pub(in super::super) fn replace(&self, new: Vec<Run>) {
         let mut runs = self.runs.write();
         for run in &new {
@@ -384,7 +389,8 @@ impl Pinned {
         runs.sort_by_key(|run| run.start);
     }
 
-    /// Returns the run of an address, and the number of bytes from there on in the same buffer.
+    /// Returns the buffer that contains an address, and the number of bytes from there that one
+    /// request can copy: at most `len`.
     fn find(&self, at: u64, len: u64) -> Result<(Arc<Slot>, u64)> {
         let runs = self.runs.read();
         let after = runs.partition_point(|run| run.start <= at);
@@ -436,7 +442,7 @@ impl IndirectMemory for Pinned {
 mod tests {
     use super::*;
 
-    /// Takes the kernel's ring away from behind a ring's fd, and gives it back on drop.
+    /// A guard that replaces a ring's fd by one of `/dev/null`, and restores it on drop.
     struct Away {
         ring: i32,
         kept: OwnedFd,

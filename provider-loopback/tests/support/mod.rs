@@ -1,5 +1,5 @@
-//! Helpers of the loopback suites: domains, connected endpoints, and requests that run to their
-//! end.
+//! Helpers of the loopback tests: domains, connected endpoints, and requests that complete before
+//! the helper returns.
 
 #![allow(dead_code, reason = "each suite uses a part of it")]
 
@@ -19,7 +19,7 @@ use hmem_core::{
 };
 use hmem_provider_loopback::Loopback;
 
-/// Every right.
+/// Returns every right except COLLECTIVE.
 pub(crate) fn all_rights() -> Access {
     Access::all().difference(Access::COLLECTIVE)
 }
@@ -226,7 +226,7 @@ impl fmt::Debug for Buffer {
     }
 }
 
-/// An endpoint with its queue.
+/// An endpoint with its completion queue.
 #[derive(Debug)]
 pub(crate) struct End {
     pub(crate) domain: Arc<dyn ProviderDomain>,

@@ -1,6 +1,6 @@
-//! For copy engines of the tests that wait for each copy.
+//! A macro for test copy engines that complete each copy before they return.
 
-/// The starting of copies by an engine that waits for each.
+/// Implements the asynchronous copies of a copy engine by copies that complete at once.
 macro_rules! waiting_copies {
     () => {
         unsafe fn start_read(

@@ -138,7 +138,7 @@ extern "C" fn query_qp(
     0
 }
 
-/// Returns the functions of the library, with one device.
+/// Returns the function table of this library, which has one device.
 pub(crate) fn functions() -> Functions {
     fake::functions();
     let own = |name: &str| {

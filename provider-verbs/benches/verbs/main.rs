@@ -36,7 +36,7 @@ use hmem_provider_verbs::{
 };
 use raw::{RawPair, RawRegistration, RawWrite};
 
-/// Page-aligned bytes that stay where they are.
+/// A page-aligned buffer that never moves.
 struct Pages {
     start: u64,
     _bytes: Vec<u8>,
@@ -54,7 +54,7 @@ impl Pages {
     }
 }
 
-/// The same operations through core.
+/// The measured operations through hmem's API.
 struct Ours {
     domain: Domain,
     cq: Arc<dyn CompletionQueue>,
@@ -62,7 +62,7 @@ struct Ours {
 }
 
 const RIGHTS: Access = Access::READ.union(Access::WRITE).union(Access::REMOTE_WRITE);
-/// The same rights as verbs flags, with atomics, like core's REMOTE_WRITE.
+/// The verbs flags for [`RIGHTS`]. They include atomics, as REMOTE_WRITE of fi_mr(3) does.
 const FLAGS: AccessFlags =
     AccessFlags::LOCAL_WRITE.union(AccessFlags::REMOTE_WRITE).union(AccessFlags::REMOTE_ATOMIC);
 
@@ -112,7 +112,7 @@ impl Ours {
     }
 }
 
-/// Measures one round of each in turns. Returns the times.
+/// Measures both variants alternately, for one round. Returns the times of each.
 fn in_turns(
     rounds: usize,
     times: u32,
@@ -146,11 +146,11 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Limit of the overhead.
+/// Limit of the overhead over the raw call.
 enum Goal {
-    /// Limit in nanoseconds, or as a fraction of the raw call; the larger one counts.
+    /// Limit in nanoseconds, and as a fraction of the raw call. The larger of the two applies.
     Adds(f64, f64),
-    /// No limit: the row is for orientation.
+    /// No limit: the row is only for information.
     None,
 }
 

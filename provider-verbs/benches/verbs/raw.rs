@@ -35,7 +35,7 @@ fn find<T: Copy>(name: &std::ffi::CStr) -> T {
     }
 }
 
-/// Registrations in one protection domain.
+/// Raw registration calls in one protection domain.
 #[derive(Clone, Copy)]
 pub(crate) struct RawRegistration {
     pub(crate) reg_mr: RegMr,
@@ -44,7 +44,7 @@ pub(crate) struct RawRegistration {
 }
 
 impl RawRegistration {
-    /// Uses the protection domain of a provider's domain.
+    /// Creates the calls for the protection domain of a provider's domain.
     pub(crate) fn of(domain: &VerbsDomain) -> Self {
         Self {
             reg_mr: find(c"ibv_reg_mr"),
@@ -73,7 +73,7 @@ impl RawRegistration {
     }
 }
 
-/// One side of a connection, and a write that it repeats.
+/// A connected queue pair and a write request that is posted repeatedly.
 #[derive(Clone, Copy)]
 pub(crate) struct RawWrite {
     pub(crate) qp: *mut Qp,
@@ -102,7 +102,7 @@ impl RawWrite {
                 (ops.post_send.expect("a driver posts"), ops.poll_cq.expect("a driver polls"));
             assert_eq!(post(self.qp, &mut request, &mut bad), 0, "ibv_post_send");
             while poll(self.cq, 1, &mut done) == 0 {
-                // A software NIC works where it is let.
+                // A software NIC executes requests on a CPU: let its thread run.
                 std::thread::yield_now();
             }
         }
@@ -110,7 +110,7 @@ impl RawWrite {
     }
 }
 
-/// A queue pair connected to another of the same device, as hardware examples do it.
+/// Two connected queue pairs of one device, created like in the rdma-core examples.
 pub(crate) struct RawPair {
     pub(crate) near: (*mut Qp, *mut Cq),
     pub(crate) context: *mut Context,
@@ -173,7 +173,7 @@ impl RawPair {
     }
 }
 
-/// RESET, INIT, RTR, RTS.
+/// Moves a queue pair through the states RESET, INIT, RTR and RTS.
 fn walk(qp: *mut Qp, peer: u32, gid: &GidEntry) {
     let modify_qp: ModifyQp = find(c"ibv_modify_qp");
     let modify = |mut attr: QpAttr, mask: QpAttrMask| {

@@ -23,7 +23,7 @@ use crate::{
     sys::AccessFlags,
 };
 
-/// The staging buffers of a domain, and the number of regions that need them.
+/// The staging buffers of a domain. They are allocated when a region first needs them.
 #[derive(Debug)]
 pub(crate) struct Staging {
     attr: StagingAttr,
@@ -36,7 +36,7 @@ impl Staging {
         Self { attr, buffers: Mutex::default(), regions: AtomicUsize::new(0) }
     }
 
-    /// Returns the buffers and their descriptor, if they are registered.
+    /// Returns the staging buffers and their local key; `None` until they are registered.
     pub(super) fn buffers(&self) -> Option<(Arc<Pool>, LocalKey)> {
         self.buffers.lock().clone()
     }
@@ -49,7 +49,7 @@ impl Staging {
         self.regions.load(Ordering::Acquire) > 0
     }
 
-    /// Registers memory that is reached through copies.
+    /// Registers memory as a staged region, which the NIC accesses only through copies.
     pub(crate) fn register(
         &self,
         registrar: &Registrar<'_>,
@@ -94,7 +94,7 @@ impl Staging {
         }))
     }
 
-    /// Allocates and registers the buffers, unless that is done.
+    /// Allocates and registers the staging buffers if that has not happened yet.
     fn prepare_buffers(&self, registrar: &Registrar<'_>) -> Result<()> {
         let mut buffers = self.buffers.lock();
         if buffers.is_some() {
@@ -110,15 +110,15 @@ impl Staging {
         Ok(())
     }
 
-    /// Closes a region: no copy of it begins any more. Copies in flight go on until the lanes of
-    /// the device abandon them.
+    /// Closes a staged region: no further copy of it starts. Copies in flight continue until
+    /// [`ActiveLanes::abandon_closed`](super::lane::ActiveLanes::abandon_closed).
     pub(crate) fn close(&self, region: &StagedRegion) {
         self.regions.fetch_sub(1, Ordering::AcqRel);
         region.close();
     }
 }
 
-/// Returns the NUMA node of a device, if the kernel knows it.
+/// Returns the NUMA node of a device; `None` if the kernel does not report it.
 fn numa_node(device: &str) -> Option<u32> {
     let text =
         fs::read_to_string(format!("/sys/class/infiniband/{device}/device/numa_node")).ok()?;

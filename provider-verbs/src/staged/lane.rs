@@ -46,7 +46,7 @@ use crate::{
     ready::Ready,
 };
 
-/// The lanes of an endpoint, one in each direction.
+/// The two lanes of an endpoint: one for sends and one for receives.
 pub(crate) struct Lanes {
     poster: Arc<Poster>,
     queues: Queues,
@@ -56,12 +56,13 @@ pub(crate) struct Lanes {
 }
 
 struct Lane {
-    /// Number of entries, changed under the lock of the entries.
+    /// Number of entries. It changes only while `entries` is locked.
     busy: AtomicUsize,
     entries: Mutex<VecDeque<Entry>>,
-    /// Number of the next entry.
+    /// Number that the next entry gets.
     next: AtomicU64,
-    /// Shared with the poster. Its lock is the innermost.
+    /// Results of posted requests, which the poster writes. No other lock is taken while this one
+    /// is held.
     mail: Arc<Mutex<Mail>>,
 }
 
@@ -79,7 +80,7 @@ impl Lane {
         self.busy.load(Ordering::Acquire) > 0
     }
 
-    /// Applies the results of the lane's requests. Returns whether there were any.
+    /// Applies the results that the poster has written. Returns whether there were any.
     fn take_mail(&self, entries: &mut VecDeque<Entry>) -> bool {
         let (ended, canceled_before) = {
             let mut mail = self.mail.lock();
@@ -117,7 +118,7 @@ impl Lanes {
         self.send.is_busy() || self.receive.is_busy()
     }
 
-    /// Cancels all entries that are not on the wire.
+    /// Cancels all entries. Requests that the NIC already processes still complete.
     pub(crate) fn cancel(&self) {
         for lane in [&self.send, &self.receive] {
             lane.mail.lock().canceled_before = lane.next.load(Ordering::Acquire);
@@ -125,7 +126,8 @@ impl Lanes {
         self.queues.ring();
     }
 
-    /// Returns true if a request has to go through a lane.
+    /// Returns true if a request must go through a lane: it names staged memory, or earlier
+    /// requests are in the lane.
     #[inline]
     pub(crate) fn takes(&self, request: &WorkRequest<'_>) -> bool {
         if self.of(kind_of(&request.operation)).is_busy() {
@@ -136,7 +138,7 @@ impl Lanes {
             && request.local.iter().any(|segment| domain.regions.is_staged(segment))
     }
 
-    /// Puts a request into its lane.
+    /// Adds a request to the lane of its direction.
     pub(crate) fn post(self: &Arc<Self>, request: &WorkRequest<'_>) -> Result<()> {
         let kind = kind_of(&request.operation);
         let cap = || Ok(self.poster.lock().connection.open()?.cap);
@@ -169,7 +171,7 @@ impl Lanes {
         Ok(())
     }
 
-    /// Steps both lanes. Returns how many requests ended.
+    /// Steps both lanes. Returns the number of requests that ended.
     fn step_all(&self) -> usize {
         let mut ended = 0;
         for lane in [&self.send, &self.receive] {
@@ -188,13 +190,15 @@ impl Lanes {
         self.hand_out(lane, entries)
     }
 
-    /// Returns whether a lane of another queue than `queue` is busy.
+    /// Returns whether one of the two lanes has entries and completes to another queue than
+    /// `queue`.
     fn is_busy_beside(&self, queue: &Arc<CqState>) -> bool {
         self.send.is_busy() && !Arc::ptr_eq(&self.queues.tx, queue)
             || self.receive.is_busy() && !Arc::ptr_eq(&self.queues.rx, queue)
     }
 
-    /// Returns whether a reader of `queue` must step the lanes again without an event of the NIC.
+    /// Returns whether a reader of `queue` must step these lanes, although the NIC reports no
+    /// event.
     ///
     /// `others_busy` says whether a lane of another queue was busy before this call.
     fn need_calls(&self, queue: &Arc<CqState>, others_busy: bool) -> bool {
@@ -219,7 +223,8 @@ impl Lanes {
         )
     }
 
-    /// Does all work that is possible now. Returns whether there was any.
+    /// Advances the entries of a lane as far as possible without waiting. Returns whether anything
+    /// changed.
     fn advance(&self, lane: &Lane, entries: &mut VecDeque<Entry>) -> bool {
         let mut progressed = lane.take_mail(entries);
         let (mut may_begin, mut may_post, mut failed) = (true, true, false);
@@ -282,8 +287,8 @@ impl Lanes {
         }
     }
 
-    /// Ends the connection. After a failure on this side the peer must not get the requests behind
-    /// it.
+    /// Ends the connection after a failure on this side, so that the peer gets none of the requests
+    /// after the failed one.
     fn end_connection(&self) {
         let connection = &mut self.poster.lock().connection;
         if !connection.has_failed() {
@@ -291,7 +296,7 @@ impl Lanes {
         }
     }
 
-    /// Moves completions of entries that are over to their queue, in order.
+    /// Moves the completions of ended entries to their queue, in order. Returns their number.
     fn hand_out(&self, lane: &Lane, entries: &mut VecDeque<Entry>) -> usize {
         let mut ended = 0;
         while entries.front().is_some_and(Entry::is_over)
@@ -306,7 +311,8 @@ impl Lanes {
         ended
     }
 
-    /// Ends every entry. No request of the endpoint is on the wire any more.
+    /// Ends every entry. The caller has made sure that the NIC processes no request of the
+    /// endpoint.
     pub(crate) fn shut(&self) {
         for lane in [&self.send, &self.receive] {
             let mut entries = lane.entries.lock();
@@ -321,7 +327,7 @@ impl Lanes {
         }
     }
 
-    /// Stops the transfers of closed regions.
+    /// Stops the transfers that use closed regions.
     fn abandon_closed(&self) {
         let mut stopped = false;
         for lane in [&self.send, &self.receive] {
@@ -344,7 +350,7 @@ impl Lanes {
     }
 }
 
-/// Lanes of a device with entries, and the completion queues of their readers.
+/// The lanes of a device that have entries, and all completion queues of the device.
 #[derive(Default)]
 pub(crate) struct ActiveLanes {
     count: AtomicUsize,
@@ -353,7 +359,7 @@ pub(crate) struct ActiveLanes {
 }
 
 impl ActiveLanes {
-    /// Adds a completion queue of the device.
+    /// Adds a completion queue of the device. Its readers step the lanes.
     pub(crate) fn add_queue(&self, queue: &Arc<Ready>) {
         let mut queues = self.queues.lock();
         queues.retain(|queue| queue.strong_count() > 0);
@@ -369,12 +375,13 @@ impl ActiveLanes {
         self.count.store(active.len(), Ordering::Release);
     }
 
-    /// Wakes the readers of all queues, which step the lanes.
+    /// Wakes the threads that wait for any queue of the device. Each of them steps the lanes.
     fn ring(&self) {
         self.queues.lock().iter().filter_map(Weak::upgrade).for_each(|queue| queue.ring());
     }
 
-    /// Returns whether a reader of `queue` must not sleep, because only calls move a transfer on.
+    /// Returns whether a reader of `queue` must not sleep, because a transfer advances only during
+    /// calls.
     ///
     /// The NIC wakes the reader for completions of `queue` only. Four things need calls:
     ///
@@ -401,7 +408,7 @@ impl ActiveLanes {
         self.lanes.lock().iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Steps all lanes of the device. Returns how many requests ended.
+    /// Steps all lanes of the device. Returns the number of requests that ended.
     #[inline]
     pub(crate) fn progress(&self) -> usize {
         if self.count.load(Ordering::Acquire) == 0 {
@@ -422,7 +429,7 @@ impl ActiveLanes {
         ended
     }
 
-    /// Stops the transfers of closed regions, and waits for their copies.
+    /// Stops the transfers that use closed regions. Waits for their copies in flight.
     pub(crate) fn abandon_closed(&self) {
         for lanes in self.list() {
             lanes.abandon_closed();

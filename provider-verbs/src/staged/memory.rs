@@ -9,7 +9,7 @@ use hmem_core::{
     Address, AddressRange, Error, ErrorKind, Result, iface::CopyEvent, provider::StagedMemory,
 };
 
-/// A piece of a staged region. Copies fail once it is closed.
+/// A piece of memory of a staged region. Copies fail once the region is closed.
 #[derive(Debug)]
 pub(crate) struct StagedPiece {
     memory: Arc<dyn StagedMemory>,
@@ -66,7 +66,7 @@ impl StagedMemory for StagedPiece {
     }
 }
 
-/// The memory of a staged region.
+/// The memory of a staged region, in pieces.
 #[derive(Debug)]
 pub(crate) struct StagedRegion {
     pieces: Vec<(AddressRange, Arc<StagedPiece>)>,
@@ -80,8 +80,8 @@ impl StagedRegion {
         Self { pieces: pieces.map(piece).collect() }
     }
 
-    /// Splits a local segment at the ends of pieces. Returns the piece, the offset in it and the
-    /// length of each run, or `None` if the segment reaches outside.
+    /// Splits a local segment where a piece ends. Each run is a piece, an offset in the piece, and
+    /// a length. Returns `None` if the segment is not inside the region.
     pub(super) fn runs(
         &self,
         mut address: Address,
@@ -99,7 +99,7 @@ impl StagedRegion {
         Some(runs)
     }
 
-    /// Closes the region: no copy begins any more.
+    /// Closes the region. No further copy starts.
     pub(crate) fn close(&self) {
         for (_, piece) in &self.pieces {
             piece.closed.store(true, Ordering::Release);

@@ -14,7 +14,7 @@ use hmem_p2p::staging::{Run, View};
 
 use super::memory::StagedPiece;
 
-/// A piece of a peer's memory.
+/// A piece of a peer's memory, copied from a request.
 #[derive(Clone, Debug)]
 pub(super) struct Far {
     address: Iova,
@@ -44,10 +44,10 @@ pub(super) fn kind_of(operation: &Operation<'_>) -> CompletionKind {
     }
 }
 
-/// An operation that moves bytes of the local list, with its own copy of the remote list.
+/// A transfer operation with its own copy of the remote list.
 #[derive(Debug)]
 pub(super) enum Movement {
-    /// A write, with immediate data on the last chunk if there is any.
+    /// A write. Its last chunk carries the immediate data, if there is any.
     Write(Vec<Far>, Option<u64>),
     Read(Vec<Far>),
     Send(Option<RemoteKey>),
@@ -56,7 +56,7 @@ pub(super) enum Movement {
 }
 
 impl Movement {
-    /// Returns the movement of an operation, with the local right that it needs.
+    /// Returns the movement for an operation, and the right that it needs on local memory.
     pub(super) fn of(operation: &Operation<'_>) -> Option<(Self, Access)> {
         let far_list = |remote: &[RemoteSegment<'_>]| remote.iter().map(Far::of).collect();
         Some(match operation {
@@ -83,7 +83,7 @@ impl Movement {
         }
     }
 
-    /// Returns the operation for one chunk, with this remote list.
+    /// Returns the operation that moves one chunk to or from `remote`.
     fn operation<'a>(&'a self, remote: &'a [RemoteSegment<'a>], is_last: bool) -> Operation<'a> {
         match self {
             Self::Write(_, Some(data)) if is_last => {
@@ -109,12 +109,13 @@ impl Movement {
         matches!(self, Self::Write(_, Some(_)) | Self::Send(_) | Self::SendImmediate(_))
     }
 
-    /// Returns true if the NIC needs all of the bytes in one request.
+    /// Returns true if all bytes must be in one work request, as in a message.
     pub(super) const fn is_message(&self) -> bool {
         matches!(self, Self::Send(_) | Self::SendImmediate(_) | Self::Receive)
     }
 
-    /// Checks that both sides have the same length.
+    /// Checks that the remote list has `len` bytes like the local list. A message has no remote
+    /// list.
     pub(super) fn check(&self, len: u64) -> Result<()> {
         let far = self.remote().iter().fold(0_u64, |sum, part| sum.saturating_add(part.len));
         if self.is_message() || far == len {
@@ -127,7 +128,7 @@ impl Movement {
             .remedy("pass as many remote bytes as local bytes"))
     }
 
-    /// Runs `with` on the request for a chunk.
+    /// Calls `with` with the work request for one chunk.
     pub(super) fn with_chunk<T>(
         &self,
         lists: &Lists,
@@ -141,7 +142,7 @@ impl Movement {
     }
 }
 
-/// An [`Operation`] that owns its lists.
+/// An [`Operation`] that owns its lists of memory.
 #[derive(Debug)]
 enum Owned {
     Movement(Movement),
@@ -152,11 +153,11 @@ enum Owned {
         result: Option<LocalSegment>,
         compare: Option<LocalSegment>,
     },
-    /// An operation on a window, which has no lists.
+    /// An operation on a memory window. It has no lists.
     Window(Operation<'static>),
 }
 
-/// A request without staged memory that waits behind other requests.
+/// A request without staged memory that waits in a lane for earlier requests.
 #[derive(Debug)]
 pub(super) struct Direct {
     operation: Owned,
@@ -166,7 +167,7 @@ pub(super) struct Direct {
 }
 
 impl Direct {
-    /// Copies a request. Returns `None` for a request that verbs never accepts.
+    /// Copies a request. Returns `None` for a kind of request that verbs does not support.
     pub(super) fn of(request: &WorkRequest<'_>) -> Option<Self> {
         let operation = match request.operation {
             Operation::Atomic { op, datatype, remote, result, compare } => {
@@ -186,7 +187,7 @@ impl Direct {
         Some(Self { operation, local, peer, context })
     }
 
-    /// Runs `with` on the request.
+    /// Calls `with` with the copied request.
     pub(super) fn with<T>(&self, with: impl FnOnce(&WorkRequest<'_>) -> T) -> T {
         let remote: Vec<_>;
         let operation = match &self.operation {
@@ -207,12 +208,12 @@ impl Direct {
     }
 }
 
-/// A run of the local bytes of a request that names staged memory.
+/// Consecutive local bytes of a request, all staged or all not.
 #[derive(Clone, Copy, Debug)]
 enum Near {
-    /// Bytes of staged memory, in staging buffers of the chunk.
+    /// Bytes of staged memory. Each chunk moves them through its staging buffers.
     Staged { len: u64 },
-    /// Bytes of memory that the NIC reaches.
+    /// Bytes of memory that the NIC accesses directly.
     Plain(LocalSegment),
 }
 
@@ -225,7 +226,7 @@ impl Near {
     }
 }
 
-/// The lists of a request that names staged memory.
+/// The local and remote memory of a request that names staged memory.
 #[derive(Debug, Default)]
 pub(super) struct Lists {
     near: Vec<Near>,
@@ -247,8 +248,8 @@ impl Lists {
         self.len = self.len.saturating_add(len);
     }
 
-    /// Returns the maximum number of segments of a message with all bytes, in buffers of `slot_len`
-    /// bytes.
+    /// Returns the number of local segments that the request needs at most, sent as one message.
+    /// `slot_len` is the length of a staging buffer.
     pub(super) fn segments(&self, slot_len: u64) -> u64 {
         let mut at = 0;
         let mut count = 0;
@@ -262,7 +263,7 @@ impl Lists {
         count
     }
 
-    /// Returns the local list of a chunk.
+    /// Returns the local segments of a chunk. Staged bytes are in the chunk's staging buffers.
     fn local(&self, view: &View<'_>, buffers: LocalKey) -> Vec<LocalSegment> {
         let end = view.at + view.len;
         let mut at = 0;
@@ -292,7 +293,7 @@ impl Lists {
     }
 }
 
-/// Returns the part of a remote list that a chunk covers.
+/// Returns the remote segments of a chunk.
 fn part<'a>(list: &'a [Far], view: &View<'_>) -> Vec<RemoteSegment<'a>> {
     let end = view.at + view.len;
     let mut at = 0;

@@ -21,22 +21,22 @@ use crate::{
     sys::QpCap,
 };
 
-/// A request in a lane.
+/// A request in a lane, with its progress.
 #[derive(Debug)]
 pub(super) struct Entry {
     pub(super) number: u64,
     pub(super) kind: CompletionKind,
-    /// Set if the request consumes a receive of the peer.
+    /// Set if the request consumes a receive that the peer has posted.
     pub(super) takes_receive: bool,
     pub(super) context: u64,
     pub(super) task: Task,
-    /// Data of the message, for a receive that ended.
+    /// Data about the received message, once a receive has ended.
     pub(super) arrival: Arrival,
-    /// Set once the entry's failure has canceled the entries behind it.
+    /// Set once the lane has canceled the later entries because this entry failed.
     pub(super) noticed: bool,
 }
 
-/// The work that a request still needs.
+/// State of the work on a request.
 #[derive(Debug)]
 pub(super) enum Task {
     Staged(Box<Transfer>),
@@ -77,12 +77,12 @@ impl Entry {
         matches!(&self.task, Task::Staged(transfer) if transfer.pipeline.is_copying())
     }
 
-    /// Returns whether the request has yet to take staging buffers.
+    /// Returns whether the request still needs to take staging buffers.
     pub(super) fn needs_buffers(&self) -> bool {
         matches!(&self.task, Task::Staged(transfer) if !transfer.pipeline.has_begun())
     }
 
-    /// Returns whether a part of the request has yet to be posted to the NIC.
+    /// Returns whether a part of the request has not been posted to the NIC yet.
     pub(super) fn is_unposted(&self) -> bool {
         match &self.task {
             Task::Staged(transfer) => !transfer.pipeline.is_posted(),
@@ -91,7 +91,7 @@ impl Entry {
         }
     }
 
-    /// Cancels the parts that are not on the wire.
+    /// Cancels all parts of the request that the NIC is not processing.
     pub(super) fn cancel(&mut self) {
         match &mut self.task {
             Task::Staged(transfer) => transfer.pipeline.fail(Part::Wire, canceled(self.kind)),
@@ -100,7 +100,7 @@ impl Entry {
         }
     }
 
-    /// Applies the result of a request that the entry posted.
+    /// Applies the result of a work request that was posted for this entry.
     pub(super) fn ended(&mut self, token: Token, result: Result<u64>, arrival: Arrival) {
         self.arrival = arrival;
         match &mut self.task {
@@ -124,7 +124,7 @@ impl Entry {
 }
 
 impl Task {
-    /// Checks a request and copies it. `cap` returns the limits of the queue pair.
+    /// Checks and copies a request. `cap` returns the limits of the queue pair.
     pub(super) fn new(
         domain: &DomainState,
         request: &WorkRequest<'_>,
@@ -149,7 +149,7 @@ impl Task {
     }
 }
 
-/// Splits the local list of a request into runs of plain and of staged memory.
+/// Splits the local list of a request into runs of staged memory and of other memory.
 fn lists(domain: &DomainState, request: &WorkRequest<'_>, right: Option<Access>) -> Result<Lists> {
     let mut lists = Lists::default();
     for segment in request.local {

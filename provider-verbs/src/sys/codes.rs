@@ -1,9 +1,9 @@
-//! Constants of `infiniband/verbs.h`: flags, and numbers with their names.
+//! Constants of `infiniband/verbs.h`: bit flags, and enumerations with the names of their values.
 
 use std::ffi::{c_int, c_uint};
 
 bitflags::bitflags! {
-    /// `enum ibv_access_flags`, in verbs' own words and values.
+    /// `enum ibv_access_flags`. The names and values are those of verbs.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct AccessFlags: c_uint {
         /// The NIC may write for local work requests.
@@ -16,13 +16,13 @@ bitflags::bitflags! {
         const REMOTE_ATOMIC = 1 << 3;
         /// Memory windows may be bound to the region.
         const MW_BIND = 1 << 4;
-        /// Addresses start at 0, on both sides.
+        /// The first byte of the region has address 0, in local and remote requests.
         const ZERO_BASED = 1 << 5;
         /// Pages are not pinned. The NIC faults them in on access.
         const ON_DEMAND = 1 << 6;
-        /// The memory lies in huge pages.
+        /// The caller states that the memory lies in huge pages.
         const HUGETLB = 1 << 7;
-        /// PCIe writes may be reordered. A driver may ignore the flag silently.
+        /// The NIC may reorder its PCIe writes. A driver may ignore the flag silently.
         const RELAXED_ORDERING = 1 << 20;
     }
 }
@@ -31,19 +31,19 @@ bitflags::bitflags! {
     /// `enum ibv_device_cap_flags`: the values that this crate reads.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct DeviceCaps: c_uint {
-        /// Type 1 windows.
+        /// The device supports type 1 windows.
         const MEM_WINDOW = 1 << 17;
-        /// Local and remote invalidation, fast registration.
+        /// The device supports local and remote invalidation, and fast registration.
         const MEM_MGT_EXTENSIONS = 1 << 21;
-        /// Type 2A windows.
+        /// The device supports type 2A windows.
         const MEM_WINDOW_TYPE_2A = 1 << 23;
-        /// Type 2B windows.
+        /// The device supports type 2B windows.
         const MEM_WINDOW_TYPE_2B = 1 << 24;
     }
 }
 
 bitflags::bitflags! {
-    /// `enum ibv_qp_attr_mask`, as far as the walk of an RC queue pair needs it.
+    /// `enum ibv_qp_attr_mask`: the values that connecting an RC queue pair needs.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct QpAttrMask: c_int {
         /// `IBV_QP_STATE`
@@ -85,7 +85,7 @@ bitflags::bitflags! {
     pub struct SendFlags: c_uint {
         /// The request gives a completion when it succeeds.
         const SIGNALED = 1 << 1;
-        /// The bytes are copied during the post.
+        /// The post copies the bytes, so the memory may be reused at once (inline send).
         const INLINE = 1 << 3;
     }
 }
@@ -146,7 +146,7 @@ numbers! {
         IBV_PORT_ACTIVE = 4,
         IBV_PORT_ACTIVE_DEFER = 5,
     }
-    /// The link layers of a port.
+    /// Values of `link_layer` in `ibv_port_attr`.
     LinkLayer(u8) {
         IBV_LINK_LAYER_UNSPECIFIED = 0,
         IBV_LINK_LAYER_INFINIBAND = 1,
@@ -222,11 +222,12 @@ numbers! {
     }
 }
 
-/// `IBV_ODP_SUPPORT` of [`OdpCaps::general_caps`](super::OdpCaps::general_caps).
+/// `IBV_ODP_SUPPORT`, a bit of [`OdpCaps::general_caps`](super::OdpCaps::general_caps).
 pub const IBV_ODP_SUPPORT: u64 = 1;
 /// `IBV_REREG_MR_CHANGE_ACCESS`
 pub const IBV_REREG_MR_CHANGE_ACCESS: c_int = 1 << 2;
-/// `IBV_REREG_MR_ERR_CMD`: from this value down the old region may not be used any more.
+/// `IBV_REREG_MR_ERR_CMD`. After a failure with this value or a lower one, the old region cannot be
+/// used.
 pub const IBV_REREG_MR_ERR_CMD: c_int = -4;
 /// `__VERBS_ABI_IS_EXTENDED`: the value of [`Context::abi_compat`](super::Context::abi_compat)
 /// inside a [`VerbsContext`](super::VerbsContext).

@@ -1,4 +1,4 @@
-//! The function table, filled from the library or from the caller's lookup.
+//! The function table. It is filled from the library or from the caller's lookup function.
 
 use std::{
     ffi::{c_char, c_int, c_uint, c_void},
@@ -30,7 +30,7 @@ macro_rules! functions {
             $(#[doc = $odoc:literal])+ $ofield:ident: $osymbol:ident@$oversion:literal = $otype:ty;
         )+ }
     ) => {
-        /// The functions of libibverbs.so.1 that this crate calls.
+        /// Table of the functions of libibverbs.so.1 that this crate calls.
         #[derive(Clone, Debug)]
         pub struct Functions {
             library: Arc<str>,
@@ -39,13 +39,15 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// Every symbol that the library must have, with its version.
+            /// Required symbols, each with its version.
             pub const SYMBOLS: &[(&str, &str)] = &[$((stringify!($symbol), $version)),+];
-            /// Symbols that newer libraries have.
+            /// Symbols that only newer libraries have. Their functions are optional.
             pub const OPTIONAL: &[(&str, &str)] = &[$((stringify!($osymbol), $oversion)),+];
 
+            /// Creates the table from the addresses that `lookup` returns.
+            ///
             /// # Safety
-            /// As [`Functions::from_lookup`].
+            /// The caller follows the safety rules of [`Functions::from_lookup`].
             unsafe fn fill(
                 library: &str,
                 mut lookup: impl FnMut(&'static str, &'static str) -> Option<*const ()>,
@@ -92,7 +94,8 @@ functions! {
         /// `ibv_query_device(context, attr)`
         query_device: ibv_query_device@"IBVERBS_1.1" =
             unsafe extern "C" fn(*mut Context, *mut DeviceAttr) -> c_int;
-        /// `ibv_query_port(context, port, attr)`: fills the attributes that every version has
+        /// `ibv_query_port(context, port, attr)`: fills in only the attributes that all library
+        /// versions have.
         query_port: ibv_query_port@"IBVERBS_1.1" =
             unsafe extern "C" fn(*mut Context, u8, *mut PortAttr) -> c_int;
         /// `ibv_query_gid(context, port, index, gid)`
@@ -155,7 +158,7 @@ functions! {
 }
 
 impl Functions {
-    /// The name by which the dynamic loader finds the library.
+    /// File name by which the dynamic loader finds the library.
     pub const LIBRARY: &str = "libibverbs.so.1";
 
     /// Loads the library at `path` and fills the table from it.
@@ -178,7 +181,8 @@ impl Functions {
         unsafe { Self::fill(&library, |symbol, version| versioned(handle, symbol, version)) }
     }
 
-    /// Fills the table from a lookup by symbol and version: the caller's driver, such as a test's.
+    /// Creates a table from a lookup function for symbols and versions. The symbols may come from
+    /// any library, such as a test's fake driver.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`]: `lookup` returned `None` for one of [`Functions::SYMBOLS`]. The
@@ -197,14 +201,14 @@ impl Functions {
         unsafe { Self::fill("(injected)", lookup) }
     }
 
-    /// Returns the name of the library, as the caller gave it.
+    /// Returns the name or path of the library, as the caller gave it.
     #[must_use]
     pub fn library(&self) -> &str {
         &self.library
     }
 }
 
-/// Looks up a symbol in exactly this version (`dlvsym`).
+/// Returns the address of a symbol in exactly this version (`dlvsym`).
 #[cfg(target_env = "gnu")]
 fn versioned(handle: *mut c_void, symbol: &str, version: &str) -> Option<*const ()> {
     let symbol = std::ffi::CString::new(symbol).ok()?;
@@ -214,7 +218,8 @@ fn versioned(handle: *mut c_void, symbol: &str, version: &str) -> Option<*const 
     (!address.is_null()).then_some(address.cast_const().cast())
 }
 
-/// Looks up a symbol in its default version (`dlsym`), as other C libraries have no versions.
+/// Returns the address of a symbol in its default version (`dlsym`). Only glibc has symbol
+/// versions.
 #[cfg(not(target_env = "gnu"))]
 fn versioned(handle: *mut c_void, symbol: &str, _version: &str) -> Option<*const ()> {
     let symbol = std::ffi::CString::new(symbol).ok()?;

@@ -1,4 +1,4 @@
-//! Structures of `infiniband/verbs.h`, in the header's order of fields and under its names.
+//! Structures of `infiniband/verbs.h`, with the field names and field order of the header.
 
 use std::{
     ffi::{c_char, c_int, c_uint, c_void},
@@ -9,14 +9,14 @@ use super::codes::{
     AtomicCap, LinkLayer, MwType, PortState, QpState, QpType, WcOpcode, WcStatus, WrOpcode,
 };
 
-/// `struct ibv_device`, opaque: this crate asks the library about it.
+/// `struct ibv_device`. This crate uses only pointers to it and reads none of its fields.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Device {
     _opaque: [u8; 0],
 }
 
-/// An entry of an operations table that this crate does not call.
+/// A function pointer in a driver's table that this crate does not call.
 pub type Unused = Option<unsafe extern "C" fn()>;
 
 /// `struct ibv_context_ops`
@@ -52,7 +52,7 @@ pub struct Context {
     pub abi_compat: *mut c_void,
 }
 
-/// `struct verbs_context`: contains a [`Context`] with an extended `abi_compat`.
+/// `struct verbs_context`. It contains a [`Context`] whose `abi_compat` marks the extension.
 #[repr(C)]
 #[allow(missing_docs, reason = "the names are those of the header")]
 pub struct VerbsContext {
@@ -86,7 +86,8 @@ pub struct OdpCaps {
     pub ud_odp_caps: u32,
 }
 
-/// `struct ibv_device_attr_ex`, as far as `odp_caps`; the call takes the size along.
+/// `struct ibv_device_attr_ex` up to the field `odp_caps`. The caller passes its size, so the
+/// library fills in no later field.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -172,7 +173,7 @@ pub struct PortAttr {
     pub port_cap_flags2: u16,
 }
 
-/// `union ibv_gid`: 16 bytes in network order, aligned as its 64-bit halves.
+/// `union ibv_gid`: 16 bytes in network byte order, with the alignment of a `u64`.
 #[repr(C, align(8))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -395,7 +396,7 @@ pub struct AtomicPart {
     pub rkey: u32,
 }
 
-/// `wr` of [`SendWr`]. The opcode selects the field.
+/// `wr` of [`SendWr`], a union. The opcode selects the field.
 #[repr(C)]
 #[derive(Clone, Copy)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -404,7 +405,7 @@ pub union WrPart {
     pub atomic: AtomicPart,
 }
 
-/// `bind_mw` of [`SendWr`]; the header's other variant of this union (`tso`) is smaller.
+/// `bind_mw` of [`SendWr`]. The other variant of the union (`tso`) is smaller.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -425,7 +426,7 @@ pub struct SendWr {
     pub num_sge: c_int,
     pub opcode: WrOpcode,
     pub send_flags: c_uint,
-    /// `imm_data`, in network byte order, or `invalidate_rkey`.
+    /// `imm_data` in network byte order, or `invalidate_rkey`. The opcode selects the meaning.
     pub invalidate_rkey: u32,
     pub wr: WrPart,
     /// `qp_type.xrc.remote_srqn`
@@ -434,7 +435,7 @@ pub struct SendWr {
 }
 
 impl SendWr {
-    /// Creates a request with only an opcode and a `wr_id`.
+    /// Creates a work request with this opcode and `wr_id`. All other fields are zero.
     #[must_use]
     pub const fn new(opcode: WrOpcode, wr_id: u64) -> Self {
         let bind_info = MwBindInfo { mr: ptr::null_mut(), addr: 0, length: 0, mw_access_flags: 0 };
@@ -474,7 +475,7 @@ pub struct Wc {
     pub opcode: WcOpcode,
     pub vendor_err: u32,
     pub byte_len: u32,
-    /// `imm_data`, in network byte order, or `invalidated_rkey`, as `wc_flags` says.
+    /// `imm_data` in network byte order, or `invalidated_rkey`. `wc_flags` selects the meaning.
     pub invalidated_rkey: u32,
     pub qp_num: u32,
     pub src_qp: u32,

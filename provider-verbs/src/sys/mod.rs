@@ -1,11 +1,11 @@
-//! libibverbs.so.1: its function table (`functions`), and the layouts (`layout`) and constants
-//! (`codes`) of `infiniband/verbs.h`, laid out by hand.
+//! Bindings of libibverbs.so.1: its function table (`functions`), and the layouts (`layout`) and
+//! constants (`codes`) of `infiniband/verbs.h`, written by hand.
 //!
-//! Symbols are looked up with their version, since half of them exist as `IBVERBS_1.0` and
-//! `IBVERBS_1.1` with different layouts behind. What the header has as inline functions goes
-//! through [`Context::ops`], as it does there.
+//! Symbols are looked up with their version. Half of them exist as `IBVERBS_1.0` and as
+//! `IBVERBS_1.1`, with different layouts. The inline functions of the header call the driver
+//! through [`Context::ops`], and this crate does the same.
 //!
-//! Public so that a driver of one's own can be injected with [`Functions::from_lookup`].
+//! The module is public so that a caller can inject another driver with [`Functions::from_lookup`].
 //!
 //! ```
 //! use hmem_provider_verbs::sys::Functions;

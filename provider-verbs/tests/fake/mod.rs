@@ -12,24 +12,25 @@ use hmem_provider_verbs::sys::{
     VERBS_ABI_IS_EXTENDED, VerbsContext,
 };
 
-/// Answers of the fake, and its calls.
+/// Results that the fake library returns, and a record of the calls it got.
 #[derive(Default)]
 pub(crate) struct Script {
-    /// Number of devices; `None` for a null list with errno 38.
+    /// Number of devices. With `None`, the library returns a null list with errno 38.
     pub(crate) devices: Option<usize>,
     pub(crate) max_mr_size: u64,
-    /// Errno of each later registration; 0 and past the end: success.
+    /// Errno of each later registration. 0 stands for success, as does the end of the list.
     pub(crate) register: Vec<i32>,
-    /// Errno of dma-buf registrations.
+    /// Errno of registrations of dma-bufs; 0 for success.
     pub(crate) dma_buf: i32,
     pub(crate) dereg: i32,
-    /// Index and errno of a device that cannot be opened.
+    /// Index of a device that cannot be opened, and the errno of that failure.
     pub(crate) closed: Option<(usize, i32)>,
-    /// Result and errno of each later change of rights; 0 and past the end: success.
+    /// Result and errno of each later change of rights. 0 stands for success, as does the end of
+    /// the list.
     pub(crate) rereg: Vec<(c_int, i32)>,
-    /// Set to give on-demand paging to devices that are opened from now on.
+    /// Set to report on-demand paging for devices that are opened later.
     pub(crate) on_demand: bool,
-    /// Set to open devices without atomics from now on.
+    /// Set to report no atomics for devices that are opened later.
     pub(crate) no_atomics: bool,
     pub(crate) fork: c_int,
     pub(crate) calls: Vec<String>,
@@ -48,7 +49,7 @@ pub(crate) fn called(call: String) {
     with(|script| script.calls.push(call));
 }
 
-/// Returns the calls since the last call of this function.
+/// Removes and returns the recorded calls of the library.
 pub(crate) fn calls() -> Vec<String> {
     with(|script| mem::take(&mut script.calls))
 }
@@ -118,7 +119,7 @@ unsafe extern "C" fn query_on_demand(
     0
 }
 
-/// Returns a protection domain of another crate.
+/// Returns a protection domain that the application created without the provider.
 pub(crate) fn foreign_pd() -> *mut c_void {
     Box::into_raw(Box::new(Pd { context: context(ptr::without_provenance_mut(1)), handle: 9 }))
         .cast()
@@ -138,7 +139,7 @@ extern "C" fn query_device(_context: *mut Context, attr: *mut DeviceAttr) -> c_i
     0
 }
 
-/// Returns the atomics of the device.
+/// Returns the level of atomics that the device reports.
 pub(crate) fn atomics() -> AtomicCap {
     if with(|script| script.no_atomics) {
         AtomicCap::IBV_ATOMIC_NONE
@@ -303,7 +304,7 @@ extern "C" fn is_fork_initialized() -> ForkStatus {
     ForkStatus(with(|script| script.fork))
 }
 
-/// Returns the address of a symbol, if the fake has it.
+/// Returns the address of a function of the fake; `None` if the fake does not have it.
 pub(crate) fn symbol(name: &str) -> Option<*const ()> {
     Some(match name {
         "ibv_get_device_list" => get_device_list as *const (),
@@ -337,7 +338,7 @@ pub(crate) fn symbol(name: &str) -> Option<*const ()> {
     })
 }
 
-/// Returns all functions of the fake, with one device.
+/// Returns the function table of the fake library, and sets it up with one device.
 pub(crate) fn functions() -> Functions {
     with(|script| {
         *script = Script {

@@ -23,20 +23,20 @@ use hmem_provider_verbs::{Builder, Verbs, VerbsDomain};
 
 use crate::trials::Skipped;
 
-/// Every right of the local side.
+/// All access rights for the local side.
 pub(crate) const LOCAL: Access =
     Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
-/// Every right of peers.
+/// All access rights for peers that the tests use.
 pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
-/// Returns the device to test on. Without `HMEM_VERBS_DEVICE` the test is ignored. If the named
-/// device does not exist, the test fails.
+/// Returns the name of the device under test. If `HMEM_VERBS_DEVICE` is not set, the test is
+/// ignored. If the named device does not exist, the test fails.
 pub(crate) fn device() -> Result<String, Skipped> {
     let name = std::env::var("HMEM_VERBS_DEVICE").ok().filter(|name| !name.is_empty());
     name.ok_or_else(|| Skipped("HMEM_VERBS_DEVICE names no device".to_owned()))
 }
 
-/// Anonymous pages, unmapped on drop.
+/// Anonymous memory pages. Dropping the value unmaps them.
 pub(crate) struct Pages {
     pub(crate) address: u64,
     pub(crate) len: usize,
@@ -71,7 +71,7 @@ impl Pages {
         AddressRange::new(Address(self.address + offset), len).expect("inside the pages")
     }
 
-    /// Maps new, empty pages at the same addresses.
+    /// Replaces the pages by new, empty ones at the same addresses.
     pub(crate) fn map_anew(&self) {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
         let protection = libc::PROT_READ | libc::PROT_WRITE;
@@ -100,7 +100,8 @@ impl Pages {
         bytes
     }
 
-    /// Fills the pages with bytes that depend on the position and the seed, and returns them.
+    /// Fills the pages with bytes that depend on their position and on the seed. Returns these
+    /// bytes.
     pub(crate) fn fill(&self, seed: u8) -> Vec<u8> {
         let bytes: Vec<u8> = (0..self.len)
             .map(|index| (index as u8).wrapping_mul(31) ^ (index >> 8) as u8 ^ seed)
@@ -123,7 +124,7 @@ pub(crate) fn open(verbs: &Verbs, name: &str) -> Domain {
         .expect("open a domain")
 }
 
-/// One side of a connection.
+/// One side of a connection: a domain, its endpoint and its queue.
 pub(crate) struct Side {
     pub(crate) endpoint: Endpoint,
     pub(crate) cq: Arc<dyn CompletionQueue>,
@@ -204,7 +205,7 @@ pub(crate) fn remote(key: &RemoteKey, offset: u64, len: u64) -> RemoteSegment<'_
     RemoteSegment { address: Iova(key.base().0 + offset), len, key }
 }
 
-/// Two connected domains of one process on one device.
+/// Two connected domains on one device.
 pub(crate) struct Pair {
     pub(crate) near: Side,
     pub(crate) far: Side,
@@ -224,8 +225,8 @@ impl Pair {
         pair
     }
 
-    /// Connects both sides with their current names: the first time, and after each failed
-    /// completion.
+    /// Connects both sides. Tests call this again after a failed completion, which ends the
+    /// connection and changes the endpoints' names.
     pub(crate) fn connect(&self) {
         let (near, far) = (self.near.endpoint.name(), self.far.endpoint.name());
         self.near.endpoint.resolve(&far).expect("connect the near side");

@@ -34,14 +34,14 @@ struct Send {
     opcode: WrOpcode,
     signaled: bool,
     segments: Vec<Sge>,
-    /// Bytes that were copied during the post.
+    /// Bytes that the post copied from an inline request.
     inline: Option<Vec<u8>>,
     remote: (u64, u32),
-    /// Immediate data, or the key to invalidate.
+    /// The immediate data of the request, or the key that it invalidates.
     extra: u32,
 }
 
-/// Opcodes that consume a receive of the peer.
+/// Opcodes of requests that consume a receive of the peer.
 const TAKE_RECEIVES: [WrOpcode; 4] = [
     WrOpcode::IBV_WR_SEND,
     WrOpcode::IBV_WR_SEND_WITH_IMM,
@@ -68,55 +68,56 @@ struct Wire {
     regions: HashMap<u32, Region>,
     pairs: HashMap<u32, Pair>,
     done: HashMap<usize, VecDeque<Wc>>,
-    /// Number of a later post that fails, with its errno.
+    /// Number of a post that will fail, and its errno.
     refuse: Option<(u64, c_int)>,
     posts: u64,
     misbehaviour: Misbehaviour,
-    /// Late completions of binds, with their queue pair and queue.
+    /// Completions of binds that are delivered late: the number of the queue pair, the address of
+    /// the queue, and the completion.
     late_binds: Vec<(u32, usize, Wc)>,
-    /// Number of the last queue pair that was destroyed.
+    /// Number of the queue pair that was destroyed last. The next queue pair may get it.
     free: Option<u32>,
-    /// Channels of the queues, by the queue's address.
+    /// Event channels of completion queues, by the address of the queue.
     channels: HashMap<usize, Events>,
 }
 
-/// Events of a queue.
+/// Event channel of a completion queue, with its events.
 struct Events {
-    /// Address of the channel.
+    /// Address of the channel structure.
     channel: usize,
     fd: RawFd,
     armed: bool,
-    /// Number of events that were read and not acknowledged.
+    /// Number of events that were read but not acknowledged.
     taken: u32,
 }
 
-/// Misbehaviour of the device that a test selects.
+/// Faulty behavior of the fake device that a test selects.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Misbehaviour {
-    /// Set to make polls of completion queues fail.
+    /// Set if polls of completion queues fail.
     pub(crate) polls_fail: bool,
-    /// Set to run no request and flush none.
+    /// Set if the device neither executes nor flushes requests.
     pub(crate) stands_still: bool,
-    /// Errno of resets of queue pairs.
+    /// Errno with which a reset of a queue pair fails; 0 for success.
     pub(crate) refuses_resets: c_int,
-    /// Set to complete the requests of a destroyed queue pair with success, late. The next queue
-    /// pair gets its number.
+    /// Set if requests of a destroyed queue pair complete later, with success. The next queue pair
+    /// gets the same number.
     pub(crate) completes_late: bool,
-    /// Errno of the creation of channels.
+    /// Errno with which the creation of an event channel fails; 0 for success.
     pub(crate) refuses_channels: c_int,
-    /// Errno of calls on channels.
+    /// Errno with which calls on an event channel fail; 0 for success.
     pub(crate) channels_fail: c_int,
-    /// Set to open devices without completion channels from now on.
+    /// Set if devices that are opened later have no event channels.
     pub(crate) tells_nothing: bool,
-    /// Set to open devices from now on as Soft-RoCE, which reports an invalidated key with the
-    /// kernel's flag.
+    /// Set if devices that are opened later are Soft-RoCE devices. They report an invalidated key
+    /// with the kernel's flag.
     pub(crate) is_rxe: bool,
-    /// Status of binds of type 1 windows. `None` is a success that completes after the next bind
-    /// was posted.
+    /// Status with which binds of type 1 windows complete. `None` is a success that completes only
+    /// after the next bind is posted.
     pub(crate) bind: Option<WcStatus>,
 }
 
-/// Sets the misbehaviour of the device from now on.
+/// Selects the faulty behavior of the device from now on.
 pub(crate) fn misbehave(misbehaviour: Misbehaviour) {
     with(|wire| wire.misbehaviour = misbehaviour);
 }
@@ -129,12 +130,12 @@ fn with<T>(body: impl FnOnce(&mut Wire) -> T) -> T {
     WIRE.with_borrow_mut(body)
 }
 
-/// Makes the `nth` post of a send request from now on fail.
+/// Makes one later post of a send request fail: the `nth` from now on.
 pub(crate) fn refuse_post(nth: u64, errno: c_int) {
     with(|wire| wire.refuse = Some((wire.posts + nth, errno)));
 }
 
-/// Removes the refusal of a post. Returns whether it had not happened yet.
+/// Cancels [`refuse_post`]. Returns whether that post had not happened yet.
 pub(crate) fn forget_refusal() -> bool {
     with(|wire| wire.refuse.take()).is_some()
 }
@@ -147,13 +148,13 @@ pub(crate) fn fail_last_pair() {
     });
 }
 
-/// Returns the number of registrations.
+/// Returns the number of live registrations.
 pub(crate) fn regions() -> usize {
     with(|wire| wire.regions.len())
 }
 
 impl Wire {
-    /// Returns the address of a segment, if its key grants `right`.
+    /// Returns a pointer to the memory of a segment, if its key grants `right`.
     fn reach(&self, key: u32, address: u64, len: u64, right: AccessFlags) -> Option<*mut u8> {
         let region =
             self.regions.get(&(key >> 8)).filter(|region| region.access.contains(right))?;
@@ -216,7 +217,7 @@ impl Wire {
         }
     }
 
-    /// Runs one request of a queue pair. Returns whether there was one to run.
+    /// Executes or flushes the oldest requests of a queue pair. Returns false if there were none.
     fn run(&mut self, number: u32) -> bool {
         if self.misbehaviour.stands_still {
             return false;
@@ -297,7 +298,7 @@ impl Wire {
         here
     }
 
-    /// Ends the next receive of a queue pair.
+    /// Completes the oldest receive of a queue pair.
     fn receive(&mut self, number: u32, status: WcStatus, send: &Send, len: u64) {
         let pair = self.pairs.get_mut(&number).expect("it was there");
         let (receive, cq) = (pair.receives.pop_front().expect("it was there"), pair.cqs.1);
@@ -566,8 +567,10 @@ extern "C" fn query_qp(
     0
 }
 
+/// Copies a list of segments.
+///
 /// # Safety
-/// The list has that many segments.
+/// `list` points to `count` segments.
 unsafe fn segments(list: *const Sge, count: c_int) -> Vec<Sge> {
     if count == 0 {
         return Vec::new();
@@ -691,7 +694,7 @@ unsafe extern "C" fn poll_cq(cq: *mut Cq, most: c_int, out: *mut Wc) -> c_int {
     })
 }
 
-/// Returns the functions of the fake, with one device.
+/// Returns the function table of the fake library, and sets it up with one device.
 pub(crate) fn functions() -> Functions {
     // Resets the script of the functions that are not replaced here.
     drop(fake::functions());

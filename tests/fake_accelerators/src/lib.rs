@@ -7,14 +7,14 @@
 //!
 //! - The CPU faults on device memory.
 //! - A freed address is reused at once.
-//! - A dma-buf begins where the exported range does. It is a genuine one where `/dev/udmabuf` can be
-//!   opened, and a memory file otherwise.
+//! - A dma-buf begins where the exported range does. It is a genuine one where `/dev/udmabuf` can
+//!   be opened, and a memory file otherwise.
 //! - Every call that returns a code can be made to fail.
 //!
 //! The answers follow the vendors' headers, and for dma-bufs the sources of the Neuron kernel
-//! driver and of hl-thunk. Where those are silent, the fake is strict: a second `nrt_init` fails, a
-//! copy of host memory that `synHostMalloc` did not allocate fails, and a copy runs when its stream
-//! is synchronised.
+//! driver and of hl-thunk. If these do not define a behaviour, the fake is strict: a second
+//! `nrt_init` fails, a copy of host memory that `synHostMalloc` did not allocate fails, and a copy
+//! runs when its stream is synchronised.
 //!
 //! # Layers
 //!
@@ -63,7 +63,7 @@ impl Fake {
         if self.absent.contains(&name) { None } else { symbol(name) }
     }
 
-    /// Makes the `nth` call of a function from now on return `code`, 1 being the next.
+    /// Makes the `nth` call of a function from now on return `code`; 1 is the next call.
     pub fn fail_nth(&self, symbol: &'static str, nth: u64, code: i32) {
         state::with(|state| state.calls.fail_nth(symbol, nth, code));
     }

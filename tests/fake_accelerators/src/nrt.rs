@@ -16,7 +16,7 @@ const INVALID_HANDLE: c_int = 3;
 const RESOURCE: c_int = 4;
 const UNINITIALIZED: c_int = 13;
 
-/// Runs a call, unless a fault meets it.
+/// Runs a call, or returns the fault that is injected into it.
 fn call(name: &'static str, act: impl FnOnce(&mut State) -> c_int) -> c_int {
     state::with(|state| match state.calls.enter(name) {
         Some(code) => code,
@@ -30,7 +30,7 @@ fn block_of(state: &State, tensor: *const c_void) -> Option<Block> {
 }
 
 /// # Safety
-/// As `nrt.h` says.
+/// The caller follows the function's rules in `nrt.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_get_visible_nc_count(count: *mut u32) -> c_int {
     call("nrt_get_visible_nc_count", |state| {
@@ -41,7 +41,7 @@ pub unsafe extern "C" fn nrt_get_visible_nc_count(count: *mut u32) -> c_int {
 }
 
 /// # Safety
-/// As `nrt.h` says.
+/// The caller follows the function's rules in `nrt.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_init(framework: c_int, _: *const c_char, _: *const c_char) -> c_int {
     call("nrt_init", |state| {
@@ -53,7 +53,7 @@ pub unsafe extern "C" fn nrt_init(framework: c_int, _: *const c_char, _: *const 
 }
 
 /// # Safety
-/// As `nrt.h` says.
+/// The caller follows the function's rules in `nrt.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_tensor_allocate(
     placement: c_int,
@@ -79,7 +79,7 @@ pub unsafe extern "C" fn nrt_tensor_allocate(
 }
 
 /// # Safety
-/// As `nrt.h` says.
+/// The caller follows the function's rules in `nrt.h`.
 ///
 /// # Panics
 /// For a tensor that is not live: the real library's behaviour is undefined.
@@ -95,7 +95,7 @@ pub unsafe extern "C" fn nrt_tensor_free(tensor: *mut *mut c_void) {
 }
 
 /// # Safety
-/// As `nrt.h` says.
+/// The caller follows the function's rules in `nrt.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_tensor_get_va(tensor: *const c_void) -> *mut c_void {
     state::with(|state| {
@@ -110,7 +110,7 @@ pub unsafe extern "C" fn nrt_tensor_get_va(tensor: *const c_void) -> *mut c_void
 }
 
 /// # Safety
-/// As `nrt.h` says.
+/// The caller follows the function's rules in `nrt.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_tensor_get_size(tensor: *const c_void) -> usize {
     state::with(|state| {
@@ -136,7 +136,7 @@ fn bytes(
 }
 
 /// # Safety
-/// As `nrt.h` says.
+/// The caller follows the function's rules in `nrt.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_tensor_read(
     tensor: *const c_void,
@@ -155,7 +155,7 @@ pub unsafe extern "C" fn nrt_tensor_read(
 }
 
 /// # Safety
-/// As `nrt.h` says.
+/// The caller follows the function's rules in `nrt.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_tensor_write(
     tensor: *mut c_void,
@@ -195,7 +195,7 @@ fn export(state: &mut State, va: u64, size: u64, fd: *mut c_int) -> c_int {
 }
 
 /// # Safety
-/// As `nrt.h` says.
+/// The caller follows the function's rules in `nrt.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_get_dmabuf_fd(va: u64, size: u64, fd: *mut c_int) -> c_int {
     call("nrt_get_dmabuf_fd", |state| {
@@ -205,7 +205,7 @@ pub unsafe extern "C" fn nrt_get_dmabuf_fd(va: u64, size: u64, fd: *mut c_int) -
 }
 
 /// # Safety
-/// As libfabric's `hmem_neuron.c` calls it.
+/// The arguments are valid, as in the calls of libfabric's `hmem_neuron.c`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_get_dmabuf_fd_v2(
     va: u64,
@@ -221,7 +221,7 @@ pub unsafe extern "C" fn nrt_get_dmabuf_fd_v2(
 }
 
 /// # Safety
-/// As `nrt.h` says.
+/// The caller follows the function's rules in `nrt.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_get_vnc_memory_stats(
     core: u32,

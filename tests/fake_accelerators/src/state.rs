@@ -11,16 +11,16 @@ pub(crate) const MEMORY: u64 = 1 << 34;
 /// The runtimes of this process. A library that is loaded starts with the default profile.
 static STATE: Mutex<Option<State>> = Mutex::new(None);
 
-/// The abilities of the runtimes.
+/// The properties of the fake runtimes.
 #[derive(Clone, Debug)]
 pub struct Profile {
     /// The number of NeuronCores, and of Gaudi devices.
     pub devices: u32,
-    /// Set if the application has called `nrt_init`, and acquired a Gaudi device.
+    /// Set if the application has called `nrt_init` and has acquired a Gaudi device.
     pub running: bool,
-    /// `synDeviceType`.
+    /// The device type that SynapseAI reports, as `synDeviceType`.
     pub device_type: i32,
-    /// Functions that the libraries lack.
+    /// Functions that the libraries do not export.
     pub absent: Vec<&'static str>,
 }
 
@@ -37,7 +37,7 @@ impl Profile {
         Self { running: true, ..Self::default() }
     }
 
-    /// Lets the libraries lack functions.
+    /// Removes functions from the libraries of this profile.
     #[must_use]
     pub fn without(mut self, symbols: &[&'static str]) -> Self {
         self.absent.extend(symbols);
@@ -45,7 +45,7 @@ impl Profile {
     }
 }
 
-/// The numbers of objects that are alive.
+/// The number of live objects of each kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Live {
     /// Allocations of device memory.
@@ -77,7 +77,7 @@ pub(crate) struct State {
     pub(crate) profile: Profile,
     pub(crate) pages: Pages,
     pub(crate) running: bool,
-    /// By first address.
+    /// Live allocations by first address.
     blocks: BTreeMap<u64, Block>,
     /// Neuron's tensors: the first address of each.
     pub(crate) tensors: HashMap<usize, u64>,
@@ -146,7 +146,7 @@ impl State {
         true
     }
 
-    /// Returns the allocation that holds a range.
+    /// Returns the allocation that contains a range.
     pub(crate) fn holder(&self, address: u64, len: u64) -> Option<Block> {
         let (_, block) = self.blocks.range(..=address).next_back()?;
         let end = block.base + block.len.next_multiple_of(PAGE);

@@ -15,7 +15,7 @@ const OUT_OF_DEVICE_MEMORY: c_int = 4;
 const DEVICE_ALREADY_ACQUIRED: c_int = 20;
 const MAPPING_NOT_FOUND: c_int = 34;
 
-/// The kernel driver's file, as far as anyone sees it.
+/// The fd of the kernel driver that callers see. No file is open there.
 const DEVICE_FD: u32 = 1 << 20;
 
 /// `synDeviceInfoV2`
@@ -48,14 +48,14 @@ fn call_on(name: &'static str, device: u32, act: impl FnOnce(&mut State) -> c_in
 }
 
 /// # Safety
-/// As `synapse_api.h` says.
+/// The caller follows the function's rules in `synapse_api.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synInitialize() -> c_int {
     call("synInitialize", |_| SUCCESS)
 }
 
 /// # Safety
-/// As `synapse_api.h` says.
+/// The caller follows the function's rules in `synapse_api.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synDeviceGetCount(count: *mut u32) -> c_int {
     call("synDeviceGetCount", |state| {
@@ -66,7 +66,7 @@ pub unsafe extern "C" fn synDeviceGetCount(count: *mut u32) -> c_int {
 }
 
 /// # Safety
-/// As `synapse_api.h` says.
+/// The caller follows the function's rules in `synapse_api.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synDeviceAcquire(device: *mut u32, _: *const c_char) -> c_int {
     call("synDeviceAcquire", |state| {
@@ -80,7 +80,7 @@ pub unsafe extern "C" fn synDeviceAcquire(device: *mut u32, _: *const c_char) ->
 }
 
 /// # Safety
-/// As `synapse_api.h` says.
+/// The caller follows the function's rules in `synapse_api.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synDeviceGetInfoV2(device: u32, info: *mut DeviceInfo) -> c_int {
     call_on("synDeviceGetInfoV2", device, |state| {
@@ -104,7 +104,7 @@ pub unsafe extern "C" fn synDeviceGetInfoV2(device: u32, info: *mut DeviceInfo) 
 }
 
 /// # Safety
-/// As `synapse_api.h` says.
+/// The caller follows the function's rules in `synapse_api.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synDeviceMalloc(
     device: u32,
@@ -125,7 +125,7 @@ pub unsafe extern "C" fn synDeviceMalloc(
 }
 
 /// # Safety
-/// As `synapse_api.h` says.
+/// The caller follows the function's rules in `synapse_api.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synDeviceFree(device: u32, buffer: u64, _: u32) -> c_int {
     call_on(
@@ -138,7 +138,7 @@ pub unsafe extern "C" fn synDeviceFree(device: u32, buffer: u64, _: u32) -> c_in
 }
 
 /// # Safety
-/// As `synapse_api.h` says.
+/// The caller follows the function's rules in `synapse_api.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synHostMalloc(
     device: u32,
@@ -157,7 +157,7 @@ pub unsafe extern "C" fn synHostMalloc(
 }
 
 /// # Safety
-/// As `synapse_api.h` says.
+/// The caller follows the function's rules in `synapse_api.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synHostFree(device: u32, buffer: *const c_void, _: u32) -> c_int {
     call_on("synHostFree", device, |state| {
@@ -170,7 +170,7 @@ pub unsafe extern "C" fn synHostFree(device: u32, buffer: *const c_void, _: u32)
 }
 
 /// # Safety
-/// As `synapse_api.h` says.
+/// The caller follows the function's rules in `synapse_api.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synStreamCreateGeneric(
     stream: *mut *mut c_void,
@@ -187,7 +187,7 @@ pub unsafe extern "C" fn synStreamCreateGeneric(
 }
 
 /// # Safety
-/// As `synapse_api.h` says.
+/// The caller follows the function's rules in `synapse_api.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synStreamDestroy(stream: *mut c_void) -> c_int {
     call("synStreamDestroy", |state| match state.streams.remove(&stream.addr()) {
@@ -197,7 +197,7 @@ pub unsafe extern "C" fn synStreamDestroy(stream: *mut c_void) -> c_int {
 }
 
 /// # Safety
-/// As `synapse_api.h` says.
+/// The caller follows the function's rules in `synapse_api.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synStreamSynchronize(stream: *mut c_void) -> c_int {
     call("synStreamSynchronize", |state| {
@@ -218,7 +218,7 @@ fn host_bytes(state: &State, address: u64, len: u64) -> Option<*mut u8> {
 }
 
 /// # Safety
-/// As `synapse_api.h` says.
+/// The caller follows the function's rules in `synapse_api.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synMemCopyAsync(
     stream: *mut c_void,
@@ -242,7 +242,7 @@ pub unsafe extern "C" fn synMemCopyAsync(
 }
 
 /// # Safety
-/// As `hlthunk.h` says.
+/// The caller follows the function's rules in `hlthunk.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hlthunk_device_mapped_memory_export_dmabuf_fd(
     fd: c_int,
@@ -269,7 +269,7 @@ pub unsafe extern "C" fn hlthunk_device_mapped_memory_export_dmabuf_fd(
 }
 
 /// # Safety
-/// As `hlthunk.h` says.
+/// The caller follows the function's rules in `hlthunk.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hlthunk_get_pci_bus_id_from_fd(
     fd: c_int,

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 #[derive(Clone, Copy, Debug)]
 struct Fault<C> {
     symbol: &'static str,
-    /// Number of calls that succeed first.
+    /// Number of calls that succeed before the fault.
     after: u64,
     always: bool,
     code: C,
@@ -25,7 +25,7 @@ impl<C> Default for Calls<C> {
 }
 
 impl<C: Copy> Calls<C> {
-    /// Counts a call. Returns the code of the fault that the call meets.
+    /// Counts a call. Returns the code of the fault that is injected into it, if any.
     pub fn enter(&mut self, symbol: &'static str) -> Option<C> {
         *self.counts.entry(symbol).or_default() += 1;
         let at = self.faults.iter().position(|fault| fault.symbol == symbol)?;
@@ -41,7 +41,7 @@ impl<C: Copy> Calls<C> {
         Some(fault.code)
     }
 
-    /// Makes the `nth` call of a function from now on fail, 1 being the next.
+    /// Makes the `nth` call of a function from now on fail; 1 is the next call.
     pub fn fail_nth(&mut self, symbol: &'static str, nth: u64, code: C) {
         self.faults.push(Fault { symbol, after: nth.saturating_sub(1), always: false, code });
     }
@@ -51,7 +51,7 @@ impl<C: Copy> Calls<C> {
         self.faults.push(Fault { symbol, after: 0, always: true, code });
     }
 
-    /// Removes all faults.
+    /// Removes all injected faults.
     pub fn heal(&mut self) {
         self.faults.clear();
     }

@@ -74,7 +74,7 @@ macro_rules! fake_driver {
                 self.with(|state| change(&mut state.profile));
             }
 
-            /// Makes the `nth` call of a function from now on fail, 1 being the next.
+            /// Makes the `nth` call of a function from now on fail; 1 is the next call.
             pub fn fail_nth(&self, symbol: &str, nth: u64, code: $code) {
                 self.with(|state| state.calls.fail_nth(known(symbol), nth, code.into()));
             }

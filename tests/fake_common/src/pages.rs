@@ -26,7 +26,7 @@ use crate::dma_buf::dma_buf;
 
 /// Bytes of a page.
 pub const PAGE: u64 = 4096;
-/// Bytes of addresses that the devices share.
+/// Length of the address range that all devices share, in bytes.
 const WINDOW: usize = 1 << 40;
 
 /// Makes a memory file that cannot change its size, as a dma-buf cannot.
@@ -74,7 +74,7 @@ pub fn share(file: BorrowedFd<'_>, len: u64) -> Result<OwnedFd> {
     }
 }
 
-/// Returns true if anybody else has the file open or mapped: the kernel then refuses a read lease.
+/// Returns true if the file is also open or mapped elsewhere. The kernel then refuses a read lease.
 fn is_used(fd: BorrowedFd<'_>) -> bool {
     let lease = |kind: libc::c_int| {
         // SAFETY: F_SETLEASE takes a lease type by value, and the borrowed fd is open.
@@ -87,12 +87,12 @@ fn is_used(fd: BorrowedFd<'_>) -> bool {
     !granted
 }
 
-/// The two windows.
+/// Memory that is mapped twice: where applications see it, and where the driver accesses it.
 #[derive(Debug)]
 pub struct Pages {
-    /// First address of the applications' window.
+    /// First address at which applications see the pages.
     visible: u64,
-    /// First address of the driver's window.
+    /// First address at which the driver maps the pages.
     alias: u64,
     /// Files that back a range, by its first address, with its length.
     files: BTreeMap<u64, (u64, OwnedFd)>,
@@ -105,7 +105,7 @@ impl Default for Pages {
 }
 
 impl Pages {
-    /// Returns the first address of the applications' window.
+    /// Returns the first address at which applications see the pages.
     #[must_use]
     pub fn first(&self) -> u64 {
         self.visible
@@ -117,19 +117,19 @@ impl Pages {
         self.files.len()
     }
 
-    /// Returns true for an address of the applications' window.
+    /// Returns true for an address at which applications see pages.
     #[must_use]
     pub fn holds(&self, address: u64) -> bool {
         address.wrapping_sub(self.visible) < WINDOW as u64
     }
 
-    /// Returns the driver's pointer to an address of the applications' window.
+    /// Returns the driver's pointer to the byte that applications see at `address`.
     #[must_use]
     pub fn at(&self, address: u64) -> *mut u8 {
         ptr::with_exposed_provenance_mut((address - self.visible + self.alias) as usize)
     }
 
-    /// Puts new zeroed pages behind a range. `host` lets the CPU reach them at their own address.
+    /// Backs a range with new zeroed pages. With `host` the CPU can access them at that address.
     ///
     /// # Errors
     /// The errno of the call that failed.
@@ -141,7 +141,7 @@ impl Pages {
         self.place(address, len, file)
     }
 
-    /// Puts the pages of a file behind a range.
+    /// Backs a range with the pages of a file.
     ///
     /// # Errors
     /// The errno of the mapping.
@@ -179,7 +179,7 @@ impl Pages {
         })
     }
 
-    /// Makes a genuine dma-buf of a range, if this machine has `/dev/udmabuf`.
+    /// Creates a genuine dma-buf of a range, or returns `None` if `/dev/udmabuf` cannot be opened.
     fn genuine(&self, address: u64, len: u64) -> Result<Option<OwnedFd>> {
         let end = address + len;
         let mut parts: Vec<_> = self
@@ -200,8 +200,8 @@ impl Pages {
         dma_buf(&parts)
     }
 
-    /// Moves a range into a file of its own. Returns false if a file that holds a part of it is in
-    /// use with other bounds.
+    /// Moves a range into a file of its own. Returns false if a file that backs a part of the range
+    /// is in use elsewhere.
     fn own(&mut self, address: u64, len: u64) -> Result<bool> {
         let end = address + len;
         let touched = self.files.range(..end).filter(|(start, (len, _))| *start + len > address);
@@ -222,8 +222,8 @@ impl Pages {
         Ok(true)
     }
 
-    /// Enters the file that backs a range from now on. Other ranges that the replaced files back
-    /// stay mapped, without a file of their own.
+    /// Records `file` as the file that backs a range, and forgets the files that it replaces. Other
+    /// ranges of the replaced files stay mapped, but no file is recorded for them.
     fn enter(&mut self, address: u64, len: u64, file: OwnedFd) {
         let end = address + len;
         let before =

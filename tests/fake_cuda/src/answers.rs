@@ -9,7 +9,8 @@ use crate::{
     state::{Kind, State},
 };
 
-/// Writes an answer. A null pointer is INVALID_VALUE, as in most calls.
+/// Writes a result to the caller's pointer. A null pointer fails with INVALID_VALUE, as in most
+/// calls.
 pub(crate) fn put<T>(place: *mut T, value: T) -> Result<(), CuResult> {
     if place.is_null() {
         return Err(CuResult::CUDA_ERROR_INVALID_VALUE);
@@ -101,8 +102,8 @@ pub(crate) fn pointer_attribute(
             put(place.cast(), ordinal)
         }
         sys::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE => {
-            // `cuIpcGetMemHandle` takes memory "created with cuMemAlloc". Decided here: this excludes
-            // a layer's VMM memory.
+            // `cuIpcGetMemHandle` takes memory "created with cuMemAlloc". Decided here: this
+            // excludes a layer's VMM memory.
             let capable = is(|kind| *kind == Kind::Memory) && !state.profile.allocates_by_vmm;
             put(place.cast(), u8::from(capable))
         }
@@ -110,8 +111,8 @@ pub(crate) fn pointer_attribute(
         sys::CU_POINTER_ATTRIBUTE_RANGE_SIZE => put(place.cast(), one.map_or(0, |one| one.len)),
         sys::CU_POINTER_ATTRIBUTE_MAPPED => put(place.cast(), u8::from(one.is_some())),
         sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE => {
-            // VMM memory has the value that it was created with. Decided here: stream-ordered memory
-            // is not capable, as `cuMemGetHandleForAddressRange` does not list it.
+            // VMM memory has the value that it was created with. Decided here: stream-ordered
+            // memory is not capable, as `cuMemGetHandleForAddressRange` does not list it.
             let capable = state.profile.rdma
                 && match physical {
                     Some(physical) => physical.properties.gpu_direct_rdma_capable != 0,

@@ -7,7 +7,8 @@ use hmem_iface_cuda::sys::{CuDevice, CuResult};
 
 use crate::{answers::put, state::State};
 
-/// Defines functions of the driver's table. Each counts its call, meets injected faults, and answers.
+/// Defines functions of the driver's table. Each counts its call, returns injected faults, and
+/// answers.
 macro_rules! driver {
     ($(
         $(#[doc = $doc:literal])*
@@ -17,7 +18,7 @@ macro_rules! driver {
             $(#[doc = $doc])*
             ///
             /// # Safety
-            /// As `cuda.h` says of the function.
+            /// The caller follows the function's rules in `cuda.h`.
             #[cfg(target_arch = "x86_64")]
             #[unsafe(naked)]
             #[unsafe(no_mangle)]
@@ -43,7 +44,7 @@ macro_rules! driver {
             $(#[doc = $doc])*
             ///
             /// # Safety
-            /// As `cuda.h` says of the function.
+            /// The caller follows the function's rules in `cuda.h`.
             #[cfg(not(target_arch = "x86_64"))]
             #[unsafe(no_mangle)]
             #[allow(non_snake_case)]
@@ -57,7 +58,7 @@ macro_rules! driver {
                 use super::*;
 
                 /// # Safety
-                /// As `cuda.h` says of the function.
+                /// The caller follows the function's rules in `cuda.h`.
                 pub(super) unsafe extern "C" fn answer($($argument: $type),*) -> CuResult {
                     crate::enter(stringify!($name), |$state: &mut State| -> Answer { $body })
                 }

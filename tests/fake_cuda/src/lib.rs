@@ -24,8 +24,8 @@
 //!
 //! # Answers
 //!
-//! The answers follow `cuda.h` and recorded runs of the real library. A comment "Decided here" marks
-//! an answer that neither of them gives.
+//! The answers follow `cuda.h` and recorded runs of the real library. A comment "Decided here"
+//! marks an answer that neither of them gives.
 //!
 //! On x86-64 each function begins with the same instructions as in the real library, so that hooks
 //! patch both alike.
@@ -88,13 +88,14 @@ fn enter(symbol: &'static str, run: impl FnOnce(&mut State) -> Result<(), CuResu
     result.err().unwrap_or(CuResult::CUDA_SUCCESS)
 }
 
-/// Returns the hold on a function.
+/// Returns the record of held calls of a function, if its calls are held.
 fn hold_of<'a>(state: &'a mut Option<State>, symbol: &str) -> Option<&'a mut state::Hold> {
     state.as_mut()?.hold.as_mut().filter(|hold| hold.symbol == symbol)
 }
 
-/// Returns the number of calls of a function since the driver started, of all functions for an empty
-/// name, and 0 for an unknown name. For tests that load this library and have no [`FakeDriver`].
+/// Returns the number of calls of a function since the driver started, of all functions for an
+/// empty name, and 0 for an unknown name. For tests that load this library and have no
+/// [`FakeDriver`].
 ///
 /// # Safety
 /// `symbol` is a C string.
@@ -110,7 +111,7 @@ pub unsafe extern "C" fn hmem_fake_cuda_calls(symbol: *const std::ffi::c_char) -
     }
 }
 
-/// Returns a CPU pointer to a device address, as a mapping of the device's BAR is.
+/// Returns a CPU pointer to a device address, like a mapping of the device's BAR.
 ///
 /// # Panics
 /// Without a driver, or for an address that is not a device's.
@@ -144,12 +145,12 @@ impl FakeDriver {
         self.with(|state| state.calls.fail_nth(known(symbol), nth, Fault { code, loses: true }));
     }
 
-    /// Makes queries answer for an allocation as for memory that the driver does not own.
+    /// Makes queries treat an allocation as memory that the driver does not own.
     pub fn forget(&self, base: u64) {
         self.forget_after(base, 0);
     }
 
-    /// Like [`FakeDriver::forget`], after a number of queries for any address.
+    /// Like [`FakeDriver::forget`], but takes effect after `queries` queries for any address.
     ///
     /// # Panics
     /// If no allocation begins at `base`.
@@ -174,7 +175,7 @@ impl FakeDriver {
         self.with(|state| state.calls.total())
     }
 
-    /// Returns the number of files that the driver has open behind its memory.
+    /// Returns the number of open files that back the driver's memory.
     #[must_use]
     pub fn files(&self) -> usize {
         self.with(|state| state.files())

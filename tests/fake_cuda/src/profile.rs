@@ -5,16 +5,17 @@ use std::ffi::c_int;
 /// Properties of a driver release. The fields can be changed one by one.
 #[derive(Clone, Debug)]
 pub struct Profile {
-    /// Release and kernel module.
+    /// Name of the profile: the release and the kernel module.
     pub name: &'static str,
     /// Result of `cuDriverGetVersion`: 1000 * major + 10 * minor of the CUDA release that came with
     /// the driver (535: 12.2, 550: 12.4, 580: 13.0).
     pub version: c_int,
     /// Number of devices.
     pub devices: u32,
-    /// Bytes of memory on each.
+    /// Bytes of memory on each device.
     pub memory: u64,
-    /// DMA_BUF_SUPPORTED, which only the open kernel modules have.
+    /// Value of the device attribute DMA_BUF_SUPPORTED, which is set only with the open kernel
+    /// modules.
     pub dma_buf: bool,
     /// True if `CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` is known, which `cuda.h` has from 12.8
     /// on.
@@ -23,23 +24,23 @@ pub struct Profile {
     pub pcie_mapping: bool,
     /// True if one dma-buf may hold several mappings of a reservation, as in `cuda.h`.
     pub spanning_exports: bool,
-    /// GPU_DIRECT_RDMA_SUPPORTED.
+    /// Value of the device attribute GPU_DIRECT_RDMA_SUPPORTED.
     pub rdma: bool,
-    /// GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED.
+    /// Value of the device attribute GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED.
     pub rdma_with_vmm: bool,
-    /// GPU_DIRECT_RDMA_WRITES_ORDERING.
+    /// Value of the device attribute GPU_DIRECT_RDMA_WRITES_ORDERING.
     pub writes_ordering: c_int,
-    /// GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS.
+    /// Value of the device attribute GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS.
     pub flush_options: c_int,
     /// The highest pointer attribute that the driver knows. It refuses queries for higher ones.
     pub last_pointer_attribute: u32,
-    /// The highest device attribute that it knows.
+    /// The highest device attribute that the driver knows.
     pub last_device_attribute: u32,
     /// True if queries need a current context: INVALID_CONTEXT without one, CONTEXT_IS_DESTROYED
     /// after its end.
     pub queries_need_context: bool,
-    /// True if page-locked host memory has no identity. `cuda.h` promises one only for "every memory
-    /// allocation", which page-locking is not.
+    /// True if page-locked host memory has no identity. `cuda.h` promises one only for "every
+    /// memory allocation", which page-locking is not.
     pub registered_without_identity: bool,
     /// True if a layer in front of the driver implements `cuMemAlloc` by VMM memory. SYNC_MEMOPS is
     /// then refused for it with 801, as authors of such a layer (lupine) and users of UCX over VMM
@@ -106,7 +107,7 @@ impl Profile {
         true
     }
 
-    /// Returns the profile of a name, such as `550-open`.
+    /// Returns the profile with a name, such as `550-open`.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         Self::all().into_iter().find(|profile| profile.name == name)

@@ -85,7 +85,7 @@ pub(crate) struct Context {
     pub(crate) primary: bool,
 }
 
-/// A submitted copy.
+/// A copy that was submitted to a stream.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Copy {
     pub(crate) to: u64,
@@ -104,7 +104,7 @@ pub(crate) struct Stream {
 #[derive(Debug)]
 pub(crate) struct Event {
     pub(crate) context: usize,
-    /// The stream, and the number of its earlier copies.
+    /// The stream in which the event was recorded, and the number of copies before the event.
     pub(crate) recorded: Option<(usize, u64)>,
 }
 
@@ -112,7 +112,7 @@ pub(crate) struct Event {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fault {
     pub(crate) code: CuResult,
-    /// True if the device is lost with it.
+    /// True if the fault also loses the device.
     pub(crate) loses: bool,
 }
 
@@ -122,23 +122,23 @@ impl From<CuResult> for Fault {
     }
 }
 
-/// A function with held calls, and their number.
+/// A function whose calls are held, and the number of held calls.
 #[derive(Debug)]
 pub(crate) struct Hold {
     pub(crate) symbol: &'static str,
     pub(crate) held: usize,
 }
 
-/// The numbers of objects that are alive.
+/// The number of live objects of each kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Live {
-    /// Allocations of every kind but those below.
+    /// Allocations of all kinds that have no field of their own here.
     pub allocations: usize,
     /// Reserved address ranges.
     pub reservations: usize,
-    /// Handles of physical memory, and mappings of it.
+    /// Handles of physical memory.
     pub handles: usize,
-    /// See `handles`.
+    /// Mappings of physical memory.
     pub mappings: usize,
     /// Host ranges that are page-locked.
     pub registered: usize,
@@ -174,14 +174,14 @@ pub(crate) struct State {
     /// Number of attempts to make an unknown context current.
     pub(crate) strangers: u64,
     pub(crate) hold: Option<Hold>,
-    /// Base of the allocation that queries do not know, and the number of queries until then.
+    /// Base of the allocation that the driver forgets, and the number of queries until it does.
     pub(crate) forgotten: Option<(u64, u64)>,
     next_handle: usize,
     next_id: u64,
     next_address: u64,
-    /// Start and length of the rest of the block for small allocations.
+    /// Start and length of the free part of the block for small allocations.
     block: (u64, u64),
-    /// Freed addresses by length, the last freed last.
+    /// Freed addresses by length, with the most recently freed at the end.
     free: HashMap<u64, Vec<u64>>,
     pub(crate) calls: Calls<Fault>,
 }
@@ -218,7 +218,7 @@ impl State {
         }
     }
 
-    /// Counts a call, and fails if a fault meets it.
+    /// Counts a call, and fails if a fault is injected into it.
     pub(crate) fn call(&mut self, symbol: &'static str) -> Result<(), CuResult> {
         if let Some(Fault { code, loses }) = self.calls.enter(symbol) {
             if loses {
@@ -233,7 +233,7 @@ impl State {
         }
     }
 
-    /// Returns the number of files that this driver has open.
+    /// Returns the number of open files that back the driver's memory.
     pub(crate) fn files(&self) -> usize {
         self.pages.files() + self.physical.len()
     }
@@ -305,19 +305,19 @@ impl State {
         self.contexts[&context].device
     }
 
-    /// Returns the allocation around an address.
+    /// Returns the allocation that contains an address, with its first address.
     pub(crate) fn around(&self, address: u64) -> Option<(u64, &Allocation)> {
         let (start, allocation) = self.allocations.range(..=address).next_back()?;
         (address - start < allocation.len).then_some((*start, allocation))
     }
 
-    /// Returns the mapping around an address of a reservation.
+    /// Returns the mapping that contains an address of a reservation, with its first address.
     pub(crate) fn mapping_around(&self, address: u64) -> Option<(u64, Mapping)> {
         let (start, mapping) = self.mappings.range(..=address).next_back()?;
         (address - start < mapping.len).then_some((*start, *mapping))
     }
 
-    /// Takes addresses of whole blocks.
+    /// Allocates addresses in whole blocks.
     pub(crate) fn take_addresses(&mut self, len: u64) -> Result<u64, CuResult> {
         let rounded = len.checked_next_multiple_of(GRANULARITY);
         let len = rounded.ok_or(CuResult::CUDA_ERROR_OUT_OF_MEMORY)?;
@@ -334,8 +334,8 @@ impl State {
         self.free.entry(len.next_multiple_of(GRANULARITY)).or_default().push(address);
     }
 
-    /// Allocates memory of a device. Decided here: freed addresses are reused at once, so that tests
-    /// meet them again.
+    /// Allocates memory of a device. Decided here: freed addresses are reused at once, so that
+    /// tests see reused addresses.
     pub(crate) fn take_memory(&mut self, len: u64, kind: Kind) -> Result<u64, CuResult> {
         let context = self.current()?;
         let device = self.device_of(context);

@@ -22,12 +22,12 @@ const INVALID_ALLOCATION: HsaStatus = HsaStatus::HSA_STATUS_ERROR_INVALID_ALLOCA
 const INVALID_AGENT: HsaStatus = HsaStatus::HSA_STATUS_ERROR_INVALID_AGENT;
 const OUT_OF_RESOURCES: HsaStatus = HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES;
 
-/// Defines functions of the table. Each counts its call, meets injected faults, and answers.
+/// Defines functions of the table. Each counts its call, returns injected faults, and answers.
 macro_rules! runtime {
     ($(fn $name:ident($state:ident $(, $argument:ident: $type:ty)*) $body:block)+) => {
         $(
             /// # Safety
-            /// As the header says of the function.
+            /// The caller follows the function's rules in the header.
             #[unsafe(no_mangle)]
             pub unsafe extern "C" fn $name($($argument: $type),*) -> HsaStatus {
                 let answer = enter(stringify!($name), |$state| -> Result<(), HsaStatus> { $body });
@@ -66,7 +66,8 @@ pub(crate) fn known(name: &str) -> Option<&'static str> {
     NAMES.iter().copied().find(|known| *known == name)
 }
 
-/// Writes an answer. A null pointer is INVALID_ARGUMENT, as in most calls.
+/// Writes a result to the caller's pointer. A null pointer fails with INVALID_ARGUMENT, as in most
+/// calls.
 fn put<T>(place: *mut T, value: T) -> Result<(), HsaStatus> {
     if place.is_null() {
         return Err(INVALID_ARGUMENT);
@@ -77,7 +78,7 @@ fn put<T>(place: *mut T, value: T) -> Result<(), HsaStatus> {
 }
 
 /// # Safety
-/// As the header says of the function.
+/// The caller follows the function's rules in the header.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hsa_iterate_agents(
     callback: AgentCallback,
@@ -103,7 +104,7 @@ fn pool_of(pool: MemoryPool) -> (Agent, u32) {
 }
 
 /// # Safety
-/// As the header says of the function.
+/// The caller follows the function's rules in the header.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hsa_amd_agent_iterate_memory_pools(
     agent: Agent,
@@ -124,7 +125,7 @@ pub unsafe extern "C" fn hsa_amd_agent_iterate_memory_pools(
 }
 
 /// # Safety
-/// As the header says of the function.
+/// The caller follows the function's rules in the header.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hsa_amd_memory_pool_free(pointer: *mut c_void) -> HsaStatus {
     let base = pointer as u64;
@@ -160,14 +161,14 @@ fn look(symbol: &'static str, signal: Signal, patient: bool) -> i64 {
 }
 
 /// # Safety
-/// As the header says of the function.
+/// The caller follows the function's rules in the header.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hsa_signal_load_scacquire(signal: Signal) -> i64 {
     look("hsa_signal_load_scacquire", signal, false)
 }
 
 /// # Safety
-/// As the header says of the function.
+/// The caller follows the function's rules in the header.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hsa_signal_wait_scacquire(
     signal: Signal,

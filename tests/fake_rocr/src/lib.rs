@@ -1,14 +1,14 @@
 //! An HSA runtime for tests: the symbols of `libhsa-runtime64.so.1` over memory files.
 //!
-//! It has the parts that AMD's own runtime lacks on its model GPU (`tests/rocr`): exports, memory of
-//! other processes, page-locking, reserved addresses, faults, and older releases. Tests call it
+//! It has the parts that AMD's own runtime lacks on its model GPU (`tests/rocr`): exports, memory
+//! of other processes, page-locking, reserved addresses, faults, and older releases. Tests call it
 //! through its function table, as they call the real runtime: within their own process by
 //! [`FakeRuntime::symbol`], or as a library (`libhmem_fake_rocr.so`).
 //!
 //! - The CPU faults on device memory.
 //! - A freed address is reused at once.
-//! - A dma-buf holds a whole allocation. It is a genuine one where `/dev/udmabuf` can be opened, and
-//!   a memory file otherwise.
+//! - A dma-buf holds a whole allocation. It is a genuine one where `/dev/udmabuf` can be opened,
+//!   and a memory file otherwise.
 //! - A call that AMD's headers leave undefined is refused and recorded
 //!   ([`FakeRuntime::violations`]).
 //!

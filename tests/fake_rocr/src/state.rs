@@ -19,13 +19,13 @@ pub(crate) fn gpu(ordinal: u32) -> Agent {
 /// Properties of a release. The fields can be changed one by one.
 #[derive(Clone, Debug)]
 pub struct Profile {
-    /// Release.
+    /// Name of the release.
     pub name: &'static str,
     /// Number of GPUs.
     pub devices: u32,
-    /// Bytes of memory on each.
+    /// Bytes of memory on each device.
     pub memory: usize,
-    /// HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED.
+    /// Value of the system attribute HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED.
     pub dma_buf: bool,
     /// True if the BAR covers all memory. The PCIe mapping is refused otherwise.
     pub large_bar: bool,
@@ -101,12 +101,12 @@ impl Default for Profile {
     }
 }
 
-/// Number of live objects.
+/// The number of live objects of each kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Live {
-    /// Reference count of the runtime.
+    /// Number of `hsa_init` calls without a matching `hsa_shut_down`.
     pub counts: u32,
-    /// Allocations of pools.
+    /// Allocations from memory pools.
     pub allocations: usize,
     /// Attached memory of other processes.
     pub imported: usize,
@@ -114,7 +114,7 @@ pub struct Live {
     pub locked: usize,
     /// Signals.
     pub signals: usize,
-    /// Reserved address ranges, and handles of memory.
+    /// Number of reserved address ranges plus number of memory handles.
     pub virtual_memory: usize,
 }
 
@@ -133,7 +133,7 @@ pub(crate) struct Allocation {
 #[derive(Debug)]
 pub(crate) struct Reservation {
     pub(crate) len: u64,
-    /// The handle that is mapped at it.
+    /// The memory handle that is mapped into the reservation.
     pub(crate) mapped: Option<u64>,
     pub(crate) accessible: bool,
 }
@@ -160,7 +160,7 @@ pub(crate) struct State {
     pub(crate) allocations: BTreeMap<u64, Allocation>,
     pub(crate) reservations: BTreeMap<u64, Reservation>,
     pub(crate) handles: HashMap<u64, (Agent, OwnedFd, u64)>,
-    /// Locked host ranges by first address: length, and address for devices.
+    /// Page-locked host ranges by first address, each with its length and its address for devices.
     pub(crate) locked: BTreeMap<u64, (u64, u64)>,
     pub(crate) signals: HashMap<u64, SignalState>,
     /// Flush registers, one for each device.
@@ -169,7 +169,7 @@ pub(crate) struct State {
     pub(crate) calls: Calls<HsaStatus>,
     next_handle: u64,
     next_address: u64,
-    /// Freed addresses by length, the last freed last.
+    /// Freed addresses by length, with the most recently freed at the end.
     free: HashMap<u64, Vec<u64>>,
     used: HashMap<u64, usize>,
 }
@@ -222,7 +222,7 @@ impl State {
         self.next_handle
     }
 
-    /// Takes addresses, the last freed ones first.
+    /// Allocates addresses, the most recently freed ones first.
     pub(crate) fn take_addresses(&mut self, len: u64) -> u64 {
         if let Some(address) = self.free.get_mut(&len).and_then(Vec::pop) {
             return address;
@@ -232,7 +232,7 @@ impl State {
         address
     }
 
-    /// Returns addresses for reuse.
+    /// Makes a freed address range available for reuse.
     pub(crate) fn leave_addresses(&mut self, address: u64, len: u64) {
         self.pages.clear(address, len);
         self.free.entry(len).or_default().push(address);
@@ -276,7 +276,7 @@ impl State {
         base
     }
 
-    /// Returns the address at which the runtime reaches the byte of a device address.
+    /// Returns the address through which the runtime accesses the byte at a device address.
     fn alias(&self, address: u64) -> u64 {
         self.pages.at(address).expose_provenance() as u64
     }
@@ -289,14 +289,14 @@ impl State {
         }
     }
 
-    /// Returns the allocation around an address.
+    /// Returns the allocation that contains an address, with its first address.
     pub(crate) fn around(&self, address: u64) -> Option<(u64, &Allocation)> {
         let (base, allocation) = self.allocations.range(..=address).next_back()?;
         let page = if self.profile.rounds_lengths { PAGE } else { 1 };
         (address - base < allocation.len.next_multiple_of(page)).then_some((*base, allocation))
     }
 
-    /// Returns the address at which the runtime reaches memory that an agent's device may access.
+    /// Returns the address through which the runtime accesses memory, if the agent may access it.
     pub(crate) fn reach(&self, address: u64, len: usize, agent: Agent) -> Option<u64> {
         let end = address.checked_add(len as u64)?;
         if let Some((base, one)) = self.around(address) {
@@ -313,7 +313,7 @@ impl State {
         locked.map(|(host, (_, device))| host + (address - device))
     }
 
-    /// Queries a signal, and ends its copy. `patient` ends it at the first query.
+    /// Queries a signal, and completes its copy. With `patient` the first query completes it.
     pub(crate) fn look(&mut self, signal: u64, patient: bool) -> i64 {
         let (slow, fails) = (self.profile.slow_copies, self.profile.copies_fail);
         let Some(state) = self.signals.get_mut(&signal) else {

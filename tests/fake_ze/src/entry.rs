@@ -22,12 +22,13 @@ const INVALID: ZeResult = ZeResult::ZE_RESULT_ERROR_INVALID_ARGUMENT;
 const NULL_HANDLE: ZeResult = ZeResult::ZE_RESULT_ERROR_INVALID_NULL_HANDLE;
 const DMA_BUF: u32 = sys::ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF;
 
-/// Defines functions of the driver's table. Each counts its call, meets injected faults, and answers.
+/// Defines functions of the driver's table. Each counts its call, returns injected faults, and
+/// answers.
 macro_rules! driver {
     ($(fn $name:ident($state:ident $(, $argument:ident: $type:ty)*) $body:block)+) => {
         $(
             /// # Safety
-            /// As `ze_api.h` says of the function.
+            /// The caller follows the function's rules in `ze_api.h`.
             #[unsafe(no_mangle)]
             #[allow(non_snake_case)]
             pub unsafe extern "C" fn $name($($argument: $type),*) -> ZeResult {

@@ -2,14 +2,15 @@
 //!
 //! It has the parts that Intel's driver lacks on its simulated GPU: exports, imports, faults at
 //! every call, and older releases. Tests call it through its function table: within their own
-//! process by [`FakeDriver::symbol`], or as a library (`libhmem_fake_ze.so`) that is loaded in place
-//! of `libze_loader.so.1`.
+//! process by [`FakeDriver::symbol`], or as a library (`libhmem_fake_ze.so`) that is loaded in
+//! place of `libze_loader.so.1`.
 //!
 //! - The CPU faults on device memory.
 //! - A freed address is reused at once. An identity is never reused.
 //! - A dma-buf is a genuine one where `/dev/udmabuf` can be opened, and a memory file otherwise.
-//! - A call that the specification leaves undefined is counted ([`Live::undefined`]): a null pointer
-//!   to properties, a free of unknown memory, a copy of memory that the device cannot access.
+//! - A call that the specification leaves undefined is counted ([`Live::undefined`]): a null
+//!   pointer to properties, a free of unknown memory, a copy of memory that the device cannot
+//!   access.
 //!
 //! # Layers
 //!
@@ -21,8 +22,8 @@
 //!
 //! # Environment
 //!
-//! `HMEM_FAKE_ZE` configures the library: the name of a profile, followed by `;symbol=code` for calls
-//! that always fail, and `;devices=n`.
+//! `HMEM_FAKE_ZE` configures the library: the name of a profile, followed by `;symbol=code` for
+//! calls that always fail, and `;devices=n`.
 
 #![allow(missing_docs)] // The functions of the driver are documented by ze_api.h.
 
@@ -56,7 +57,7 @@ hmem_fake_common::fake_driver! {
 }
 
 impl FakeDriver {
-    /// Returns the number of files that the driver has open behind its memory.
+    /// Returns the number of open files that back the driver's memory.
     #[must_use]
     pub fn files(&self) -> usize {
         self.with(|state| state.files())

@@ -17,8 +17,8 @@ pub struct Profile {
     pub absent: Vec<&'static str>,
     /// True if devices export and import dma-bufs.
     pub exports: bool,
-    /// Fd of the exports that "succeed" on a device without any, as in Intel's driver on a simulated
-    /// GPU.
+    /// Fd of the exports that "succeed" on a device without any, as in Intel's driver on a
+    /// simulated GPU.
     pub bogus_fd: Option<i32>,
     /// True if each export makes an fd for the caller, as in drivers before Level Zero 1.6.
     /// Otherwise the driver owns one fd for each allocation, and counts its exports.

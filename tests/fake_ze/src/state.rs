@@ -38,13 +38,13 @@ struct Pool {
     id: u64,
     kind: u32,
     device: usize,
-    /// Bytes taken from the start.
+    /// Bytes of the pool that are in use, from its start.
     taken: u64,
     /// Freed addresses by length.
     free: HashMap<u64, Vec<u64>>,
 }
 
-/// A request to allocate.
+/// The parameters of an allocation.
 #[derive(Debug)]
 pub(crate) struct Request {
     pub(crate) len: u64,
@@ -76,7 +76,7 @@ pub(crate) struct Event {
     pub(crate) signalled: bool,
 }
 
-/// The numbers of objects that are alive.
+/// The number of live objects of each kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Live {
     /// Contexts.
@@ -147,7 +147,7 @@ impl State {
         }
     }
 
-    /// Counts a call, and fails if a fault meets it.
+    /// Counts a call, and fails if a fault is injected into it.
     pub(crate) fn call(&mut self, symbol: &'static str) -> Result<(), ZeResult> {
         let Some(code) = self.calls.enter(symbol) else { return Ok(()) };
         if code == ZeResult::ZE_RESULT_ERROR_DEVICE_LOST {
@@ -194,7 +194,8 @@ impl State {
         self.next_handle
     }
 
-    /// Returns the handles of a driver's root devices. A sub-device's handle is its root's plus one.
+    /// Returns the handles of a driver's root devices. A sub-device's handle is its root's plus
+    /// one.
     pub(crate) fn devices(&self, driver: usize) -> Vec<usize> {
         (0..self.profile.devices).map(|number| (driver + 1) << 12 | number << 4).collect()
     }
@@ -284,7 +285,7 @@ impl State {
         Ok(())
     }
 
-    /// Returns the allocation around an address.
+    /// Returns the allocation that contains an address, with its first address.
     pub(crate) fn around(&self, address: u64) -> Option<(u64, &Allocation)> {
         let (base, allocation) = self.allocations.range(..=address).next_back()?;
         (address - base < allocation.len).then_some((*base, allocation))
@@ -327,7 +328,7 @@ impl State {
         Ok(fd.as_raw_fd())
     }
 
-    /// Takes one export of an fd back.
+    /// Ends one export that uses `fd`. The last one closes the fd, as `zeMemPutIpcHandle` does.
     pub(crate) fn put(&mut self, fd: i32) -> Result<(), ZeResult> {
         let mut all = self.allocations.values_mut();
         let of_fd = |one: &&mut Allocation| {
@@ -343,7 +344,7 @@ impl State {
         Ok(())
     }
 
-    /// Opens the file of a dma-buf once more, for an import.
+    /// Opens the file of a dma-buf again, for an import.
     pub(crate) fn import(fd: i32) -> Result<OwnedFd, ZeResult> {
         if fd < 0 {
             return Err(INVALID);
@@ -352,7 +353,7 @@ impl State {
         another(unsafe { BorrowedFd::borrow_raw(fd) }).map_err(|_| INVALID)
     }
 
-    /// Runs a copy.
+    /// Copies the bytes of a submitted copy.
     pub(crate) fn copy(&self, copy: Copy) {
         let (to, from) = (self.pages.at(copy.to), self.pages.at(copy.from));
         // SAFETY: `zeCommandListAppendMemoryCopy` found both sides in live allocations.

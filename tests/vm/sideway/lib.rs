@@ -64,7 +64,8 @@ impl Sideway {
     /// Posts a write or a read of `len` bytes with these keys, and returns the completion's status.
     ///
     /// # Safety
-    /// Both addresses are valid for `len` bytes until the call returns, or nothing is registered there.
+    /// Both addresses are valid for `len` bytes until the call returns, or nothing is registered
+    /// there.
     unsafe fn transfer(
         &mut self,
         write: bool,
@@ -141,8 +142,8 @@ fn connect_to_itself(context: &Arc<DeviceContext>, qp: &mut GenericQueuePair) {
 
 /// Opens a domain of `hmem` in the protection domain of sideway.
 fn guest(owner: &Sideway) -> Domain {
-    // SAFETY: a live protection domain of the libibverbs that both crates share. The tests drop every
-    // object of hmem before the objects of sideway.
+    // SAFETY: a live protection domain of the libibverbs that both crates share. The tests drop
+    // every object of hmem before the objects of sideway.
     let verbs = unsafe { Verbs::builder().with_pd(owner.raw_pd()) }.expect("with_pd");
     let hmem = Hmem::builder().without_vendor_ifaces().build().expect("build");
     hmem.domain_on(&verbs, DomainAttr::default()).expect("a domain")

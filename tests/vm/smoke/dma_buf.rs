@@ -141,8 +141,8 @@ fn with_domain(test: impl FnOnce(&Domain<'_>)) {
     domain.close_device();
 }
 
-/// Writes to, reads from and adds to a region over `buffer[offset..offset + length]`. The descriptor
-/// is closed after the registration.
+/// Writes to, reads from and adds to a region over `buffer[offset..offset + length]`. The
+/// descriptor is closed after the registration.
 fn bytes_move(mut buffer: Buffer, offset: usize, length: usize, iova: u64) {
     with_domain(|domain| {
         buffer.fill(0xee);

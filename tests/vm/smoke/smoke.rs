@@ -1,6 +1,6 @@
-//! Properties of the VM tier's guest that every test relies on: a kernel, RDMA devices by name, and a
-//! libibverbs that opens them and registers memory. Nothing here uses hmem: if these tests fail, the
-//! guest is at fault.
+//! Properties of the VM tier's guest that every test relies on: a kernel, RDMA devices by name, and
+//! a libibverbs that opens them and registers memory. Nothing here uses hmem: if these tests fail,
+//! the guest is at fault.
 
 #![cfg(test)]
 

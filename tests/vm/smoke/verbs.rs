@@ -135,7 +135,7 @@ impl Domain<'_> {
     }
 }
 
-/// A registration.
+/// A registered memory region.
 pub(crate) struct Region<'d> {
     verbs: &'d Verbs,
     region: Object,
@@ -155,8 +155,9 @@ impl Drop for Region<'_> {
     }
 }
 
-/// One-sided operations from a domain to itself, over two connected queue pairs. A queue pair that is
-/// connected to itself would flush a request that its own responder refuses.
+/// One-sided operations from a domain to itself, over two connected queue pairs. With a single
+/// queue pair that is connected to itself, a refused request would be reported as flushed instead
+/// of with its error.
 #[cfg(feature = "dma-buf")]
 pub(crate) struct Loopback<'d> {
     domain: &'d Domain<'d>,
@@ -185,8 +186,8 @@ impl<'d> Loopback<'d> {
             verbs.function("ibv_modify_qp");
         let query_gid: unsafe extern "C" fn(Object, u8, c_int, *mut [u8; 16]) -> c_int =
             verbs.function("ibv_query_gid");
-        // SAFETY: the arrays have the size and alignment of `struct ibv_qp_init_attr` (64 bytes) and
-        // `struct ibv_qp_attr` (144 bytes), and zero is valid in every field of them.
+        // SAFETY: the arrays have the size and alignment of `struct ibv_qp_init_attr` (64 bytes)
+        // and `struct ibv_qp_attr` (144 bytes), and zero is valid in every field of them.
         unsafe {
             let completions =
                 create_cq(domain.context, 16, std::ptr::null_mut(), std::ptr::null_mut(), 0);
@@ -215,7 +216,8 @@ impl<'d> Loopback<'d> {
             let put = |offset: usize, value: u32| at.byte_add(offset).cast::<u32>().write(value);
             let put_byte = |offset: usize, value: u8| at.byte_add(offset).cast::<u8>().write(value);
             put(8, 3); // path_mtu 1024
-            put(32, (LOCAL_WRITE | REMOTE_READ | REMOTE_WRITE | REMOTE_ATOMIC) as u32); // qp_access_flags
+            let rights = LOCAL_WRITE | REMOTE_READ | REMOTE_WRITE | REMOTE_ATOMIC;
+            put(32, rights as u32); // qp_access_flags
             at.byte_add(56).cast::<[u8; 16]>().write(gid); // ah_attr.grh.dgid
             put_byte(76, 1); // sgid_index
             put_byte(77, 1); // hop_limit

@@ -1,4 +1,5 @@
-//! Entries: one cached registration each, in memory that stays an entry.
+//! Entries, each with one cached registration. Their memory is never used for values of another
+//! type.
 
 use std::{cell::UnsafeCell, mem::MaybeUninit};
 
@@ -11,21 +12,23 @@ use super::super::{
 
 const PAGE: u64 = 4096;
 
-/// Bits of the state word. Above them counts the generation, one for each use of the entry.
+/// The flags of an entry's state word, in its low 8 bits. The bits from [`state::GENERATION`] up
+/// hold a counter, the generation, which increments when the entry is freed.
 ///
-/// An entry is live if no bit but NEEDS_VALIDATION, HAS_WAITERS and UNREFERENCED is set, so that a
-/// lookup makes one test. The cache's guide has the transitions.
+/// An entry is live if no flag is set, or only flags among NEEDS_VALIDATION, HAS_WAITERS and
+/// UNREFERENCED. A lookup tests this with one comparison. The cache's guide lists the transitions.
 pub(in crate::cache) mod state {
-    /// The entry is free, or is about to be.
+    /// The entry is free, or its last user is about to free it.
     pub(in crate::cache) const FREE: u32 = 1;
-    /// The provider is registering.
+    /// The provider is registering the entry's memory.
     pub(in crate::cache) const REGISTERING: u32 = 2;
-    /// The memory changed, so that no lookup hits the entry again. Set once in a generation. The
-    /// thread that sets the bit then pushes the entry on the stack of invalidated entries.
+    /// The memory changed, so that no lookup hits the entry again. Set at most once in a
+    /// generation. The thread that sets the flag then pushes the entry on the stack of invalidated
+    /// entries.
     pub(in crate::cache) const INVALIDATED: u32 = 4;
     /// The entry is being evicted unless it has a lease.
     pub(in crate::cache) const EVICTING: u32 = 8;
-    /// A hit asks the backend whether the registration is current.
+    /// Each hit must ask the backend if the registration is current.
     pub(in crate::cache) const NEEDS_VALIDATION: u32 = 16;
     /// The registration failed: the entry has no region.
     pub(in crate::cache) const FAILED: u32 = 32;
@@ -33,7 +36,7 @@ pub(in crate::cache) mod state {
     pub(in crate::cache) const HAS_WAITERS: u32 = 64;
     /// No hit since the clock hand of eviction last passed.
     pub(in crate::cache) const UNREFERENCED: u32 = 128;
-    /// The first generation.
+    /// The lowest bit of the generation.
     pub(in crate::cache) const GENERATION: u32 = 256;
 
     /// Returns whether a lookup may hit.
@@ -42,7 +45,8 @@ pub(in crate::cache) mod state {
         word & (FREE | REGISTERING | INVALIDATED | EVICTING | FAILED) == 0
     }
 
-    /// Returns whether a lookup may hit and has nothing else to do.
+    /// Returns whether a lookup may hit the entry without further work (validation, or marking the
+    /// entry referenced).
     #[inline(always)]
     pub(in crate::cache) const fn allows_fast_hit(word: u32) -> bool {
         const SLOW: u32 = NEEDS_VALIDATION | UNREFERENCED;
@@ -59,12 +63,13 @@ pub(in crate::cache) mod state {
         word & (REGISTERING | INVALIDATED) == REGISTERING
     }
 
-    /// Returns the word of the same generation that no lookup can hit.
+    /// Returns the word of an entry that has ended: the same generation, in a state that no lookup
+    /// can hit.
     pub(in crate::cache) const fn ended(word: u32) -> u32 {
         word & !(GENERATION - 1) | FREE
     }
 
-    /// Returns the first free word of the next generation.
+    /// Returns the word of a free entry in the next generation.
     pub(in crate::cache) const fn freed(word: u32) -> u32 {
         (word & !(GENERATION - 1)).wrapping_add(GENERATION) | FREE
     }
@@ -74,7 +79,8 @@ pub(in crate::cache) mod state {
 #[repr(C, align(64))]
 pub(in crate::cache) struct Entry<S: CacheBackend> {
     pub(in crate::cache) state: AtomicU32,
-    /// The rights that the registration does not have.
+    /// The complement of the registration's access rights: a bit for each right that it does not
+    /// have.
     missing_access: AtomicU32,
     pub(in crate::cache) start: AtomicU64,
     /// The last address.
@@ -83,8 +89,8 @@ pub(in crate::cache) struct Entry<S: CacheBackend> {
     pub(in crate::cache) allocation: AtomicU64,
     /// The next entry on the stack of invalidated entries.
     pub(in crate::cache) next_invalidated: AtomicU32,
-    /// The number of the last scan that found a lease of the entry. Under the cache's lock. Scan
-    /// numbers wrap around; a repeated number only keeps the entry from one eviction.
+    /// The number of the last scan that found a lease of the entry. Protected by the cache's lock.
+    /// Scan numbers wrap around. A repeated number has one effect: an eviction skips the entry.
     pub(in crate::cache) leased_at_scan: AtomicU32,
     region: UnsafeCell<MaybeUninit<S::Region>>,
     watch: UnsafeCell<MaybeUninit<S::Watch>>,
@@ -128,8 +134,9 @@ impl<S: CacheBackend> Entry<S> {
         Self::holding(MaybeUninit::new(region))
     }
 
-    /// Returns whether the entry starts in the same page as the key, as far as an unleased entry
-    /// can tell. One comparison: with random lookups, a branch for each end would be mispredicted.
+    /// Returns whether the entry starts in the same page as the key, The result is a hint, because
+    /// the caller has no lease. This is one comparison: with random lookups, a branch for each end
+    /// would be mispredicted.
     #[inline(always)]
     pub(in crate::cache) fn starts_in_same_page(&self, key: &Key) -> bool {
         self.start.load(Ordering::Relaxed) ^ key.start < PAGE
@@ -177,7 +184,8 @@ impl<S: CacheBackend> Entry<S> {
                 || read(&self.owner) == key.owner && read(&self.allocation) == key.allocation)
     }
 
-    /// Notes a hit for eviction. Writes once between two passes of the clock hand.
+    /// Records a hit for eviction by clearing UNREFERENCED. Writes at most once between two passes
+    /// of the clock hand.
     pub(in crate::cache) fn mark_referenced(&self, word: u32) {
         if word & state::UNREFERENCED != 0 {
             self.state.fetch_and(!state::UNREFERENCED, Ordering::Relaxed);
@@ -224,7 +232,7 @@ impl<S: CacheBackend> Entry<S> {
         self.state.store(word, Ordering::Release);
     }
 
-    /// Frees the entry. Its generation increments.
+    /// Marks the entry free, and increments its generation.
     pub(in crate::cache) fn free(&self) {
         let word = self.state.load(Ordering::Relaxed);
         self.state.store(state::freed(word), Ordering::Release);

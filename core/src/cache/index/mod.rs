@@ -10,7 +10,7 @@ use self::{
 use super::{arena::Arena, backend::CacheBackend, key::Key, sync::Ordering};
 use crate::{Error, ErrorKind, Result};
 
-/// Entries and table, which any thread may read without a lock.
+/// The entries and the table, which any thread may read without a lock.
 #[repr(C)]
 pub(super) struct Index<S: CacheBackend> {
     pub(super) entries: Arena<Entry<S>>,
@@ -21,11 +21,13 @@ pub(super) struct Index<S: CacheBackend> {
 #[derive(Debug)]
 pub(super) struct IndexState {
     pub(super) shape: Shape,
-    /// Entries ever used. The rest of the arena is untouched.
+    /// The number of entries that were ever used. The memory of the other entries was never
+    /// touched.
     pub(super) made: u32,
     pub(super) free: Vec<u32>,
-    /// Entries that are not invalidated, and their bytes.
+    /// The number of entries that are not invalidated.
     pub(super) count: usize,
+    /// The number of bytes of these entries.
     pub(super) bytes: u64,
 }
 
@@ -96,7 +98,7 @@ impl<S: CacheBackend> Index<S> {
     }
 }
 
-/// Counts the searches of the calling thread.
+/// A counter of the searches of the table by the calling thread, for tests.
 #[cfg(all(test, not(loom)))]
 pub(super) mod searches {
     use std::cell::Cell;

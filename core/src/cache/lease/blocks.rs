@@ -8,7 +8,7 @@ use super::super::{
 };
 use crate::Result;
 
-/// The number of slots in a block. With the block's header they fill four pairs of cache lines.
+/// The number of slots in a block. The slots and the block's header fill four pairs of cache lines.
 #[cfg(not(loom))]
 const SLOTS: usize = 31;
 #[cfg(loom)]
@@ -21,24 +21,24 @@ const MAX_BLOCKS: usize = 1 << 16;
 #[cfg(loom)]
 const MAX_BLOCKS: usize = 4;
 
-/// The number of slots that one test covers.
+/// The number of slots that a scan tests at once for being free.
 const AT_ONCE: usize = 10;
 
-/// The number of a thread's blocks that are searched for a free slot. After that, the thread takes
-/// another block.
+/// The number of a thread's blocks that a lookup searches for a free slot. If none is free, the
+/// thread gets another block.
 const NEAR: usize = 8;
 
-/// The word in which a thread publishes a lease, with data of its owner.
+/// The word in which a thread publishes a lease, and data that only the slot's owner uses.
 #[repr(C)]
 #[derive(Debug)]
 pub(in crate::cache) struct LeaseSlot {
     /// The index of the leased entry, or 0. The block's owner sets it, and the thread that drops
     /// the lease clears it.
     pub(in crate::cache) entry: AtomicU32,
-    /// The entry that the last lookup with this slot found. It may be in another use by now. Only
-    /// for the owner.
+    /// The index of the entry that the last lookup with this slot found. The entry may have been
+    /// reused since. Only for the owner.
     pub(in crate::cache) last: AtomicU32,
-    /// Hits with this slot. Only for the owner.
+    /// The number of hits with this slot. Only for the owner.
     hits: AtomicU64,
 }
 
@@ -70,11 +70,12 @@ impl LeaseSlot {
 #[derive(Debug)]
 pub(in crate::cache) struct LeaseBlock {
     owned: AtomicU32,
-    /// The owner's next block. It was added when this one was full.
+    /// The index of the owner's next block, which was added when this block was full.
     next: AtomicU32,
-    /// In the owner's first block: the block that last had a free slot, 0 for the first.
+    /// The index of the owner's block that last had a free slot, or 0 for the first block. Used
+    /// only in the owner's first block.
     cursor: AtomicU32,
-    /// The slot that is probably free.
+    /// The position of a slot that is probably free.
     hint: AtomicU32,
     slots: [LeaseSlot; SLOTS],
 }
@@ -109,7 +110,7 @@ impl LeaseBlock {
         unsafe { self.slots.get_unchecked(hint) }
     }
 
-    /// Returns a free slot of the block. Only for the owner.
+    /// Returns a free slot of the block. Only the thread that owns the block calls this.
     #[inline]
     fn free_slot(&self) -> Option<&LeaseSlot> {
         let hint = self.hint.load(Ordering::Relaxed) as usize;
@@ -125,9 +126,10 @@ impl LeaseBlock {
 #[derive(Debug)]
 pub(in crate::cache) struct LeaseBlocks {
     arena: Arena<LeaseBlock>,
-    /// Blocks ever made. Other threads take over the blocks of threads that ended.
+    /// The number of blocks that were ever made. New threads reuse the blocks of threads that
+    /// ended.
     made: AtomicU32,
-    /// Owners of a first block: threads and lookup handles, which may look up.
+    /// The number of threads and lookup handles that own a first block, and so may look up.
     owners: AtomicU32,
     allocating: Mutex<()>,
 }
@@ -142,8 +144,9 @@ impl LeaseBlocks {
         })
     }
 
-    /// Returns the number of threads and handles that may look up. Under the cache's lock, which
-    /// keeps new ones out. A scan after this call sees everything that former owners did.
+    /// Returns the number of threads and handles that may look up. The caller holds the cache's
+    /// lock, so that no owner is added. A scan after this call sees everything that former owners
+    /// did.
     pub(in crate::cache) fn owners(&self) -> u32 {
         self.owners.load(Ordering::Acquire)
     }
@@ -180,8 +183,8 @@ impl LeaseBlocks {
             .sum()
     }
 
-    /// Takes a first block for a new owner, until [`LeaseBlocks::release`]. Returns `None` if the
-    /// cache can have no more blocks. Only under the cache's lock.
+    /// Assigns a first block to a new owner, until [`LeaseBlocks::release`]. Returns `None` if the
+    /// cache can have no more blocks. The caller holds the cache's lock.
     pub(in crate::cache) fn take_first(&self) -> Option<&LeaseBlock> {
         let block = self.take()?;
         self.owners.fetch_add(1, Ordering::Relaxed);
@@ -231,8 +234,8 @@ impl LeaseBlocks {
     /// Returns a free slot of the owner, in another block if the first is full. Returns `None` if
     /// the cache can have no more blocks.
     ///
-    /// Searches from the block that last had a free slot and a few blocks on, then takes another
-    /// block.
+    /// Searches a few blocks, beginning with the one that last had a free slot. If all are full,
+    /// adds another block.
     #[inline]
     pub(in crate::cache) fn free_slot<'a>(
         &'a self,

@@ -19,22 +19,23 @@ use crate::{Error, ProcessMark};
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum UncachedReason {
-    /// The limits are 0.
+    /// The cache is disabled: its limit of entries or of bytes is 0.
     CachingOff,
-    /// The range is longer than the limit by bytes.
+    /// The range is longer than [`Limits::max_bytes`](super::super::Limits::max_bytes).
     TooLong,
-    /// The cache is full of regions in use.
+    /// The cache is full, and all its regions are in use.
     Full,
-    /// A monitor is reading an event and keeps the gate closed.
+    /// A monitor is handling a change of memory, and has disabled all hits until it knows the
+    /// affected range.
     InvalidationInProgress,
     /// The kernel began to refuse `membarrier(2)` after it had allowed it, for example because of a
     /// seccomp filter. The cache is closed permanently.
     MembarrierRefused,
-    /// The process is a forked child.
+    /// This process is a forked child of the process that created the cache.
     Forked,
     /// The range crosses a multiple of 2^48, where the index ends.
     CrossesIndexEnd,
-    /// No monitor can watch the memory, with the reason.
+    /// No monitor can watch the memory. The error is the reason.
     Unwatched(Error),
 }
 
@@ -68,7 +69,7 @@ pub struct Lease<'c, S: CacheBackend> {
 
 const SLOW_RELEASE: usize = 1;
 
-/// A region of one lease, in an entry outside the table.
+/// An uncached region, which belongs to one lease. Its entry is outside the table.
 #[repr(C)]
 struct UncachedRegion<S: CacheBackend> {
     entry: Entry<S>,
@@ -94,7 +95,8 @@ impl<'c, S: CacheBackend> Lease<'c, S> {
         Self { core, entry: NonNull::from(leased.entry), slot }
     }
 
-    /// Creates the guard of any other hit. Its end fences if the cache's lookups do.
+    /// Creates the guard of a hit by a slow lookup. When the guard is dropped, it fences if the
+    /// cache's lookups fence.
     pub(in crate::cache) fn cached_checked(
         core: &'c CacheCore<S>,
         leased: LeasedEntry<'c, S>,
@@ -124,7 +126,7 @@ impl<'c, S: CacheBackend> Lease<'c, S> {
         Self { core, entry, slot }
     }
 
-    /// Returns entry and slot of a cached region.
+    /// Returns the entry and the lease slot of a cached region, or `None` for an uncached region.
     fn leased(&self) -> Option<LeasedEntry<'c, S>> {
         let slot = self.slot.map_addr(|address| address & !SLOW_RELEASE);
         // SAFETY: a lease with a slot has a slot and an entry of the cache, whose memory lives as

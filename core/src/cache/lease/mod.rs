@@ -1,7 +1,7 @@
 //! Leases: how lookups publish the entries that they use, and the guards that end leases.
 //!
-//! A lease is a hazard pointer. A lookup writes an entry's index into a lease slot before it
-//! believes the entry; a thread that ends an entry scans all slots.
+//! A lease is a hazard pointer. A lookup writes an entry's index into a lease slot before it relies
+//! on the entry. A thread that ends an entry scans all slots.
 
 pub(super) mod blocks;
 pub(super) mod guard;
@@ -13,16 +13,17 @@ use self::blocks::LeaseBlocks;
 use super::{gate::Gate, sync::Barrier};
 use crate::Result;
 
-/// The number of caches for which a thread notes its block, so that it finds the block at once.
+/// The number of caches for which a thread records its block, so that a lookup finds the block
+/// without a search.
 pub(super) const WAYS: usize = 4;
 
 /// State that lookups need to publish leases.
 #[repr(C)]
 pub(super) struct Leases {
     pub(super) gate: Gate,
-    /// The place in which threads note their block of this cache: `number` modulo [`WAYS`].
+    /// The position at which threads record their block of this cache: `number` modulo [`WAYS`].
     way: usize,
-    /// No two caches of a process have the same number.
+    /// The cache's number, which no other cache of the process has.
     pub(super) number: u64,
     pub(super) barrier: Barrier,
     pub(super) blocks: Arc<LeaseBlocks>,

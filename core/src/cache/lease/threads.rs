@@ -14,11 +14,12 @@ use super::{
     blocks::{LeaseBlock, LeaseBlocks, LeaseSlot},
 };
 
-/// A value that no gate's word ever has.
+/// A word that matches no cache, because no gate ever has this value.
 const NO_CACHE: u64 = u64::MAX;
 
-/// A thread's noted blocks, and the slot to try in each. `words` identifies the cache of each
-/// place by the word of its gate while that is open.
+/// The blocks that a thread recorded, one for each of [`WAYS`] caches, and the slot to try first in
+/// each. `words` identifies each cache by the value that the word of its gate has while the gate is
+/// open.
 struct Ways {
     words: [Cell<u64>; WAYS],
     slots: [Cell<NonNull<LeaseSlot>>; WAYS],
@@ -26,8 +27,8 @@ struct Ways {
 }
 
 thread_local! {
-    /// Has no destructor, so that an access costs nothing extra. [`OWNED`] resets it at the
-    /// thread's end.
+    /// The calling thread's [`Ways`]. The type has no destructor, so that an access has no extra
+    /// cost. The destructor of [`OWNED`] resets the value when the thread ends.
     static WAYS_OF_THREAD: Ways = const {
         Ways {
             words: [const { Cell::new(NO_CACHE) }; WAYS],
@@ -54,8 +55,9 @@ impl Drop for Owned {
     }
 }
 
-/// Returns the slot that the calling thread tries first, which lies in its own block. Returns
-/// `None` if it noted none, or if the gate is closed or lookups must fence.
+/// Returns the slot that the calling thread's next fast lookup tries first. It is in a block of
+/// that thread. Returns `None` if the thread recorded no block of this cache, and if fast lookups
+/// are disabled (the cache's gate is closed, or each lookup needs a fence).
 #[inline(always)]
 pub(in crate::cache) fn noted_slot(leases: &Leases) -> Option<&LeaseSlot> {
     WAYS_OF_THREAD.with(|ways| {
@@ -75,7 +77,8 @@ pub(in crate::cache) fn noted_slot(leases: &Leases) -> Option<&LeaseSlot> {
     })
 }
 
-/// Makes the calling thread's next lookup try the slot of its own `block` that is probably free.
+/// Records the slot that the calling thread's next lookup tries first: the slot of its own `block`
+/// that is probably free.
 pub(in crate::cache) fn note_slot(leases: &Leases, block: &LeaseBlock) {
     WAYS_OF_THREAD.with(|ways| {
         if ways.words[leases.way].get() == fast_open(leases.number) {
@@ -84,7 +87,8 @@ pub(in crate::cache) fn note_slot(leases: &Leases, block: &LeaseBlock) {
     });
 }
 
-/// Returns the calling thread's block of a cache. Takes one with `take` if the thread has none.
+/// Returns the calling thread's block of a cache. If the thread has none, calls `take` for a new
+/// one.
 ///
 /// Returns `None` for a thread that is ending, in a forked child, or if the cache can have no more
 /// blocks.

@@ -25,7 +25,7 @@ fn lookup_against_invalidation() {
     });
 }
 
-/// Loom's message for accesses that are not ordered.
+/// The message with which loom reports accesses that are not ordered.
 const UNORDERED: &str = "Causality violation";
 
 #[test]
@@ -60,7 +60,8 @@ fn eviction_fails_without_either_half_of_the_barrier() {
     fails_without(HEAVY, lookup_against_eviction, &[OUTLIVED, OTHERS, UNORDERED]);
 }
 
-/// One thread takes a lease and releases its block, while another ends idle entries.
+/// Runs a model: one thread takes a lease and gives up its lease block, while another thread ends
+/// idle entries with `ends`.
 fn leaving_against(ends: fn(&Modelled, &LeaseBlock)) {
     model(move || {
         let cache = cache(1);

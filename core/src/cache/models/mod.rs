@@ -3,7 +3,7 @@
 //! The guide has the command and lists the races. Loom has no `membarrier`: both halves of the
 //! barrier are SeqCst fences here. Models that fail without a kind of fence show that it is needed.
 //!
-//! Each model must meet both outcomes of its race. A model that never races fails.
+//! Each model must reach both outcomes of its race. A model that reaches only one fails.
 
 mod leases;
 mod registrations;
@@ -40,7 +40,7 @@ struct Memory {
     /// The live registrations, one bit each.
     alive: AtomicU32,
     made: AtomicU32,
-    /// Number of registrations that the provider refuses, from the first on.
+    /// The number of registrations that the provider refuses, beginning with the first.
     refused: u32,
 }
 
@@ -48,8 +48,8 @@ struct Registration {
     number: u32,
     version: u32,
     start: u64,
-    /// A cell that uses of the region read, and its deregistration writes. Loom checks that the two
-    /// are ordered.
+    /// A cell that each use of the region reads, and that the deregistration writes. Loom checks
+    /// that uses and deregistration are ordered.
     used: UnsafeCell<()>,
 }
 
@@ -134,7 +134,7 @@ fn alive(cache: &Modelled) -> u32 {
     cache.backend().alive.fetch_or(0, Ordering::Relaxed)
 }
 
-/// The outcomes of a race that were met. Not part of the model.
+/// The outcomes of a race that some execution reached, one bit each. Loom does not track it.
 static MET: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
 
 fn meet(outcome: bool) {
@@ -170,7 +170,7 @@ fn look_up(cache: &Modelled, block: &LeaseBlock, page: u64) {
     }
 }
 
-/// Collects like the worker, as long as it is called.
+/// Collects like the worker: repeats as long as the worker is called.
 fn work(cache: &Modelled) {
     while cache.core.waker.called.swap(false, Ordering::SeqCst) {
         cache.core.collect_once();
@@ -184,7 +184,8 @@ fn model(body: impl Fn() + Sync + Send + 'static) {
     model.check(body);
 }
 
-/// Runs models one at a time without a kind of fence, which is left out for all threads.
+/// Runs `models` without the kind of fence `what`. The fence is left out for all threads, so only
+/// one test at a time does this.
 fn without(what: u32, models: impl FnOnce()) {
     static ONE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
     let _one = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -202,7 +203,7 @@ fn holds(models: fn()) {
     without(0, models);
 }
 
-/// Asserts that the models fail, with one of these messages.
+/// Asserts that the models fail without the kind of fence `what`, with one of these messages.
 fn fails_without(what: u32, models: fn(), messages: &[&str]) {
     let panic = catch_unwind(|| without(what, models))
         .expect_err("the model does not notice what is missing");

@@ -116,7 +116,7 @@ fn failed_registration_wakes_its_waiters() {
     holds(|| {
         model(|| {
             let cache = cache_refused(1, 2);
-            // The first of them registers twice, since the provider is out of resources.
+            // The first miss registers twice, because the provider is out of resources.
             let other = in_thread(&cache, |cache| {
                 meet(cache.lookup_in_block(block(cache), &key(0), None).is_err());
             });
@@ -134,8 +134,8 @@ fn failed_registration_wakes_its_waiters() {
 
 const UNCALLED: &str = "the callback did not run";
 
-/// One thread evicts a region, or leaves it to the worker if it is `invalidated` before. Meanwhile
-/// the other invalidates it with a callback.
+/// Runs a model: one thread evicts a region, or leaves the region to the worker if `invalidated` is
+/// set. Meanwhile another thread invalidates the region with a callback.
 fn callback_against_a_miss(invalidated: bool) {
     model(move || {
         let cache = cache(1);

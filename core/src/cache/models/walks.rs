@@ -14,7 +14,8 @@ use super::{
 
 const UNSEEN: &str = "a walk missed an entry";
 
-/// Walks all pages up to `last` beside `alter`, which keeps entry 1 and removes entry 2.
+/// Runs a model: one thread walks all pages up to `last`, while another runs `alter`, which keeps
+/// entry 1 and removes entry 2.
 fn walk_beside(put: &'static [(u64, u64, u32)], last: u64, alter: fn(&Radix, &mut Shape)) {
     model(move || {
         let (radix, mut shape) = Radix::new(4).expect("a table");
@@ -38,7 +39,8 @@ fn walk_beside(put: &'static [(u64, u64, u32)], last: u64, alter: fn(&Radix, &mu
     });
 }
 
-/// Takes the chain of the first page apart, and uses its bucket for the next page.
+/// Runs a model: one thread walks, while another takes the chain of the first page apart and uses
+/// its bucket for the next page.
 fn walk_against_an_alteration() {
     walk_beside(&[(0, 0, 1), (0, 0, 2)], 0, |radix, shape| {
         radix.remove(shape, 0, 0, 2);

@@ -14,15 +14,16 @@ use super::{
 };
 use crate::AddressRange;
 
-/// A miss that needs a barrier detaches retired entries only if there are this many more than had a
-/// lease at the last scan.
+/// The number of retired entries for which a miss issues a barrier to detach them. Entries that had
+/// a lease at the last scan do not count.
 #[cfg(not(loom))]
 const CROWD: usize = 8;
 #[cfg(loom)]
 const CROWD: usize = 1;
 
 impl<S: CacheBackend> CacheCore<S> {
-    /// Moves the invalidated entries to the retire list. They count no more for the limits.
+    /// Moves the invalidated entries to the retire list. Moved entries no longer count for the
+    /// limits.
     pub(in crate::cache) fn retire_invalidated(&self, locked: &mut LockedState<S>) {
         let mut index = self.invalidated.take_all();
         if index == 0 {
@@ -39,8 +40,8 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Retires invalidated entries and takes the regions that wait for deregistration. Returns
-    /// `false` if the retire list is empty.
+    /// Retires invalidated entries and moves the regions that wait for deregistration to the
+    /// caller's list. Returns `false` if the retire list is empty.
     fn begin_collection(
         &self,
         locked: &mut LockedState<S>,
@@ -94,7 +95,7 @@ impl<S: CacheBackend> CacheCore<S> {
         reclaim.detached -= left.len() as u64;
         reclaim.left_to_worker.extend(left);
         if reclaim.left_to_worker.len() < MAX_BATCH {
-            // The worker may have taken the others already.
+            // The worker may have detached the other entries already.
             self.waker.wake();
         } else {
             reclaim.detached += reclaim.left_to_worker.len() as u64;
@@ -102,8 +103,8 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Detaches invalidated entries without a lease, and takes the regions that wait for
-    /// deregistration.
+    /// Detaches invalidated entries without a lease, and moves the regions that wait for
+    /// deregistration to the caller's list.
     pub(in crate::cache) fn collect(
         &self,
         locked: &mut LockedState<S>,

@@ -14,8 +14,8 @@ use super::{
 };
 use crate::{ProcessMark, Rejected};
 
-/// Counts deregistrations as ended when dropped, even if the backend panics. The regions behind a
-/// panic are retried later.
+/// A guard that counts deregistrations as ended when it is dropped, even if the backend panics. The
+/// regions behind a panic are retried later.
 struct DeregistrationGuard<'a, S: CacheBackend> {
     core: &'a CacheCore<S>,
     count: usize,
@@ -28,7 +28,8 @@ impl<S: CacheBackend> Drop for DeregistrationGuard<'_, S> {
     fn drop(&mut self) {
         self.refused.extend(self.detached.drain(..));
         if !self.refused.is_empty() {
-            // Before they count as ended, so that each is always in flight or on the list.
+            // This happens before they count as ended, so that each region is always in flight or
+            // on the list.
             self.core.state.lock().reclaim.refused.append(&mut self.refused);
         }
         if self.core.in_flight.end(self.count) {
@@ -179,7 +180,8 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Wakes the threads that wait for deregistrations, and takes the callbacks that do.
+    /// Wakes the threads that wait for deregistrations. Moves the callbacks that wait for
+    /// deregistrations to `callbacks`.
     #[cold]
     #[inline(never)]
     fn notify_deregistered(&self, callbacks: &mut PendingCallbacks) {
@@ -188,8 +190,8 @@ impl<S: CacheBackend> CacheCore<S> {
         self.ended.notify_all();
     }
 
-    /// Returns the callbacks that wait for deregistrations in flight. Returns none of them while a
-    /// deregistration is in flight.
+    /// Returns the callbacks that wait for the end of all deregistrations in flight, or none of
+    /// them if a deregistration is still in flight.
     pub(super) fn take_callbacks_after_flight(
         &self,
         locked: &mut LockedState<S>,

@@ -10,21 +10,22 @@ use super::{
     state::{DetachedRegions, PendingCallbacks},
 };
 
-/// An eviction may evict this part of all entries beyond what is needed, so that they share one
-/// barrier.
+/// The divisor of a batch: an eviction evicts one in this many of all entries, even if fewer are
+/// needed, so that they share one barrier.
 const BATCH_PART: usize = 16;
-/// The largest number of entries that an eviction evicts beyond what is needed.
+/// The largest number of entries in a batch.
 pub(super) const MAX_BATCH: usize = 64;
 
-/// The required extent of an eviction.
+/// The goal of an eviction.
 struct EvictionGoal {
-    /// Smallest number of entries.
+    /// The smallest number of entries to evict.
     count: usize,
-    /// Smallest number of bytes that these entries have together.
+    /// The smallest number of bytes that the evicted entries must have together.
     bytes: u64,
-    /// Evicts referenced entries too: those hit since the clock hand last passed.
+    /// Set if referenced entries are evicted too: entries that were hit since the clock hand last
+    /// passed.
     referenced: bool,
-    /// Other threads than the caller may look up meanwhile.
+    /// Set if other threads may look up during the eviction.
     other_lookups: bool,
 }
 
@@ -59,7 +60,8 @@ impl<S: CacheBackend> CacheCore<S> {
         if !self.has_idle(locked) {
             return false;
         }
-        // Two rounds: the first may only clear reference bits.
+        // The clock hand makes up to two rounds, because the first round may only clear reference
+        // bits.
         let mut steps = 2 * locked.index.made as usize + 1;
         while !self.fits(locked, len) && steps > 0 {
             let bytes =
@@ -142,8 +144,8 @@ impl<S: CacheBackend> CacheCore<S> {
         locked.reclaim.eviction.candidates = candidates;
     }
 
-    /// Moves the clock hand to the next live entry without a lease at the last scan, and returns
-    /// the entry with its state. Spares referenced entries once, unless `referenced` is true.
+    /// Moves the clock hand to the next live entry that had no lease at the last scan. Returns the
+    /// entry and its state. Spares referenced entries once, unless `referenced` is true.
     fn next_idle(
         &self,
         locked: &mut LockedState<S>,
@@ -238,7 +240,8 @@ impl<S: CacheBackend> CacheCore<S> {
         let mut locked = self.state.lock();
         let others = self.in_flight.any(locked.reclaim.detached);
         self.collect(&mut locked, &mut detached);
-        // Read before the slots, as in `evict_for`.
+        // The number of owners is read before the slots, so that the scan sees what former owners
+        // did.
         let other_lookups = self.leases.blocks.owners() > 0;
         let mut steps = if self.has_idle(&mut locked) { locked.index.made as usize } else { 0 };
         let goal =

@@ -20,7 +20,7 @@ pub(in crate::cache) struct ReclaimState<S: CacheBackend> {
     /// Invalidated entries that wait for the end of their last lease, each with the value of
     /// `drains` when it was added.
     pub(in crate::cache) retire_list: Vec<(u32, u64)>,
-    /// Entries of the retire list that had a lease at the last scan of the list.
+    /// The number of entries on the retire list that had a lease at the last scan of the list.
     pub(in crate::cache) leased_retired: usize,
     /// Counts how often the stack of invalidated entries was moved to the retire list.
     pub(in crate::cache) drains: u64,
@@ -29,7 +29,8 @@ pub(in crate::cache) struct ReclaimState<S: CacheBackend> {
     /// Callbacks to run when no deregistration is in flight. If there are any, they count together
     /// as one waiter of [`InFlightCounter`].
     pub(in crate::cache) callbacks_after_flight: Vec<Arc<CompletionCallback>>,
-    /// Regions ever detached for deregistration. [`InFlightCounter`] counts their ends.
+    /// The number of regions that were ever detached for deregistration. [`InFlightCounter`] counts
+    /// the deregistrations that ended.
     pub(in crate::cache) detached: u64,
     /// Regions that the provider refused to deregister.
     pub(in crate::cache) refused: Vec<DetachedRegion<S>>,
@@ -41,13 +42,13 @@ pub(in crate::cache) struct ReclaimState<S: CacheBackend> {
 /// State of the clock hand and of scans for leases.
 #[derive(Default)]
 pub(in crate::cache) struct EvictionState {
-    /// The entry that eviction looked at last.
+    /// The clock hand: the index of the entry that eviction looked at last.
     pub(in crate::cache) hand: u32,
-    /// Memory for the candidates of one eviction.
+    /// The candidates of an eviction. Kept only to reuse the allocation.
     pub(in crate::cache) candidates: Vec<u32>,
     /// The number of the last scan for leases.
     pub(in crate::cache) scan: u32,
-    /// Entries evicted so far.
+    /// The number of entries evicted so far.
     pub(in crate::cache) evictions: u64,
 }
 
@@ -67,7 +68,7 @@ impl<S: CacheBackend> ReclaimState<S> {
     }
 }
 
-/// A registration that left its entry, so that no lookup can find it.
+/// A registration that was removed from its entry, so that no lookup can find it.
 pub(in crate::cache) struct DetachedRegion<S: CacheBackend> {
     pub(in crate::cache) region: Option<S::Region>,
     pub(in crate::cache) watch: Option<S::Watch>,
@@ -83,7 +84,7 @@ pub(in crate::cache) type DetachedRegions<S> = SmallVec<[DetachedRegion<S>; 1]>;
 /// registration of its own in progress.
 pub(in crate::cache) type PendingCallbacks = Vec<Arc<CompletionCallback>>;
 
-/// Runs a callback once, when its last holder drops it.
+/// A callback that runs once, when the last reference to it is dropped.
 pub(in crate::cache) struct CompletionCallback(std::sync::Mutex<Option<Box<dyn FnOnce() + Send>>>);
 
 impl CompletionCallback {
@@ -115,8 +116,8 @@ impl InvalidatedStack {
         Self { head: AtomicU32::new(0) }
     }
 
-    /// Pushes an entry that the caller has just marked invalidated. Safe inside a hook: it only
-    /// links.
+    /// Pushes an entry that the caller has just marked invalidated. A hook may call this, because
+    /// it only links the entry.
     pub(in crate::cache) fn push<S: CacheBackend>(&self, entries: &Arena<Entry<S>>, index: u32) {
         let entry = entries.at(index);
         let mut head = self.head.load(Ordering::Relaxed);
@@ -139,7 +140,7 @@ impl InvalidatedStack {
     }
 }
 
-/// Counts deregistrations that ended, and whether a thread waits for that.
+/// A counter of the deregistrations that ended, and of the threads that wait for them.
 ///
 /// Deregistrations begin under the cache's lock and end without it. A thread that ends some counts
 /// them and then looks for waiters. A waiter counts itself and then looks at the count. Each fences
@@ -182,7 +183,7 @@ impl InFlightCounter {
     }
 }
 
-/// Wakes the worker. A hook may call it: two flags and a futex.
+/// The means to wake the worker: two flags and a futex. A hook may use it.
 #[derive(Debug, Default)]
 pub(in crate::cache) struct Waker {
     pub(in crate::cache) called: AtomicBool,

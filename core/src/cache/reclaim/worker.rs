@@ -13,11 +13,11 @@ use std::{
 use super::super::{backend::CacheBackend, cache_core::CacheCore};
 use crate::{Error, ErrorKind, Result};
 
-/// The period with which the worker polls for more calls after a call, instead of sleeping. A
+/// The time between two polls. After a call, the worker polls for more calls instead of sleeping. A
 /// thread that unmaps repeatedly then issues no wakeup, and the entries that it invalidates share
 /// one barrier.
 const POLL_PERIOD: Duration = Duration::from_millis(1);
-/// Polls without a call before the worker sleeps.
+/// The number of polls without a call after which the worker sleeps.
 const IDLE_POLLS: u32 = 16;
 
 pub(in crate::cache) struct Worker {

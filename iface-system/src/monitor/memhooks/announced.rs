@@ -1,8 +1,10 @@
-//! Discards by the C library's `madvise` that are in progress, for userfaultfd beneath the hooks.
+//! Announcements of discards by the C library's `madvise`, for userfaultfd when it runs together
+//! with memhooks.
 //!
-//! The kernel reports a discard before it frees the pages, and does not name the calling thread.
-//! The hooks notify subscribers before and after each call. So an event of a hooked (*announced*)
-//! call can be ignored; an event of a raw system call cannot.
+//! The kernel reports a discard before it frees the pages, and the event does not name the calling
+//! thread. The hooks notify subscribers before and after each hooked call. So the range of a hooked
+//! call need not stay uncached after its event, but the range of a raw system call must. To tell
+//! them apart, the hooks *announce* each call before it starts.
 //!
 //! A call raises at most one event for each address, in ascending order. So an announced call
 //! accounts for one event of each address. Any further event belongs to a raw call.
@@ -27,27 +29,28 @@ use std::{
     time::Duration,
 };
 
-/// The most calls that are announced at a time. Events of further calls are treated as those of raw
+/// The maximum number of announced calls. The events of further calls are treated like those of raw
 /// calls.
 const CALLS: usize = 32;
 
-/// Phases of a call's slot, in the lower bits of its word. The upper bits count the uses.
+/// The number of phases of a slot. The lower bits of the slot's word hold its phase, the upper bits
+/// the number of its uses.
 const PHASES: u64 = 4;
 const WRITING: u64 = 1;
 const ANNOUNCED: u64 = 2;
 
 #[derive(Debug)]
 struct Call {
-    /// The phase, and the count of uses.
+    /// The phase of the slot (lower bits) and the number of its uses (upper bits).
     word: AtomicU64,
     start: AtomicU64,
     end: AtomicU64,
-    /// End of the addresses whose events were read.
+    /// End of the addresses with an event that was read.
     read: AtomicU64,
 }
 
-/// The length of one pause of a call that waits for reading threads, and the most pauses. A call
-/// that gives up may have its event mistaken for that of a raw call.
+/// The length of a pause while a call waits for reading threads, and the maximum number of pauses.
+/// After that many pauses the call returns, and its event may be mistaken for that of a raw call.
 const PAUSE: Duration = Duration::from_micros(20);
 const PAUSES: u32 = 5_000;
 
@@ -61,7 +64,8 @@ pub(super) struct Announced {
     compared: AtomicU64,
 }
 
-/// A guard of a thread that reads events. Dropping it means that the events were compared.
+/// A guard of a thread that reads events. The thread drops it after it has compared the events with
+/// the announcements.
 #[derive(Debug)]
 pub(in super::super) struct Reading(&'static AtomicU64);
 
@@ -76,14 +80,15 @@ impl Drop for Reading {
 pub(super) struct Announcement(usize);
 
 impl Announced {
-    /// Makes announced calls wait until the guard is dropped. The caller takes the guard before it
-    /// reads events.
+    /// Registers a thread that is about to read events. Announced calls that return meanwhile wait
+    /// until the guard is dropped.
     pub(super) fn reading(&'static self) -> Reading {
         self.begun.fetch_add(1, SeqCst);
         Reading(&self.compared)
     }
 
-    /// Announces a call, if a slot is free. The caller retracts it.
+    /// Announces a call that discards `start..end`, if a slot is free. The caller retracts the
+    /// announcement after the call.
     pub(super) fn announce(&self, start: u64, end: u64) -> Option<Announcement> {
         let claimed = self.calls.iter().position(|call| {
             let word = call.word.load(Relaxed);
@@ -119,8 +124,8 @@ impl Announced {
         }
     }
 
-    /// Returns whether an event of these addresses is that of an announced call. Counts the event
-    /// as read.
+    /// Returns true if an announced call discards these addresses and has raised no event for them
+    /// yet. The event then counts as the event of that call.
     pub(super) fn account_event(&self, start: u64, end: u64) -> bool {
         self.calls.iter().any(|call| {
             let word = call.word.load(SeqCst);
@@ -130,7 +135,7 @@ impl Announced {
                 && call.read.load(SeqCst) <= start
                 // The word is unchanged, so the values loaded before belong to one call.
                 && call.word.load(SeqCst) == word;
-            // If another call has taken the slot by now, its event is treated as a raw call's.
+            // If another call uses the slot now, its event is treated like that of a raw call.
             within && call.read.fetch_max(end, SeqCst) <= start
         })
     }

@@ -1,8 +1,9 @@
-//! A cache of areas that are anonymous memory, valid as long as no hook has run since.
+//! A cache of mappings that have passed [`Maps::check`]. It is valid until the next hook runs.
 //!
-//! A query of the kernel costs a microsecond or more at each registration. A program that registers
-//! much and unmaps little queries once for each area. A lookup takes no lock. It reads a version
-//! that is odd during a write and differs after it, and so learns whether the read was consistent.
+//! A query of the kernel costs a microsecond or more at each registration. With the cache, a
+//! program that registers much and unmaps little needs one query for each mapping. A lookup takes
+//! no lock: it is consistent if a version number is even and has the same value before and after
+//! the lookup. A writer makes the version odd while it writes.
 
 use std::sync::atomic::{
     AtomicU64,
@@ -16,7 +17,7 @@ use parking_lot::Mutex;
 
 use super::{super::maps::Maps, NAME};
 
-/// Number of areas in the cache.
+/// Maximum number of mappings in the cache.
 const REMEMBERED: usize = 16;
 
 #[derive(Debug, Default)]
@@ -26,11 +27,12 @@ struct Area {
     end: AtomicU64,
 }
 
-/// The areas of the process's memory that are known.
+/// The cached mappings of this process.
 #[derive(Debug, Default)]
 pub(super) struct AreaCache {
     version: AtomicU64,
-    /// The table's stamp when the areas were found.
+    /// The subscriber table's [`quiet_stamp`](SubscriberTable::quiet_stamp) at the time of the
+    /// queries. It changes when a hook runs.
     stamp: AtomicU64,
     areas: [Area; REMEMBERED],
     /// The writers' lock, with the number of areas written so far.
@@ -39,14 +41,14 @@ pub(super) struct AreaCache {
 }
 
 impl AreaCache {
-    /// Fails unless the whole range is memory whose unmapping a monitor of this process detects.
-    /// `table` belongs to the hooks, which notify the caller of changes already.
+    /// Checks that a monitor of this process can see every change of a range. `table` is the table
+    /// of the hooks, in which the caller is already subscribed.
     ///
     /// # Errors
     /// The errors of [`Maps::check`].
     #[inline]
     pub(super) fn check(&self, table: &SubscriberTable, range: AddressRange) -> Result<()> {
-        // Read before the query, and `None` during a change: areas found meanwhile may be unmapped
+        // Read before the query, and `None` while a hook runs: a mapping found then may be unmapped
         // already.
         let stamp = table.quiet_stamp();
         if stamp.is_some_and(|stamp| self.holds(stamp, range)) {

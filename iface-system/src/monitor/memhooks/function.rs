@@ -1,11 +1,11 @@
-//! The functions of the C library that unmap or discard memory, and the ranges that each affects.
+//! The hooked functions of the C library, and the memory that each unmaps or discards.
 
 use hmem_core::{AddressRange, monitor::InvalidationCause};
 use hmem_hook::clamped;
 
 use crate::{monitor::area, sys};
 
-/// Arguments as in the registers.
+/// The six argument registers of a call.
 pub(super) type Args = [usize; 6];
 
 /// The memory that one call unmaps or discards: up to two ranges.
@@ -97,8 +97,8 @@ const fn has(flags: usize, bits: i32) -> bool {
     flags as i32 & bits == bits
 }
 
-/// Sizes of huge pages, largest first: those of x86-64, or those of aarch64 with base pages of any
-/// size.
+/// Sizes of huge pages of the architecture, largest first. For aarch64, the sizes with every
+/// possible base page size.
 const HUGE: &[u64] = if cfg!(target_arch = "aarch64") {
     &[16 << 30, 1 << 30, 512 << 20, 32 << 20, 2 << 20, 64 << 10]
 } else {
@@ -107,19 +107,19 @@ const HUGE: &[u64] = if cfg!(target_arch = "aarch64") {
 /// `HUGETLBFS_MAGIC` of `linux/magic.h`
 const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 
-/// Returns the size of the largest page that can begin at an address, if that is a huge page.
+/// Returns the size of the largest huge page that can begin at an address.
 fn largest(address: usize) -> Option<u64> {
     HUGE.iter().copied().find(|size| (address as u64).is_multiple_of(*size))
 }
 
-/// Returns the size of the largest page that can begin at an address, if huge pages would make a
-/// difference for one of these lengths.
+/// Like [`largest`], but returns `None` if all of `lens` are multiples of that size: rounding would
+/// not change them.
 fn matters(address: usize, lens: [usize; 2]) -> Option<u64> {
     largest(address).filter(|huge| lens.iter().any(|len| !(*len as u64).is_multiple_of(*huge)))
 }
 
 /// Returns the size of the huge pages of a new mapping of `len` at `address`, to which the kernel
-/// rounds its length. If it cannot be found out, returns the largest that fits there.
+/// rounds its length. If the size is unknown, returns the largest that can begin there.
 #[cold]
 fn huge_of_new(address: usize, len: usize, flags: usize, fd: usize) -> Option<u64> {
     let fitting = matters(address, [len; 2])?;
@@ -140,7 +140,7 @@ fn huge_of_new(address: usize, len: usize, flags: usize, fd: usize) -> Option<u6
 }
 
 /// Returns the size of the huge pages that are mapped at `address`, if they make a difference for
-/// these lengths. If it cannot be found out, returns the largest that fits there.
+/// these lengths. If the size is unknown, returns the largest that can begin there.
 #[cold]
 fn huge_of_mapped(address: usize, lens: [usize; 2]) -> Option<u64> {
     let fitting = matters(address, lens)?;
@@ -162,13 +162,13 @@ impl Function {
         }
     }
 
-    /// Returns true if the C library may lack the function.
+    /// Returns true if some C libraries lack the function.
     pub(super) const fn optional(self) -> bool {
         matches!(self, Self::ProcessMadvise | Self::RemapFilePages)
     }
 
-    /// Returns true if a call with these arguments can unmap or discard memory. Every call runs
-    /// this first, so it is cheap.
+    /// Returns true if a call with these arguments can unmap or discard memory. This check runs on
+    /// every hooked call, so it is cheap.
     #[inline(always)]
     pub(super) const fn takes(self, args: &Args) -> bool {
         match self {
@@ -368,7 +368,7 @@ mod tests {
         );
     }
 
-    /// No huge page of the machine is used: the test touches and reserves none.
+    /// Uses no huge pages: the test reserves and touches none.
     #[test]
     fn huge_pages_are_affected_whole() {
         use Function::*;

@@ -1,8 +1,8 @@
 //! The hooks, which run in place of the C library's functions.
 //!
-//! A hook runs on any thread, inside allocators and signal handlers, with any lock held. So nothing
-//! here allocates, locks, logs, runs a destructor or touches thread-local storage other than
-//! `errno`, which is restored.
+//! A hook runs on any thread, inside allocators and signal handlers, with any lock held. So the
+//! code here does not allocate, lock, log or run destructors. It uses no thread-local storage
+//! except `errno`, which it restores.
 
 use std::{
     mem::MaybeUninit,
@@ -17,7 +17,7 @@ use super::{
     function::{AffectedRanges, Args, Function},
 };
 
-/// The place where hooks find the subscribers of the process.
+/// The registry in which hooks find the subscribers of the process.
 pub(super) static REGISTRY: HookRegistry<MemhooksState> = HookRegistry::new();
 
 /// The state that hooks share with the rest of the process.
@@ -25,9 +25,9 @@ pub(super) static REGISTRY: HookRegistry<MemhooksState> = HookRegistry::new();
 #[derive(Debug)]
 pub(super) struct MemhooksState {
     pub(super) table: SubscriberTable,
-    /// Number of calls of `brk(NULL)` that arrived, the only call of `brk` that a test may make.
+    /// Number of hooked calls of `brk(NULL)`. The self-test can make no other call of `brk`.
     pub(super) brk_probes: AtomicU64,
-    /// Hooked discards in progress.
+    /// Announcements of hooked discards in progress.
     pub(super) announced: Announced,
 }
 
@@ -41,14 +41,15 @@ impl HasTable for MemhooksState {
     }
 }
 
-/// A function of the C library as registers see it: whole registers in, one whole register out.
+/// The type of every hooked function: it takes six whole registers and returns one.
 type Call = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> usize;
 
-/// The address of the rest of each original function, by [`Function`].
+/// The address at which hooks call each original function, by [`Function`].
 static ORIGINALS: [AtomicUsize; Function::ALL.len()] =
     [const { AtomicUsize::new(0) }; Function::ALL.len()];
 
-/// Returns the address of the original of `function`, which is written before its entry is patched.
+/// Returns the variable with the address at which hooks call the original of `function`. The plan
+/// of the patches sets the variable before the function is patched.
 pub(super) fn original_of(function: Function) -> &'static AtomicUsize {
     &ORIGINALS[function as usize]
 }
@@ -97,6 +98,8 @@ hooks! {
     remap_file_pages = Function::RemapFilePages;
 }
 
+/// Runs in place of the function with number `FUNCTION`: notifies subscribers if memory changes.
+///
 /// # Safety
 /// The caller keeps the function's contract for these arguments.
 #[inline(always)]
@@ -122,9 +125,10 @@ unsafe fn hooked<const FUNCTION: usize>(args: Args) -> usize {
     }
 }
 
-/// Notifies the subscribers and calls the original. There is one instance for each function, so
-/// that none needs to test which it is. It is out of line, so that calls without subscribers need
-/// no stack for it.
+/// Notifies the subscribers before and after a call of the original function.
+///
+/// There is one instance for each function, which saves a test at run time. The instances are not
+/// inlined, so that calls without subscribers need no stack for them.
 ///
 /// # Safety
 /// The caller keeps the function's contract for these arguments.
@@ -180,6 +184,8 @@ unsafe fn notify_and_call<const FUNCTION: usize>(
     result
 }
 
+/// Calls the original of `function`.
+///
 /// # Safety
 /// The caller keeps the function's contract for these arguments.
 #[inline(always)]

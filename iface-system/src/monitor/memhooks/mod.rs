@@ -1,5 +1,5 @@
-//! The memhooks monitor: detects changes at the entry of the C library's functions, before memory
-//! is unmapped.
+//! The memhooks monitor: hooks in the C library's functions detect changes before memory is
+//! unmapped.
 //!
 //! glibc's `munmap`, `mmap`, `mremap`, `madvise`, `process_madvise`, `brk` (and so `sbrk`),
 //! `shmat`, `shmdt` and `remap_file_pages` are patched at their entries. So the library's own calls
@@ -32,38 +32,37 @@ const NAME: MonitorName = MonitorName {
     fallback_hint: "use the userfaultfd monitor",
 };
 
-/// Returns whether a discard event of these addresses is that of a hooked call in progress.
+/// Returns true if a hooked call in progress has caused the discard event of these addresses.
 /// Allocates nothing and takes no lock.
 pub(super) fn is_hooked_discard(start: u64, end: u64) -> bool {
     let subscribers = hook::REGISTRY.subscribers();
     subscribers.is_some_and(|subscribers| subscribers.shared().announced.account_event(start, end))
 }
 
-/// Makes hooked discards wait, before they return, until the guard is dropped. A thread takes it
-/// before it reads events that it compares by [`is_hooked_discard`]. Allocates nothing and takes no
-/// lock.
+/// Registers a thread that is about to read events and pass them to [`is_hooked_discard`]. Hooked
+/// discards do not return until the guard is dropped. Allocates nothing and takes no lock.
 pub(super) fn reading_discards() -> Option<Reading> {
     hook::REGISTRY.subscribers().map(|subscribers| subscribers.shared().announced.reading())
 }
 
 /// The monitor that patches the C library.
 ///
-/// All values of a process share the patches. The first value makes them, and dropping the last one
-/// undoes them.
+/// All values of a process share the patches. Creating the first value patches the functions, and
+/// dropping the last value undoes the patches.
 pub struct MemHooks {
     hooks: Hooks<MemhooksState>,
     areas: AreaCache,
 }
 
 impl MemHooks {
-    /// Patches the C library, and tests that changes through each function arrive.
+    /// Patches the C library, and tests that a change through each function notifies subscribers.
     ///
     /// # Errors
     /// - Unavailable: there is no dynamically linked glibc.
     /// - Unsupported: an entry cannot be patched. The error names the function, and the library
     ///   that patched it first, if one did.
     /// - PermissionDenied or AccessDenied: a security policy forbids changing code.
-    /// - Busy: a change did not arrive.
+    /// - Busy: a change through a function did not notify subscribers.
     pub fn start() -> Result<Arc<Self>> {
         let hooks = Hooks::start(&hook::REGISTRY, NAME, process::plan)?;
         let this = Arc::new(Self { hooks, areas: AreaCache::default() });
@@ -71,7 +70,8 @@ impl MemHooks {
         Ok(this)
     }
 
-    /// Tests again that every patch is in place, and that a change through each function arrives.
+    /// Tests again that every patch is in place, and that a change through each function notifies
+    /// subscribers.
     ///
     /// # Errors
     /// - Busy: a library overwrote a patch or intercepts the function. The error names both.

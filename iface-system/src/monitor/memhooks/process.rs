@@ -7,7 +7,7 @@ use hmem_hook::{PatchTarget, Patches};
 
 use super::{NAME, function::Function, hook};
 
-/// Decodes the C library's functions, and plans their patches.
+/// Prepares the patches of the C library's functions, without changing them yet.
 pub(super) fn plan() -> Result<Patches> {
     let libc = Libc::find()?;
     let mut targets = Vec::new();
@@ -35,7 +35,8 @@ pub(super) fn plan() -> Result<Patches> {
     unsafe { Patches::plan(NAME, &targets) }
 }
 
-/// The C library itself, even if another library comes first in the search order.
+/// A handle of the C library, for looking up its own functions even if another library overrides
+/// them.
 struct Libc(*mut c_void);
 
 impl Libc {

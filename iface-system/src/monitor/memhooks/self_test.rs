@@ -1,4 +1,5 @@
-//! Tests that changes arrive: calls each function as the application does, on memory of its own.
+//! The self-test of memhooks: calls each hooked function on its own memory, and checks that
+//! subscribers are notified.
 
 use std::{
     ptr,
@@ -17,7 +18,7 @@ use hmem_hook::Subscribers;
 use super::hook::MemhooksState;
 use crate::sys;
 
-/// Counts the changes that begin and end over an expected range with an expected cause.
+/// An invalidator that counts the notified changes of an expected range and cause.
 #[derive(Debug, Default)]
 struct Expecting {
     start: AtomicU64,
@@ -58,7 +59,7 @@ struct Test<'a> {
 }
 
 impl Test<'_> {
-    /// Makes `call`, and fails unless exactly one change over the range begins and ends by it.
+    /// Runs `call`, and fails unless it notifies the subscriber of exactly one change of the range.
     fn arrives(
         &self,
         function: &'static str,
@@ -97,12 +98,12 @@ fn failed(function: &'static str) -> Error {
         .context("function", function)
 }
 
-/// Makes a change through each function, and tests that it arrives.
+/// Makes a change through each function, and tests that a subscriber is notified of it.
 ///
 /// `remap_file_pages` is not called: the kernel logs that the program uses a deprecated call.
 ///
 /// # Errors
-/// Busy, naming the function whose change did not arrive.
+/// Busy: a change did not notify the subscriber. The error names the function.
 pub(super) fn run(subscribers: &Subscribers<MemhooksState>) -> Result<()> {
     let expecting = Arc::new(Expecting { start: AtomicU64::new(u64::MAX), ..Expecting::default() });
     let invalidator: Arc<dyn Invalidator> = Arc::<Expecting>::clone(&expecting);
@@ -154,8 +155,8 @@ fn fire(test: &Test<'_>) -> Result<()> {
     fire_shm(test, page)
 }
 
-/// Tests `shmat` and `shmdt`. A namespace's limits or seccomp may forbid System V segments; then
-/// no thread can attach one, and there is nothing to test.
+/// Tests `shmat` and `shmdt`. Succeeds without a test if limits or seccomp forbid System V
+/// segments: then no thread can attach one.
 fn fire_shm(test: &Test<'_>, page: usize) -> Result<()> {
     // SAFETY: the call makes a new segment.
     let id = unsafe { libc::shmget(libc::IPC_PRIVATE, page, libc::IPC_CREAT | 0o600) };
@@ -186,8 +187,8 @@ fn fire_shm(test: &Test<'_>, page: usize) -> Result<()> {
 /// `SHM_REMAP` of `linux/shm.h`
 const SHM_REMAP: libc::c_int = 0o40000;
 
-/// Tests `brk`. A test must not move the break under other threads' allocations: `brk(NULL)` moves
-/// nothing, and the hook counts it.
+/// Tests that `brk` is hooked, by the call `brk(NULL)`. That call does not move the break, which
+/// other threads' allocations use, and the hook counts it.
 fn fire_brk(subscribers: &Subscribers<MemhooksState>) -> Result<()> {
     let arrived = || subscribers.shared().brk_probes.load(Ordering::SeqCst);
     let before = arrived();

@@ -1,11 +1,12 @@
-//! The budget of mappings: the number of the process's mappings that its monitors may use up.
+//! The budget of mappings: the number of the process's mappings that its monitors may use.
 //!
-//! The kernel makes a separate mapping of every watched range that touches no other. It allows a
-//! process `vm.max_map_count` mappings, and refuses more to the application too. A monitor takes
-//! only a small share of them. It stops earlier if the process comes near the limit.
+//! A watched range is *separate* if it touches no other watched range. The kernel makes a separate
+//! mapping of each of them. It allows a process `vm.max_map_count` mappings, which the application
+//! needs too. So the monitors use only a small share of them. They refuse ranges earlier if the
+//! process comes near the limit.
 //!
-//! The limit is the process's, so all monitors of a process count their ranges together against one
-//! share, from zero in a forked child.
+//! The limit applies to the whole process. So all monitors of a process count their ranges
+//! together. The count starts at zero in a forked child.
 
 use std::{
     fs::{self, File},
@@ -21,16 +22,16 @@ use hmem_hook::WipedOnFork;
 
 use super::NAME;
 
-/// The divisor of the monitors' share: together they take at most one mapping in `SHARE`.
+/// The monitors together use at most 1/`SHARE` of the mappings that the kernel permits a process.
 const SHARE: usize = 16;
 
-/// The divisor of the reserve: one mapping in `SPARE` always stays free for the process.
+/// At least 1/`SPARE` of these mappings always stays free for the process.
 const SPARE: usize = 64;
 
 /// The kernel's default of `vm.max_map_count`, used if the file cannot be read.
 const DEFAULT: usize = 65_530;
 
-/// The least number of new watched ranges between two counts of the process's mappings.
+/// The minimum number of new watched ranges between two counts of the process's mappings.
 const BETWEEN_COUNTS: usize = 1024;
 
 /// The number of separate ranges that all monitors of this process watch.
@@ -39,27 +40,27 @@ static WATCHED: OnceLock<WipedOnFork<AtomicUsize>> = OnceLock::new();
 /// The reason why a range is beyond the budget.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Beyond {
-    /// The share of the process's monitors is used up.
+    /// The monitors of the process have used their share.
     Share,
     /// The process has few mappings left.
     Process,
 }
 
-/// A monitor's part of the share of mappings, and the process's distance from the limit.
+/// The budget of one monitor: decides whether it may watch more ranges.
 #[derive(Debug)]
 pub(super) struct Budget {
-    /// `vm.max_map_count`
+    /// The value of `vm.max_map_count`.
     limit: usize,
-    /// The number of separate ranges of all monitors of the process.
+    /// The number of separate ranges that all monitors of the process watch.
     all: &'static AtomicUsize,
-    /// This monitor's part of `all`.
+    /// The number of separate ranges that this monitor watches.
     own: usize,
     until_count: usize,
     crowded: bool,
 }
 
 impl Budget {
-    /// Starts with no range.
+    /// Creates the budget of a monitor that watches nothing.
     ///
     /// # Errors
     /// The errors of [`WipedOnFork::new`].
@@ -76,19 +77,21 @@ impl Budget {
         Ok(Self { limit, all, own: 0, until_count: 0, crowded: false })
     }
 
-    /// Returns `vm.max_map_count`, of which the share is a part.
+    /// Returns `vm.max_map_count`, the kernel's limit on the mappings of a process.
     pub(super) fn limit(&self) -> usize {
         self.limit
     }
 
-    /// Returns the most separate ranges that the monitors of a process may watch together. Each
-    /// range has two ends, and each end is a cut through a mapping.
+    /// Returns the maximum number of separate ranges that all monitors of a process may watch
+    /// together. Each range counts as two mappings, because each of its ends may split a mapping.
     pub(super) fn ranges(&self) -> usize {
         self.limit / SHARE / 2
     }
 
-    /// Fails unless the monitor may watch `own` separate ranges, and counts those that are new.
-    /// After the call to the kernel, the caller notes the real number by [`Budget::watches`].
+    /// Counts the new ranges of a monitor that wants to watch `own` separate ranges. Fails beyond
+    /// the budget.
+    ///
+    /// After the call to the kernel, the caller sets the real number by [`Budget::detects`].
     pub(super) fn allows(&mut self, own: usize) -> Result<(), Beyond> {
         if own <= self.own {
             return Ok(());
@@ -110,7 +113,7 @@ impl Budget {
         if self.crowded { Err(Beyond::Process) } else { Ok(()) }
     }
 
-    /// Notes that the monitor watches `own` separate ranges now.
+    /// Sets the number of separate ranges that the monitor watches now.
     pub(super) fn detects(&mut self, own: usize) {
         // The number may grow on a removal: ranges fall apart when the one that joined them is
         // removed.
@@ -118,7 +121,7 @@ impl Budget {
         self.own = own;
     }
 
-    /// Notes that the kernel has refused one more mapping.
+    /// Records that the kernel has refused a mapping: the process is at its limit.
     pub(super) fn refused(&mut self) {
         (self.crowded, self.until_count) = (true, BETWEEN_COUNTS);
     }
@@ -156,7 +159,7 @@ mod tests {
         large.refused();
         assert_eq!(large.allows(1), Err(Beyond::Process));
         large.detects(0);
-        // Fewer than this process has.
+        // The process has more mappings than this.
         assert!(mappings() > 34);
         assert_eq!(budget(32, &ALL).allows(1), Err(Beyond::Process));
     }

@@ -1,9 +1,9 @@
-//! Discards by `madvise(2)` whose pages may still be there.
+//! Pending discards: calls of `madvise(2)` that may not have freed their pages yet.
 //!
 //! The kernel reports MADV_DONTNEED, MADV_FREE and MADV_REMOVE *before* it frees the pages: the
-//! calling thread continues as soon as the event is read, and frees them some time later. Pages
-//! that are registered in between are the old ones. So the range of such an event is *pending*, and
-//! not cached, until the call has certainly returned.
+//! calling thread continues as soon as the event is read, and frees them some time later. A
+//! registration in between pins the old pages. So the range of such an event is *pending*, and not
+//! cached, until the call has certainly returned.
 //!
 //! The event does not name its thread. The call has certainly returned once every thread of the
 //! process was seen outside such calls after the event was read. `/proc/self/task` shows this for
@@ -12,8 +12,8 @@
 //! - a thread that sleeps in another system call;
 //! - the thread that reads `/proc/self/task`.
 //!
-//! It shows nothing of a thread that runs, which may be in the call or not. While such a thread
-//! runs without a pause, the range stays uncached.
+//! It shows nothing about a running thread, which may be in the call or not. While a thread runs
+//! without a pause, the range stays uncached.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -25,7 +25,7 @@ use std::{
 
 use super::thread::UffdState;
 
-/// The most pending ranges. With more, all memory counts as one pending range.
+/// The maximum number of pending ranges. Beyond it, all memory counts as one pending range.
 const PENDING: usize = 4096;
 
 /// Number of times that the threads are examined before a range is refused.
@@ -36,21 +36,22 @@ const PF_IO_WORKER: u64 = 0x10;
 
 const TASKS: &str = "/proc/self/task";
 
-/// Reported discards, and the threads that were seen outside such calls since.
+/// The pending discards, and the threads that were seen outside such calls since.
 ///
-/// Discards are numbered in the order in which the monitor's thread handed them over.
+/// Discards are numbered in the order in which the monitor's thread reported them.
 #[derive(Debug, Default)]
 pub(super) struct Discards {
     /// The number of the last discard.
     last: u64,
-    /// Ranges with the number of their discard, oldest first.
+    /// The pending ranges with the numbers of their discards, oldest first.
     pending: Vec<(Range<u64>, u64)>,
-    /// For each thread, the last discard after whose event it was seen outside such calls.
+    /// For each thread, the number of a discard. After the event of that discard, the thread was
+    /// seen outside such calls.
     outside: HashMap<u32, u64>,
 }
 
 impl Discards {
-    /// Takes the discards that the monitor's thread has reported.
+    /// Adds the discards that the monitor's thread has reported since the last call.
     pub(super) fn take(&mut self, shared: &UffdState) {
         while let Some((start, len)) = shared.discarded.take() {
             self.add(start..start.saturating_add(len));
@@ -76,8 +77,8 @@ impl Discards {
         self.pending.is_empty()
     }
 
-    /// Returns true if no pending discard touches `range`. If one does, looks at the process's
-    /// threads to find out if it is over.
+    /// Returns true if no pending discard touches `range`. If one does, examines the process's
+    /// threads to find out if its call has returned.
     pub(super) fn settled(&mut self, range: &Range<u64>) -> bool {
         for _ in 0..LOOKS {
             let touches = |(pending, _): &(Range<u64>, u64)| {
@@ -86,7 +87,7 @@ impl Discards {
             if !self.pending.iter().any(touches) {
                 return true;
             }
-            // Without /proc, nothing is known of other threads.
+            // Without /proc, nothing is known about other threads.
             if self.look().is_err() {
                 return false;
             }
@@ -95,7 +96,8 @@ impl Discards {
         false
     }
 
-    /// Examines every thread once, and forgets the discards that are over.
+    /// Examines every thread once, and removes the discards with calls that have certainly
+    /// returned.
     fn look(&mut self) -> io::Result<()> {
         let mut tasks = HashSet::new();
         for task in fs::read_dir(TASKS)? {
@@ -121,7 +123,7 @@ impl Discards {
     }
 }
 
-/// Returns true if a thread is certainly in no discarding call at this moment.
+/// Returns true if a thread is certainly not in a call that discards memory at this moment.
 fn is_outside(task: u32) -> bool {
     if rustix::thread::gettid().as_raw_nonzero().get() as u32 == task {
         return true;
@@ -154,8 +156,8 @@ fn state_and_flags(line: &str) -> Option<(char, u64)> {
     Some((state, words.nth(5)?.parse().ok()?))
 }
 
-/// Returns whether a line of `/proc/[pid]/syscall` shows a thread that sleeps in a call that does
-/// not discard.
+/// Returns true if a line of `/proc/[pid]/syscall` shows a thread that sleeps in a call that
+/// discards no memory.
 fn is_other_call(line: &str) -> bool {
     let number = line.split_whitespace().next().and_then(|number| number.parse().ok());
     number.is_some_and(|number: libc::c_long| {

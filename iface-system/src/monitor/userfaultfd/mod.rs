@@ -1,4 +1,4 @@
-//! The userfaultfd monitor: the kernel reports changes, for every system call of every caller.
+//! The userfaultfd monitor: the kernel reports changes, raw system calls included.
 //!
 //! Ranges are registered with a userfaultfd in write-protect mode and never write-protected. So
 //! events of `munmap`, `mremap` and `madvise` arrive, and no page fault of the application ever
@@ -7,21 +7,21 @@
 //! # The window
 //!
 //! The thread that unmaps waits until the event is *read*. Between reading and invalidating, the
-//! gate of [`Invalidator`] is closed, so that this thread cannot hit a registration of the memory
-//! that it just unmapped. *Another* thread can: the kernel frees the addresses before it queues the
-//! event, so that another thread may map them again, look them up and hit before the monitor learns
-//! of the change. A program in which one thread unmaps addresses that another maps again at once
-//! needs memhooks.
+//! gate of [`Invalidator`] is closed and no lookup hits. So the thread cannot hit a registration of
+//! the memory that it has just unmapped. *Another* thread can: the kernel frees the addresses
+//! before it queues the event, so that another thread may map them again, look them up and hit
+//! before the monitor learns of the change. A program in which one thread unmaps addresses that
+//! another maps again at once needs memhooks.
 //!
 //! # Discards
 //!
-//! `madvise` discards the pages after its event was read. The monitor keeps such a range out of
-//! caches until the call is over (`discards.rs`).
+//! `madvise` discards the pages after its event was read. The monitor refuses subscriptions of the
+//! range until the call has returned, so that it is not cached (`discards.rs`).
 //!
 //! # Mappings
 //!
 //! Each watched range that touches no other costs the process up to two mappings. The kernel allows
-//! `vm.max_map_count` of them, and all monitors together take only a share (`budget.rs`).
+//! `vm.max_map_count` mappings, and all monitors together use only a share of them (`budget.rs`).
 
 mod budget;
 mod discards;
@@ -131,22 +131,24 @@ impl UserFaultFd {
         }))
     }
 
-    /// Returns the most separate ranges that the monitors of this process watch together: a share
-    /// of `vm.max_map_count`, so that the application keeps the other mappings. Adjacent ranges of
-    /// one monitor count as one.
+    /// Returns the maximum number of ranges that the monitors of this process watch together.
+    /// Adjacent ranges of one monitor count as one.
+    ///
+    /// The number is a share of `vm.max_map_count`, so that the application keeps the other
+    /// mappings.
     #[must_use]
     pub fn most_ranges(&self) -> usize {
         self.most
     }
 
-    /// Returns the number of subscriptions that were refused because the share of mappings was used
-    /// up, or because the process had few left.
+    /// Returns the number of subscriptions that were refused because the monitors had used their
+    /// share of mappings, or because the process had few mappings left.
     #[must_use]
     pub fn beyond_budget(&self) -> u64 {
         self.beyond_budget.load(Ordering::Relaxed)
     }
 
-    /// Returns the budget as a part of a sentence.
+    /// Returns text about the budget for use in a sentence.
     pub(super) fn budget(&self) -> String {
         let Self { most, limit, .. } = self;
         format!(
@@ -155,7 +157,8 @@ impl UserFaultFd {
         )
     }
 
-    /// Makes the monitor rely on memhooks, which notify every subscriber of this monitor as well.
+    /// Tells this monitor that memhooks run above it and notify all of its subscribers. A discard
+    /// that memhooks see then keeps no range of this monitor pending.
     pub(super) fn beneath_hooks(&self) {
         self.watched.beneath_hooks.store(true, Ordering::Relaxed);
     }
@@ -189,8 +192,8 @@ impl UserFaultFd {
         let page = area.map_or_else(page_size, |area| area.page_size);
         let whole = range.page_aligned(page);
         let pages = whole.start().0..whole.start().0.saturating_add(whole.len());
-        // Precedes the registration: an event that is being read now reaches those who are
-        // subscribed now.
+        // Precedes the registration: the events after it notify every invalidator that is in the
+        // table.
         let slot = self.watched.subscribers.add(&invalidator)?;
         // No lock is held: a fault may wait for a handler of the application, which may register
         // memory itself.
@@ -199,8 +202,8 @@ impl UserFaultFd {
             sys::touch(pages.end - page);
         }
         let mut book = self.book.lock();
-        // Registered each time, whatever the counts say: the memory may have been mapped since. A
-        // second registration changes nothing.
+        // Registered each time, even if the range is counted as watched: new memory may have been
+        // mapped there since. A second registration changes nothing.
         if let Err(unwatched) = self.register(&mut book, &pages) {
             drop(book);
             self.watched.subscribers.remove(slot);
@@ -245,18 +248,19 @@ impl UserFaultFd {
         watched
     }
 
-    /// Fails while a discard of pages of `range` may be in progress. The caller has subscribed
-    /// before, so that it is notified of later discards.
+    /// Fails while a discard of pages of `range` may be in progress. The caller subscribes first,
+    /// so that it is notified of later discards.
     ///
     /// # Errors
-    /// Busy while such a discard may be in progress.
+    /// Busy: such a discard may be in progress.
     pub(super) fn settled(&self, range: AddressRange) -> Result<()> {
         let shared = self.watched.subscribers.shared();
         if shared.no_discards() && !self.discarding.load(Ordering::Acquire) {
             return Ok(());
         }
         let mut discards = self.discards.lock();
-        // Set before the discards are taken, so that a thread that finds none to take sees it.
+        // Set before the discards are removed from the queue, so that a thread that finds the queue
+        // empty sees the flag.
         self.discarding.store(true, Ordering::Release);
         discards.take(shared);
         let whole = range.page_aligned(page_size());
@@ -278,7 +282,7 @@ impl UserFaultFd {
             ))
     }
 
-    /// Returns the error that says why a range is not watched.
+    /// Returns the error that explains why the monitor does not watch a range.
     fn explained(&self, range: AddressRange, unwatched: Unwatched) -> Error {
         match unwatched {
             Unwatched::Refused(errno) => explained(range, errno),
@@ -357,7 +361,7 @@ fn refused(range: AddressRange, kind: ErrorKind) -> Error {
         .context("range", range)
 }
 
-/// Returns the error for a range that the kernel does not watch.
+/// Returns the error for a range that the kernel has refused to watch.
 fn explained(range: AddressRange, errno: Errno) -> Error {
     let (kind, why, remedy) = match errno {
         Errno::NOMEM => (
@@ -412,8 +416,8 @@ impl Monitor for UserFaultFd {
         DetectionMethod::Callback
     }
 
-    /// MAP_FIXED over a range and a lower break arrive as [`InvalidationCause::Unmap`], which is
-    /// the event of the kernel.
+    /// Returns true for the causes that kernel events report. `MAP_FIXED` over a range and a
+    /// lowered break are reported as [`InvalidationCause::Unmap`], like the kernel's event.
     fn detects(&self, cause: InvalidationCause) -> bool {
         matches!(
             cause,

@@ -1,13 +1,14 @@
-//! The number of subscriptions of each address: runs of addresses with a count.
+//! Counts of subscriptions by address, stored as runs of addresses with the same count.
 
 use std::{collections::BTreeMap, ops::Range};
 
-/// Disjoint runs of addresses that are watched at least once.
+/// The number of subscriptions of each address. Runs are disjoint, and addresses without a
+/// subscription are in no run.
 #[derive(Debug, Default)]
 pub(super) struct Counted {
     /// End and count of each run, by start.
     runs: BTreeMap<u64, (u64, u32)>,
-    /// Number of runs that do not touch the run before them.
+    /// Number of separate watched ranges: runs that do not touch the run before them.
     apart: usize,
 }
 

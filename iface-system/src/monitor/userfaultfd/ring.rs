@@ -1,10 +1,10 @@
-//! A queue of ranges from the monitor's thread, which may not lock, to threads that may.
+//! A lock-free queue of ranges, from the monitor's thread to threads that may take locks.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// A queue of `N` ranges (start and length) with one writer, which never waits.
+/// A queue of at most `N` ranges (start and length) with one writer, which never waits.
 ///
-/// All zeroes mean an empty queue. Readers exclude each other by a lock of their own.
+/// All zeroes mean an empty queue. Readers must hold a common lock.
 #[repr(C)]
 pub(super) struct Ring<const N: usize> {
     ranges: [[AtomicU64; 2]; N],
@@ -13,7 +13,7 @@ pub(super) struct Ring<const N: usize> {
 }
 
 impl<const N: usize> Ring<N> {
-    /// Appends a range. Returns false if the queue is full; the range is then not in it.
+    /// Appends a range. Returns false, and appends nothing, if the queue is full.
     pub(super) fn push(&self, start: u64, len: u64) -> bool {
         let pushed = self.pushed.load(Ordering::Relaxed);
         if pushed.wrapping_sub(self.taken.load(Ordering::Acquire)) >= N as u32 {
@@ -39,7 +39,7 @@ impl<const N: usize> Ring<N> {
     }
 
     /// Returns true if the queue is empty. The caller then sees everything that a reader wrote
-    /// before it took the last range.
+    /// before it removed the last range.
     pub(super) fn is_empty(&self) -> bool {
         self.taken.load(Ordering::Acquire) == self.pushed.load(Ordering::Acquire)
     }

@@ -1,4 +1,4 @@
-//! The calls of `linux/userfaultfd.h`, and the reasons for their refusals.
+//! The system calls of `linux/userfaultfd.h`, and the reasons for their failures.
 
 use std::{
     fs,
@@ -33,7 +33,7 @@ const NEEDED: [Feature; 4] = [
     (1 << 6, "UFFD_FEATURE_EVENT_UNMAP"),
 ];
 
-/// Watches shared and huge pages too, since Linux 5.19.
+/// The feature to watch shared and huge pages too, since Linux 5.19.
 const WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 
 #[repr(C)]
@@ -143,10 +143,10 @@ pub(super) fn open() -> Result<OwnedFd> {
     Ok(fd)
 }
 
-/// The number of times that a call is made while the kernel answers EAGAIN or EINTR.
+/// The maximum number of attempts of a call for which the kernel returns EAGAIN or EINTR.
 const TRIES: u32 = 10;
 
-/// Repeats a call while the kernel answers EAGAIN or EINTR, for some 50 ms at most.
+/// Retries a call while the kernel returns EAGAIN or EINTR, for about 50 ms at most.
 pub(super) fn persistent<T>(mut call: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
     for tried in 0..TRIES {
         match call() {
@@ -242,7 +242,8 @@ fn cause(
     }
 }
 
-/// Watches whole pages. Only events arrive: no page is write-protected, so no fault is intercepted.
+/// Starts watching whole pages. The kernel then reports events only: no page is write-protected, so
+/// no page fault is intercepted.
 pub(super) fn register(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno> {
     let mut register =
         Register { range: Range { start, len }, mode: UFFDIO_REGISTER_MODE_WP, ioctls: 0 };
@@ -256,7 +257,7 @@ pub(super) fn register(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno> 
 ///
 /// Watching a part of a private mapping splits it. If that happens before the first write, the
 /// kernel never merges the parts again. Linux 5.14 has the call (`MADV_POPULATE_WRITE`). If the
-/// kernel refuses it, mappings that stay split count towards the process's mappings.
+/// kernel refuses the call, the mappings stay split and count towards the process's limit.
 pub(super) fn touch(page: u64) {
     let at = std::ptr::with_exposed_provenance_mut(page as usize);
     // SAFETY: the kernel checks the address, and leaves the content as it is.
@@ -265,7 +266,7 @@ pub(super) fn touch(page: u64) {
     }
 }
 
-/// Stops watching whole pages.
+/// Stops watching a range of whole pages.
 pub(super) fn unregister(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno> {
     let mut range = Range { start, len };
     // SAFETY: the ioctl reads one `Range`.

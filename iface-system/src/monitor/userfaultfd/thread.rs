@@ -1,7 +1,7 @@
-//! The thread that reads events. It is process-wide because the kernel's file is: a thread that
-//! unmaps watched memory waits until this thread has read the event.
+//! The thread that reads events. The kernel makes a thread that unmaps watched memory wait until
+//! this thread has read the event.
 //!
-//! So this thread must never wait for such a thread. While it runs, it allocates nothing, frees
+//! So this thread must never wait for another thread. While it runs, it allocates nothing, frees
 //! nothing, takes no lock and handles no signal. It logs a failure only when it has ended.
 
 use std::{
@@ -27,10 +27,11 @@ use super::{
     sys::{self, EVENT_REMAP, EVENT_REMOVE, EVENT_UNMAP, Message},
 };
 
-/// The most moved mappings that are remembered until a subscriber's thread stops watching them.
+/// The maximum number of moved ranges that are recorded until another thread stops watching them.
 const MOVED: usize = 64;
 
-/// The most discards that are remembered until a caller checks if they are over.
+/// The maximum number of discards that are recorded until another thread checks if their calls have
+/// returned.
 const DISCARDED: usize = 256;
 
 /// The state that the thread shares with the rest of the process.
@@ -66,12 +67,12 @@ impl UffdState {
         }
     }
 
-    /// Returns true if no discard was reported since the last one was taken.
+    /// Returns true if every reported discard was removed from the queue.
     pub(super) fn no_discards(&self) -> bool {
         self.discarded.is_empty() && !self.lost_discards.load(Ordering::Acquire)
     }
 
-    /// Returns true once if discards were lost, because `discarded` was full.
+    /// Returns true if discards were lost because `discarded` was full, and resets this flag.
     pub(super) fn take_lost_discards(&self) -> bool {
         self.lost_discards.swap(false, Ordering::AcqRel)
     }
@@ -83,18 +84,18 @@ impl UffdState {
     }
 }
 
-/// The inputs of the thread.
+/// The inputs of the thread, which it shares with the monitor.
 #[derive(Debug)]
 pub(super) struct Watched {
     pub(super) events: OwnedFd,
     pub(super) stop: OwnedFd,
     pub(super) subscribers: Subscribers<UffdState>,
-    /// Set if memhooks notify all subscribers too, before and after each call of the C library.
+    /// Set if memhooks notify the same subscribers, before and after each call of the C library.
     pub(super) beneath_hooks: AtomicBool,
 }
 
-/// Starts the thread with every signal blocked: a handler of the application that unmaps watched
-/// memory on this thread would wait for the thread itself.
+/// Starts the thread with every signal blocked: a signal handler that unmaps watched memory on this
+/// thread would wait for the thread itself.
 pub(super) fn start(watched: &Arc<Watched>) -> Result<JoinHandle<()>> {
     let mut all = MaybeUninit::<libc::sigset_t>::uninit();
     let mut before = MaybeUninit::<libc::sigset_t>::uninit();

@@ -43,9 +43,9 @@ driver! {
             return Err(INVALID_VALUE);
         }
         let (start, allocation) = state.around(pointer).ok_or(INVALID_VALUE)?;
-        // VMM memory is refused with 801, as users of UCX report for driver 535.129: its context has
-        // the flag `CU_CTX_SYNC_MEMOPS` instead. Decided here: stream-ordered memory and memory of
-        // other processes are refused too.
+        // VMM memory is refused with 801, as users of UCX report for driver 535.129: its context
+        // has the flag `CU_CTX_SYNC_MEMOPS` instead. Decided here: stream-ordered memory and memory
+        // of other processes are refused too.
         let has_it = match allocation.kind {
             Kind::Memory => !state.profile.allocates_by_vmm,
             Kind::Managed | Kind::Host | Kind::Registered => true,

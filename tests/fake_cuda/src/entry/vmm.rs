@@ -101,7 +101,8 @@ driver! {
         let len = size as u64;
         let physical = state.physical.get(&handle).filter(|known| known.references > 0);
         let physical = physical.ok_or(INVALID_VALUE)?;
-        // "Note: currently must be zero", of the offset. Decided here: a mapping holds a whole handle.
+        // "Note: currently must be zero", of the offset. Decided here: a mapping holds a whole
+        // handle.
         let is_whole = offset == 0 && len == physical.len;
         if flags != 0 || !is_whole || !pointer.is_multiple_of(GRANULARITY) {
             return Err(INVALID_VALUE);

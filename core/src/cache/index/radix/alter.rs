@@ -1,11 +1,11 @@
-//! Alteration of the table, by one thread at a time, while other threads walk it.
+//! Changes of the table, made by one thread at a time while other threads walk the table.
 
 use super::{
     super::super::sync::{AtomicU32, Ordering, advance_generation},
     Bucket, CHAIN, FAN, FAN_BITS, INDEX, NODE, ROOT, Radix, Shape, TOP, span_bits,
 };
 
-/// Free nodes that keep their memory.
+/// The number of free nodes for which the memory stays allocated.
 const WARM_NODES: usize = 16;
 
 impl Radix {
@@ -115,8 +115,8 @@ impl Radix {
         Some(child)
     }
 
-    /// Returns the head of the chain that hangs off a slot in use. If the slot has no chain, moves
-    /// its content into a new one.
+    /// Returns the first bucket of the chain of a slot in use. If the slot has no chain, moves the
+    /// slot's content into a new chain.
     fn chain_of(&self, shape: &mut Shape, slot: &AtomicU32, value: u32) -> Option<&Bucket> {
         if value & CHAIN != 0 {
             return Some(self.buckets.at(value & INDEX));
@@ -147,8 +147,8 @@ impl Radix {
         }
     }
 
-    /// Leaves the empty lowest node of this page in the table and removes the one that was left
-    /// before. The next insertion is often near.
+    /// Keeps the empty lowest node of this page in the table, because the next insertion is often
+    /// near. Removes the empty node that the last such call kept.
     fn leave_empty(&self, shape: &mut Shape, page: u64) {
         if let Some(before) = shape.emptied.replace(page)
             && before >> FAN_BITS != page >> FAN_BITS
@@ -157,7 +157,8 @@ impl Radix {
         }
     }
 
-    /// Removes the lowest node of a page if it is empty, and the nodes above that become empty.
+    /// Removes the lowest node of a page if it is empty, and then each node above it that becomes
+    /// empty.
     pub(in crate::cache) fn prune(&self, shape: &mut Shape, page: u64) {
         self.remove_from(shape, ROOT, TOP, page, page, 0);
     }
@@ -244,7 +245,7 @@ impl Radix {
         self.collapse(shape, node, slot, head);
     }
 
-    /// Replaces a chain by its content, if that is at most one entry or node.
+    /// Replaces a chain by its content if the content is only one entry, only one node, or nothing.
     fn collapse(&self, shape: &mut Shape, node: u32, slot: &AtomicU32, head: u32) {
         let mut left = self.buckets.at(head).child.load(Ordering::Relaxed);
         let mut index = head;

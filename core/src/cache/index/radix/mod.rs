@@ -1,9 +1,9 @@
-//! The table from addresses to entries: a page table whose leaves point straight at entries.
+//! The table from addresses to entries: a page table with slots that point directly to entries.
 //!
-//! The table has three levels of nodes. A slot stands for a page at the bottom, for 16 MiB in the
-//! middle and for 64 GiB at the top. An entry stands in the highest slots whose spans it covers
-//! completely, and in the slots of the pages that it covers in part. If a slot holds several
-//! entries, or entries and a node, a chain of buckets hangs off it.
+//! The table has three levels of nodes. A slot covers a page at the bottom level, 16 MiB in the
+//! middle and 64 GiB at the top. An entry is stored in the highest slots that it covers completely,
+//! and in the slots of the pages that it covers in part. If a slot must hold several entries, or
+//! entries and a node, it points to a chain of buckets.
 //!
 //! Lookups and invalidations walk the table without a lock. One thread at a time alters it:
 //! [`Shape`] is under the cache's lock.
@@ -26,13 +26,14 @@ const FAN: usize = 1 << FAN_BITS;
 const TOP: u32 = 2;
 #[cfg(loom)]
 const TOP: u32 = 1;
-/// Bytes of addresses in the table. User addresses of the CPU end at 2^47 or 2^48.
+/// The first address past the table. User addresses of the CPU end at 2^47 or 2^48.
 const END: u64 = 1 << (PAGE_BITS + FAN_BITS * (TOP + 1));
 
-/// The node that always exists.
+/// The index of the top node, which always exists.
 const ROOT: u32 = 1;
 
-/// Tags in the two highest bits of a slot, which holds nothing, an entry, a node or a chain.
+/// The tag of a slot that points to a node. The two highest bits of a slot tell if it holds an
+/// entry, a node or a chain.
 const NODE: u32 = 1 << 31;
 const CHAIN: u32 = 1 << 30;
 const INDEX: u32 = CHAIN - 1;
@@ -40,10 +41,10 @@ const INDEX: u32 = CHAIN - 1;
 /// The highest index that an entry may have.
 pub(in crate::cache) const MAX_INDEX: u32 = INDEX;
 
-/// The number of slots that one test covers.
+/// The number of slots that a walk tests at once for being empty.
 const AT_ONCE: usize = 8;
 
-/// A walk over up to this many slots of a leaf first tests whether all are empty.
+/// The largest number of slots of a leaf for which a walk first tests if all of them are empty.
 const FEW: usize = 64;
 
 #[repr(C)]
@@ -65,13 +66,13 @@ const WIDTH: usize = 5;
 #[cfg(loom)]
 const WIDTH: usize = 2;
 
-/// One part of a chain.
+/// One link of a chain: up to [`WIDTH`] entries, and the index of the next bucket.
 #[repr(C)]
 #[derive(Debug)]
 struct Bucket {
-    /// Counts how often the chain with this head was taken apart.
+    /// Counts how often a chain that began with this bucket was taken apart.
     generation: AtomicU32,
-    /// The node below the slot. Only in the head.
+    /// The node below the slot, or 0. Used only in the first bucket of a chain.
     child: AtomicU32,
     next: AtomicU32,
     entries: [AtomicU32; WIDTH],
@@ -100,9 +101,9 @@ pub(in crate::cache) struct Radix {
 /// The state of the table that only the altering thread needs.
 #[derive(Debug)]
 pub(in crate::cache) struct Shape {
-    /// Slots in use, by node.
+    /// The number of slots in use of each node, by the node's index.
     filled: Vec<u32>,
-    /// A page whose lowest node may be empty.
+    /// A page with a lowest node that may be empty, and that the table keeps.
     emptied: Option<u64>,
     free_nodes: Vec<u32>,
     buckets_made: u32,
@@ -114,7 +115,7 @@ const fn slot_of(page: u64, level: u32) -> usize {
     (page >> (FAN_BITS * level)) as usize & (FAN - 1)
 }
 
-/// Returns the binary logarithm of the number of pages that one slot of `level` stands for.
+/// Returns the binary logarithm of the number of pages that one slot of `level` covers.
 const fn span_bits(level: u32) -> u32 {
     FAN_BITS * level
 }
@@ -131,16 +132,16 @@ fn is_empty(slots: &[AtomicU32]) -> bool {
 /// Returns the first and last page of a range in the table, or `None` if the range goes past the
 /// table's end.
 ///
-/// Addresses that differ in their highest bits only have the same place. Device memory may lie in
-/// the upper half of the address space, where all of them are set (Intel's does). Users of the
-/// table compare whole addresses.
+/// Addresses that differ only in their highest bits share a slot. Device memory may lie in the
+/// upper half of the address space, where all the highest bits are set (Intel's does). So users of
+/// the table compare whole addresses.
 pub(in crate::cache) fn pages(start: u64, last: u64) -> Option<(u64, u64)> {
     let page = |address: u64| (address % END) >> PAGE_BITS;
     (start / END == last / END).then_some((page(start), page(last)))
 }
 
 impl Radix {
-    /// Creates a table for `entries` ranges.
+    /// Creates a table for up to `entries` ranges.
     pub(in crate::cache) fn new(entries: usize) -> Result<(Self, Shape)> {
         #[cfg(not(loom))]
         // Ranges that overlap take a bucket for each page that they share.
@@ -168,14 +169,14 @@ impl Radix {
     }
 
     /// Returns an entry at the page of `address`, or 0. `accept` chooses among the entries of a
-    /// chain. It is not called for an entry that stands alone in its slot.
+    /// chain. `accept` is not called for an entry that is the only one in its slot.
     pub(in crate::cache) fn find(&self, address: u64, accept: impl Fn(u32) -> bool) -> u32 {
         self.find_at_page(address)
             .unwrap_or_else(|partial| self.find_from(address, partial, accept))
     }
 
-    /// Returns the entry that stands alone at the page of `address`, or 0. If the search meets
-    /// anything else, returns its state for [`Radix::find_from`].
+    /// Returns the only entry in the slot of `address`, or 0 if the slot is empty. If the search
+    /// reaches anything else, for example a chain, returns its state for [`Radix::find_from`].
     #[inline(always)]
     pub(in crate::cache) fn find_at_page(
         &self,
@@ -194,7 +195,7 @@ impl Radix {
         if value < CHAIN { Ok(value) } else { Err(PartialSearch { value, level: 0 }) }
     }
 
-    /// Continues the search that [`Radix::find_at_page`] could not complete.
+    /// Continues a search from the point where [`Radix::find_at_page`] stopped.
     pub(in crate::cache) fn find_from(
         &self,
         address: u64,
@@ -239,8 +240,8 @@ impl Radix {
         }
     }
 
-    /// Calls `visit` with every entry that stands in a slot of these pages from before the walk
-    /// until after it, once for each slot. Other entries may be visited too.
+    /// Calls `visit` with every entry that is in a slot of these pages during the whole walk, once
+    /// for each slot. Other entries may be visited too.
     pub(in crate::cache) fn walk(&self, first: u64, last: u64, visit: &mut impl FnMut(u32)) {
         let last = last.min((END - 1) >> PAGE_BITS);
         // Most invalidations concern pages with few entries or none.
@@ -296,8 +297,8 @@ impl Radix {
         }
     }
 
-    /// Visits a chain's entries and returns the rest of the slot's content: its node, its only
-    /// entry, or nothing.
+    /// Visits the entries of a slot's chain. Returns the content of the slot that is left to visit:
+    /// its node, its only entry, or nothing.
     ///
     /// A chain that is taken apart during the walk may already be in use at another slot. Then the
     /// generation differs, and the slot is read again.
@@ -337,8 +338,9 @@ impl Radix {
         value
     }
 
-    /// Returns the lowest node and its slots for these pages, which is where most entries stand.
-    /// Returns `None` unless one lowest node has all the pages and more, and only nodes lead to it.
+    /// Returns the lowest node and its slots for these pages. Most entries are in slots of lowest
+    /// nodes. Returns `None` unless one lowest node has all the pages and at least one more page,
+    /// and each slot on the path to it holds only a node.
     #[inline(always)]
     fn leaf(&self, first: u64, last: u64) -> Option<(u32, &[AtomicU32])> {
         if first >> FAN_BITS != last >> FAN_BITS || last - first + 1 == FAN as u64 {
@@ -356,7 +358,8 @@ impl Radix {
     }
 }
 
-/// The state of a search that found no single entry: a slot's value and its level.
+/// The point where [`Radix::find_at_page`] stopped at a chain: the slot's value and the slot's
+/// level.
 #[derive(Clone, Copy)]
 pub(in crate::cache) struct PartialSearch {
     value: u32,
@@ -365,7 +368,7 @@ pub(in crate::cache) struct PartialSearch {
 
 enum Found {
     Entry(u32),
-    /// The node below the slot, or 0.
+    /// The index of the node below the slot, or 0 if there is none.
     Below(u32),
 }
 
