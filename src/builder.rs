@@ -561,13 +561,14 @@ impl Filter {
             let plugged_in = plug_ins.iter().any(|iface| iface.name().eq_ignore_ascii_case(&name));
             if !plugged_in {
                 name.parse::<IfaceKind>().map_err(|_| {
+                    let vendors = VENDORS.map(|(kind, _)| kind.to_string());
+                    let added = plug_ins.iter().map(|iface| iface.name().to_owned());
+                    let accepted: Vec<_> =
+                        ["system".to_owned()].into_iter().chain(vendors).chain(added).collect();
                     Error::new(ErrorKind::InvalidArgument, "iface filter")
                         .context("name", &name)
                         .context("filter", names)
-                        .remedy(
-                            "use system, cuda, rocr, ze, neuron, synapseai or the name of an added \
-                             iface",
-                        )
+                        .remedy(format!("{name} is no iface: use {}", accepted.join(", ")))
                 })?;
             }
             admitted.insert(name);

@@ -2,36 +2,10 @@
 
 use std::{net::IpAddr, path::PathBuf, time::Duration};
 
-use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum, error::ErrorKind};
 use clap_complete::Shell;
 use hmem::{Path, path::P2pPolicy};
 use serde::{Deserialize, Serialize};
-
-/// The variables that the command reads, and its exit statuses.
-const AFTER_HELP: &str = "\
-Environment:
-  FI_HMEM                           ifaces to start: names separated by ; or ,
-  FI_HMEM_DISABLE_P2P               boolean: no NIC accesses device memory directly
-  FI_MR_CACHE_MAX_COUNT             number: entries of a registration cache
-  FI_MR_CACHE_MAX_SIZE              number: bytes of a registration cache
-  FI_MR_CACHE_MERGE_REGIONS         boolean: merge cached regions
-  FI_MR_CACHE_MONITOR               auto, memhooks, userfaultfd, import or disabled
-  FI_MR_CUDA_CACHE_MONITOR_ENABLED  boolean; also for ROCR and ZE
-  HMEM_CUDA_LIBRARY                 file to load instead of libcuda.so.1; also for ROCR,
-                                    ZE, NEURON, SYNAPSEAI and HLTHUNK
-  HMEM_CUDA_MONITOR                 auto, hooks or identity
-  HMEM_NEURON_START_RUNTIME         boolean: start the Neuron runtime
-  HMEM_SYNAPSEAI_START_RUNTIME      boolean: acquire a Gaudi device
-  HMEM_VERBS_PCIE_MAPPING           boolean: NICs need the PCIe mapping of device memory
-  COLUMNS                           width of the output
-  NO_COLOR                          no colours, unless --color asks for them
-
-A boolean is 0, no, false, off, 1, yes, true or on.
-
-Exit status:
-  0  success
-  1  a check, measurement or path failed, or nothing could be checked
-  2  wrong arguments, or an invalid value in the environment";
 
 /// Inspect and test memory registration for RDMA on this machine
 ///
@@ -39,7 +13,7 @@ Exit status:
 /// show the library at work without a GPU and without RDMA hardware.
 #[derive(Debug, Parser)]
 #[command(name = "hmem", version, arg_required_else_help = true, disable_help_subcommand = true)]
-#[command(after_help = AFTER_HELP)]
+#[command(subcommand_value_name = "COMMAND")]
 pub struct Cli {
     /// The subcommand.
     #[command(subcommand)]
@@ -59,47 +33,25 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// List ifaces, devices, NICs, and the path from each device to each NIC
-    #[command(after_help = "Exit status: 0 listed, 2 wrong arguments or environment.")]
     Info(InfoArgs),
     /// Move verified bytes between every kind of memory and every NIC, also through the
     /// registration cache
-    #[command(
-        after_help = "Exit status: 0 all verified; 1 a combination failed, nothing could be \
-        checked, or an iface that FI_HMEM names is unavailable; 2 wrong arguments or environment."
-    )]
     Check(CheckArgs),
     /// Show the path of each registration, the refused paths, and remedies
-    #[command(
-        after_help = "Exit status: 0 each pair has a path; 1 a pair has none, nothing could be \
-        explained, or an iface that FI_HMEM names is unavailable; 2 wrong arguments or \
-        environment. With --pointer: 0 each wrong pointer was refused; 1 one was not, or \
-        could not be tried."
-    )]
     Explain(ExplainArgs),
     /// Draw the wiring of devices and NICs: PCIe tree, distances, ACS, IOMMU
-    #[command(
-        after_help = "Exit status: 0 done; 1 the topology cannot be read or written; 2 wrong \
-        arguments."
-    )]
     Topo(TopoArgs),
     /// Measure and verify transfers between two hosts: --server on one, HOST on the other
-    #[command(
-        after_help = "Both sides print the same report. The client selects the measurements. \
-        Exit status: 0 measured and verified; 1 a measurement failed; 2 wrong arguments or \
-        environment."
-    )]
     Perf(PerfArgs),
     /// Print a completion script for a shell
-    #[command(after_help = "Example: hmem completions bash > \
-        ~/.local/share/bash-completion/completions/hmem")]
     Completions(CompletionsArgs),
     /// Print the man page of the command or of a subcommand
-    #[command(after_help = "Example: hmem man perf | man -l -")]
     Man(ManArgs),
 }
 
 /// Arguments of `hmem completions`.
 #[derive(Clone, Debug, Args)]
+#[command(override_usage = "hmem completions [OPTIONS] SHELL")]
 pub struct CompletionsArgs {
     /// Shell that runs the script
     #[arg(value_name = "SHELL", value_enum)]
@@ -146,7 +98,7 @@ pub struct CheckArgs {
     pub iface: Option<String>,
 
     /// Only this provider (loopback) or NIC (loopback/pinned)
-    #[arg(long, value_name = "NAME", visible_alias = "nic")]
+    #[arg(long = "nic", value_name = "NAME", visible_alias = "provider")]
     pub provider: Option<String>,
 
     /// Only this path from memory to NIC: plain-host, dma-buf, peer-memory or staged
@@ -263,6 +215,10 @@ pub struct TopoArgs {
 
 /// Arguments of `hmem perf`.
 #[derive(Clone, Debug, Args)]
+#[command(
+    override_usage = "hmem perf [OPTIONS] HOST\n       hmem perf [OPTIONS] --server\n       \
+    hmem perf [OPTIONS] --loopback"
+)]
 #[command(group = ArgGroup::new("role").required(true).args(["host", "server", "loopback"]))]
 pub struct PerfArgs {
     /// Connect to the server on this host
@@ -447,13 +403,29 @@ fn bytes(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Returns an error of clap on one line, with the accepted values and without the usage.
+/// Returns an error of clap on one line, with the accepted values and without the usage. A tip
+/// follows on a line of its own.
 #[must_use]
 pub fn one_line(error: &clap::Error) -> String {
     let text = error.to_string();
     let complaint = text.split("\n\nUsage:").next().unwrap_or(&text);
     let complaint = complaint.split("\n\nFor more information").next().unwrap_or(complaint);
-    complaint.split_whitespace().collect::<Vec<_>>().join(" ")
+    let mut text = String::new();
+    for part in complaint.split("\n\n") {
+        let part = part.split_whitespace().collect::<Vec<_>>().join(" ");
+        // A tip stands on a line of its own.
+        let before = match part.starts_with("tip: ") {
+            _ if text.is_empty() => "",
+            true => "\n  ",
+            false => " ",
+        };
+        text.extend([before, &part]);
+    }
+    if error.kind() == ErrorKind::MissingRequiredArgument && text.ends_with("<SHELL>") {
+        let shells: Vec<_> = Shell::value_variants().iter().map(Shell::to_string).collect();
+        text.push_str(&format!("; use {}", shells.join(", ")));
+    }
+    text
 }
 
 #[cfg(test)]

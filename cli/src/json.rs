@@ -62,6 +62,22 @@ impl Attempt {
         }
     }
 
+    /// Returns the aim of the remedy, as its label.
+    #[must_use]
+    pub fn aim(&self, chosen: &str) -> String {
+        match self.path == chosen {
+            true => "to avoid the refusal:".to_owned(),
+            false => format!("to use {}:", self.path),
+        }
+    }
+
+    /// Removes advice that the chosen path fulfils.
+    #[must_use]
+    pub fn beside(mut self, chosen: Option<&str>) -> Self {
+        self.remedy = self.remedy.map(|remedy| open_advice(&remedy, chosen).to_owned());
+        self
+    }
+
     /// Applies `rename` to every text.
     #[must_use]
     pub fn renamed(self, rename: impl Fn(String) -> String) -> Self {
@@ -73,6 +89,21 @@ impl Attempt {
             remedy: self.remedy.map(&rename),
             reason: self.reason.map(&rename),
         }
+    }
+}
+
+/// Returns a remedy without the alternative that the chosen path fulfils: over peer memory, the
+/// advice to load a peer-memory client.
+#[must_use]
+pub fn open_advice<'a>(remedy: &'a str, chosen: Option<&str>) -> &'a str {
+    if chosen != Some(Path::PeerMemory.name()) {
+        return remedy;
+    }
+    let alternatives = [", or load ", "; or load ", "; else load "];
+    let last = alternatives.iter().filter_map(|word| remedy.rfind(word)).max();
+    match last.map(|at| remedy.split_at(at)) {
+        Some((others, last)) if last.ends_with("peer-memory client") => others,
+        _ => remedy,
     }
 }
 

@@ -14,7 +14,7 @@
 //!
 //! - `args`
 //! - `table`
-//! - `problem`
+//! - `help`, `problem`
 //! - `json`
 //! - `machine`, `progress`
 //! - `check`, `probe`, `topo`
@@ -25,6 +25,7 @@
 pub mod args;
 pub mod check;
 pub mod explain;
+pub mod help;
 pub mod info;
 pub mod json;
 pub mod machine;
@@ -61,7 +62,7 @@ pub enum Outcome {
 pub enum Failure {
     /// A wrong argument or environment variable: exit status 2.
     Usage(Box<Problem>),
-    /// A measurement that failed, on this side or the other: exit status 1.
+    /// A measurement that failed, on this side or the other, or that has no NIC: exit status 1.
     Measurement(Box<Problem>),
     /// A topology that could not be read, drawn or recorded: exit status 1.
     Topology(Box<Problem>),
@@ -243,6 +244,6 @@ fn man(args: &ManArgs, out: &mut dyn Write) -> Result<Outcome, Failure> {
             }
         },
     };
-    clap_mangen::Man::new(page).render(out)?;
+    help::man(page, out)?;
     Ok(Outcome::Passed)
 }

@@ -7,12 +7,12 @@ use std::{
     process::ExitCode,
 };
 
-use clap::{CommandFactory, FromArgMatches, error::ErrorKind};
+use clap::{FromArgMatches, error::ErrorKind};
 use hmem_cli::{
     Failure, Outcome,
     args::{self, Cli},
+    help,
     problem::print_on_stderr,
-    table::columns,
 };
 use tracing_subscriber::filter::LevelFilter;
 
@@ -20,11 +20,8 @@ const FAILED: u8 = 1;
 const USAGE: u8 = 2;
 
 fn main() -> ExitCode {
-    let mut command = Cli::command();
-    if let Some(columns) = columns() {
-        command = command.term_width(columns);
-    }
-    let parsed = command.try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
+    let parsed =
+        help::command().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
     let cli = match parsed {
         Ok(cli) => cli,
         Err(error) => return refuse(&error),

@@ -6,7 +6,7 @@ use std::{
     io::{self, Write},
 };
 
-use hmem::{Error, ErrorKind, p2p::path::ProbableCause};
+use hmem::{Error, ErrorKind, IfaceKind, p2p::path::ProbableCause};
 
 use crate::table::Style;
 
@@ -190,17 +190,35 @@ fn headline(error: &Error) -> String {
         (Some(variable), Some(text), _) if error.kind() == ErrorKind::InvalidArgument => {
             format!("invalid value {text:?} in {variable}")
         }
-        (Some(variable), _, Some(library)) if error.operation() == "load library" => {
-            format!("the file {library} in {variable} cannot be loaded")
-        }
-        (None, _, Some(library)) if error.operation() == "load library" => {
-            format!("the library {library} cannot be loaded")
+        (variable, _, Some(library)) if error.operation() == "load library" => {
+            let subject = match variable {
+                Some(variable) => format!("the file {library} in {variable}"),
+                None => format!("the library {library}"),
+            };
+            match value("symbol") {
+                Some(symbol) => {
+                    format!("{subject} is not a usable {}: it has no {symbol}", product(error))
+                }
+                None => format!("{subject} cannot be loaded"),
+            }
         }
         (Some(variable), Some(text), _) => format!("{variable}={text}: {}", own(error)),
         _ if error.operation() == "start iface" => {
             value("why").map_or_else(|| own(error), |why| format!("not started: {why}"))
         }
         _ => own(error),
+    }
+}
+
+/// Returns the name of the library that an iface loads.
+fn product(error: &Error) -> &'static str {
+    match error.iface_kind() {
+        Some(IfaceKind::CUDA) => "CUDA driver",
+        Some(IfaceKind::ROCR) => "HSA runtime",
+        Some(IfaceKind::ZE) => "Level Zero loader",
+        Some(IfaceKind::NEURON) => "Neuron runtime",
+        Some(IfaceKind::SYNAPSEAI) => "Gaudi library",
+        _ => "library",
     }
 }
 

@@ -461,7 +461,8 @@ pub fn bytes(count: u64) -> String {
     let power = (count.ilog2() / 10).min(6);
     let unit = units[power as usize - 1];
     let value = count as f64 / (1u64 << (10 * power)) as f64;
-    if value.fract() == 0.0 { format!("{value:.0} {unit}") } else { format!("{value:.1} {unit}") }
+    let text = format!("{value:.1}");
+    format!("{} {unit}", text.strip_suffix(".0").unwrap_or(&text))
 }
 
 /// Joins the first three names, followed by the number of the remaining names.
@@ -491,7 +492,9 @@ mod tests {
             (1023, "1023 B"),
             (4099, "4099 B"),
             (4096, "4 KiB"),
-            (65537, "64.0 KiB"),
+            (65537, "64 KiB"),
+            (100 << 9, "50 KiB"),
+            (3 << 19, "1.5 MiB"),
             (8 << 20, "8 MiB"),
             (u64::MAX, "no limit"),
         ] {

@@ -407,6 +407,31 @@ fn info_json_matches_the_schema_document() {
 
 /// DIAG-02
 #[test]
+fn check_explains_the_words_of_its_tables() {
+    let says = |environment: &[(&str, &str)]| {
+        let output = hmem(&["check", "--quick", "--nic", "loopback/pinned"], environment);
+        ended(&output, 0);
+        stdout(&output).split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    let usual = says(&[]);
+    for words in [
+        "atomics refused: this path or NIC has no atomics",
+        "borrowed: pages that are registered by their address",
+        "verified: no stale transfer, a reused address and a cache hit",
+        "system heap plain-host 64 KiB yes",
+    ] {
+        assert!(usual.contains(words), "{words} is not in: {usual}");
+    }
+    assert!(!usual.contains("does not apply"), "{usual}");
+    for (variable, value) in [("FI_MR_CACHE_MAX_COUNT", "0"), ("FI_MR_CACHE_MONITOR", "disabled")] {
+        let text = says(&[(variable, value)]);
+        let words = format!("caches: {variable} does not apply: each row has a cache");
+        assert!(text.contains(&words), "{words} is not in: {text}");
+    }
+}
+
+/// DIAG-02
+#[test]
 fn check_verifies_every_combination_in_the_documented_json() {
     let output = hmem(&["check", "--quick", "--json"], &[]);
     ended(&output, 0);
@@ -648,7 +673,7 @@ fn wrong_arguments_and_variables_exit_with_status_2() {
     refused(&hmem(&["check", "--iface", "nonsense"], &[]), &["--iface", "nonsense", "simulated"]);
     refused(
         &hmem(&["check", "--provider", "nonsense"], &[]),
-        &["--provider", "nonsense", "loopback/hardware"],
+        &["--nic takes", "nonsense", "loopback/hardware"],
     );
     refused(&hmem(&["check", "--path", "nonsense"], &[]), &["--path", "nonsense", "staged"]);
     refused(&hmem(&["check", "--bytes", "0"], &[]), &["--bytes", "at least one byte"]);

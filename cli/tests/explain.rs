@@ -156,6 +156,35 @@ fn explain_covers_the_selected_pair_under_the_policy() {
     );
 }
 
+/// DIAG-03, P2P-03
+#[test]
+fn remedy_of_a_refused_path_stands_beside_its_attempt_without_fulfilled_advice() {
+    let wide = [("COLUMNS", "140")];
+    let pair =
+        ["explain", "--iface", "simulated", "--device", "0", "--nic", "loopback/peer-memory"];
+    let output = hmem(&pair, &wide);
+    let text = ended(&output, 0);
+    let lines: Vec<_> = text.lines().map(str::trim).collect();
+    let tried = lines.iter().position(|line| line.starts_with("tried peer-memory")).expect(text);
+    assert!(lines[tried - 1].starts_with("to use dma-buf: use a NIC"), "{text}");
+    assert!(!text.contains("load a peer-memory client") && !text.contains("remedy:"), "{text}");
+
+    let document = json(&hmem(&[&pair[..], &["--json"]].concat(), &wide), 0);
+    assert!(!document.to_string().contains("or load a peer-memory client"), "{document}");
+
+    let output = hmem(&["info"], &wide);
+    let text = ended(&output, 0);
+    let paths = text.split("Paths (").nth(1).and_then(|rest| rest.split("\n\n").nth(1));
+    let paths = paths.expect("the reasons of paths");
+    assert!(paths.contains("to use dma-buf: use a NIC"), "{paths}");
+    assert!(!paths.contains("load a peer-memory client") && !paths.contains("remedy:"), "{paths}");
+
+    // Without a path, the remedies are steps to take.
+    let forbidden = [("FI_HMEM_DISABLE_P2P", "1"), wide[0]];
+    let output = hmem(&[&pair[..], &["--policy", "required"]].concat(), &forbidden);
+    assert!(ended(&output, 1).contains("\n  remedy: "), "{output:?}");
+}
+
 /// DIAG-01
 ///
 /// An unavailable iface fails the command. The error for an unknown name lists the known names.

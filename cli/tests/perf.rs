@@ -9,6 +9,14 @@ use std::{
     time::Duration,
 };
 
+use clap::Parser;
+use hmem_cli::{
+    Failure,
+    args::Cli,
+    machine::{Absent, Machine},
+    run_on,
+    table::Style,
+};
 use hmem_process::{Server, document_of, is_as_documented, one_line, perf, refused, text};
 use serde_json::{Value, json};
 
@@ -123,6 +131,24 @@ fn table_shows_operation_path_and_figures() {
 }
 
 #[test]
+fn table_names_the_unit_of_latencies_above_their_columns() {
+    let output = perf(&["--loopback", "--size", "64", "--iterations", "10"]);
+    let lines: Vec<_> = text(&output.stdout).lines().collect();
+    let header = lines.iter().position(|line| line.contains("GiB/s Transfers/s")).expect("a table");
+    let latency = lines[header - 1].find("latency in us").expect("a unit");
+    let columns = lines[header].find("min").zip(lines[header].find("max"));
+    let (min, max) = columns.expect("the columns of latencies");
+    assert!(min - 3 <= latency && latency < max, "{}", text(&output.stdout));
+}
+
+#[test]
+fn failed_first_measurement_prints_the_error_without_a_table() {
+    let memory = ["--iface", "simulated", "--nic", "loopback/peer-memory"];
+    let output = perf(&[&["--loopback", "--op", "atomic"], &memory[..]].concat());
+    refused(&output, 1, &["atomic: not supported"]);
+}
+
+#[test]
 fn wrong_arguments_are_refused_on_one_line() {
     for (arguments, words) in [
         (&[][..], &["HOST"][..]),
@@ -146,6 +172,29 @@ fn wrong_arguments_are_refused_on_one_line() {
         (&["--server", "--port", "99999"], &["99999"]),
     ] {
         refused(&perf(arguments), 2, words);
+    }
+}
+
+/// An unavailable NIC is missing hardware: exit status 1. An unknown one is a wrong argument.
+#[test]
+fn perf_without_a_nic_is_a_failure_and_no_wrong_argument() {
+    let hmem = hmem::Hmem::builder().without_vendor_ifaces().build().expect("host memory");
+    let mut machine = Machine::new(hmem);
+    let why = "the library libibverbs.so.1 cannot be loaded".into();
+    machine.absent.push(Absent { sort: "provider", name: "verbs".into(), why });
+    for (arguments, missing) in [
+        (&["localhost"][..], true),
+        (&["--server"], true),
+        (&["--loopback"], true),
+        (&["--server", "--nic", "verbs"], true),
+        (&["--server", "--nic", "nonsense"], false),
+    ] {
+        let words = [&["hmem", "perf"], arguments].concat();
+        let cli = Cli::try_parse_from(words).expect("a valid command line");
+        let ended = run_on(&machine, &cli.command, Style::plain(), &mut Vec::new());
+        let failure = ended.expect_err("no NIC");
+        assert_eq!(matches!(failure, Failure::Measurement(_)), missing, "{failure:?}");
+        assert_eq!(matches!(failure, Failure::Usage(_)), !missing, "{failure:?}");
     }
 }
 

@@ -227,6 +227,20 @@ fn invalid_value_of_any_variable_exits_with_status_2() {
     }
 }
 
+/// HM-12
+#[test]
+fn unknown_iface_of_the_filter_is_named_with_the_accepted_names() {
+    for filter in ["bogus", "system;bogus", "SYSTEM, Bogus"] {
+        let output = run(&["info"], &[("FI_HMEM", filter)]);
+        let accepted = "use system, cuda, rocr, ze, neuron, synapseai, simulated";
+        refused(&output, 2, &["in FI_HMEM; bogus is no iface: ", accepted]);
+    }
+    let output = run(&["info"], &[("FI_HMEM", "system")]);
+    let printed = text(&output.stdout);
+    assert!(printed.contains("FI_HMEM names only other ifaces"), "{printed}");
+    assert!(!printed.contains("Builder::ifaces"), "{printed}");
+}
+
 /// HM-04
 #[test]
 fn info_says_that_the_file_in_a_library_variable_cannot_be_loaded() {
@@ -243,6 +257,32 @@ fn info_says_that_the_file_in_a_library_variable_cannot_be_loaded() {
             format!("iface {iface}: the file /nonexistent.so in {variable} cannot be loaded");
         assert!(printed.contains(&said), "{said} is not in: {printed}");
         assert!(printed.contains(&format!("remedy: correct {variable}")), "{printed}");
+    }
+}
+
+/// HM-04
+#[test]
+fn library_without_the_functions_of_the_driver_is_named_with_the_missing_symbol() {
+    for (iface, name, variable, symbol) in [
+        ("cuda", "CUDA driver", "HMEM_CUDA_LIBRARY", "cuInit"),
+        ("rocr", "HSA runtime", "HMEM_ROCR_LIBRARY", "hsa_init"),
+        ("ze", "Level Zero loader", "HMEM_ZE_LIBRARY", "zeInit"),
+    ] {
+        for command in ["info", "explain", "perf"] {
+            let arguments: &[&str] = match command {
+                "info" => &["info"],
+                "explain" => &["explain", "--iface", iface],
+                _ => &["perf", "--loopback", "--iface", iface],
+            };
+            let output = run(arguments, &[(variable, "libc.so.6"), ("COLUMNS", "140")]);
+            let printed = [text(&output.stdout), text(&output.stderr)].concat();
+            let printed = printed.split_whitespace().collect::<Vec<_>>().join(" ");
+            let said = format!(
+                "the file libc.so.6 in {variable} is not a usable {name}: it has no {symbol}"
+            );
+            assert!(printed.contains(&said), "{said} is not in: {printed}");
+            assert!(printed.contains(&format!("remedy: correct {variable}")), "{printed}");
+        }
     }
 }
 
@@ -319,6 +359,25 @@ fn remedies_name_a_variable_or_command_before_a_rust_method() {
 }
 
 #[test]
+fn errors_of_arguments_list_shells_and_have_tips_on_their_own_line() {
+    for (arguments, error) in [
+        (
+            &["chek"][..],
+            "error: unrecognized subcommand 'chek'\n  tip: a similar subcommand exists: 'check'\n",
+        ),
+        (
+            &["completions"],
+            "error: the following required arguments were not provided: <SHELL>; use bash, elvish, \
+             fish, powershell, zsh\n",
+        ),
+    ] {
+        let output = run(arguments, &[]);
+        assert_eq!(output.status.code(), Some(2));
+        assert_eq!(text(&output.stderr), error);
+    }
+}
+
+#[test]
 fn completion_scripts_cover_every_shell() {
     for shell in ["bash", "elvish", "fish", "powershell", "zsh"] {
         let output = run(&["completions", shell], &[]);
@@ -337,17 +396,53 @@ fn completion_scripts_cover_every_shell() {
 }
 
 #[test]
+fn help_fits_terminals_of_60_and_40_columns() {
+    for width in [60, 40] {
+        let environment = [("COLUMNS", width.to_string())];
+        let environment = environment.each_ref().map(|(name, value)| (*name, value.as_str()));
+        for command in ["", "info", "check", "explain", "topo", "perf", "completions", "man"] {
+            let arguments: &[&str] =
+                if command.is_empty() { &["--help"] } else { &[command, "-h"] };
+            let output = run(arguments, &environment);
+            let printed = text(&output.stdout);
+            for line in printed.lines() {
+                assert!(line.chars().count() <= width, "{command}: wider than {width}: {line}");
+            }
+            let status = !["completions", "man"].contains(&command);
+            assert!(!status || printed.contains("Exit status:\n  0  "), "{printed}");
+        }
+        // A description stands beneath its variable and is indented further.
+        let help = run(&["--help"], &environment);
+        let expected = "\n  FI_MR_CACHE_MAX_COUNT\n      number: entries of a";
+        assert!(text(&help.stdout).contains(expected), "{}", text(&help.stdout));
+    }
+    let wide = run(&["--help"], &[("COLUMNS", "100")]);
+    let expected = "\n  NO_COLOR                          no colours, unless --color";
+    assert!(text(&wide.stdout).contains(expected), "{}", text(&wide.stdout));
+}
+
+#[test]
 fn man_pages_describe_exit_statuses_and_variables() {
     let output = run(&["man"], &[]);
     assert_eq!(output.status.code(), Some(0));
-    for words in [".TH hmem 1", "Exit status", "FI_HMEM_DISABLE_P2P", "HMEM_CUDA_LIBRARY"] {
+    let version = format!("\"hmem {}\"", env!("CARGO_PKG_VERSION"));
+    for words in [
+        ".TH hmem 1",
+        &version,
+        "\n.SH ENVIRONMENT\n",
+        "\n.SH \"EXIT STATUS\"\n",
+        "\n.TP\n\\fBFI_HMEM_DISABLE_P2P\\fR\nboolean: ",
+        "HMEM_CUDA_LIBRARY",
+    ] {
         assert!(text(&output.stdout).contains(words), "{words} is missing");
     }
+    assert!(!text(&output.stdout).contains("EXTRA"));
     for command in ["info", "check", "explain", "topo", "perf"] {
         let page = run(&["man", command], &[]);
         let page = text(&page.stdout);
         assert!(page.contains(&format!(".TH hmem-{command} 1")), "{page}");
-        assert!(page.contains("Exit status"), "{command}");
+        assert!(page.contains(&version), "{page}");
+        assert!(page.contains("\n.SH \"EXIT STATUS\"\n.TP\n\\fB0\\fR\n"), "{page}");
     }
     let help = run(&["--help"], &[]);
     assert!(text(&help.stdout).contains("Exit status"));

@@ -104,8 +104,8 @@ impl HasTable for SubscriberTable {
 pub struct TableReadGuard<'a> {
     table: &'a SubscriberTable,
     line: &'a Line,
-    /// The value that dropping this guard stores in the thread's own counter. `None` if the guard is
-    /// counted in the shared counter.
+    /// The value that dropping this guard stores in the thread's own counter. `None` if the guard
+    /// is counted in the shared counter.
     after: Option<u64>,
     taken: u64,
 }

@@ -14,7 +14,7 @@ mod run;
 mod stale;
 mod target;
 
-use hmem::{Error, ErrorKind, Path, Result};
+use hmem::{Error, ErrorKind, Path, Result, system::monitor::HostMonitorKind};
 
 pub(crate) use self::memory::heap;
 pub use self::{
@@ -98,7 +98,7 @@ impl Selection {
         }
         let providers = machine.provider_names();
         if let Some(name) = args.provider.as_ref().filter(|name| !providers.contains(name)) {
-            return Err(unknown_nic(name, "--provider", &providers).into());
+            return Err(unknown_nic(name, "--nic", &providers).into());
         }
         let mut selection = Self {
             iface: args.iface.clone(),
@@ -118,6 +118,9 @@ impl Selection {
         Ok(selection)
     }
 }
+
+/// The variable that selects the cache monitor of host memory.
+const MONITOR: &str = "FI_MR_CACHE_MONITOR";
 
 /// Buffers of the transfer's size that the check of one combination holds at the same time.
 const COPIES: u64 = 6;
@@ -164,6 +167,9 @@ pub fn check(
     let missing =
         missing.map(|(kind, why)| Skipped::new(machine.iface_name(kind), machine.problem(why)));
     let mut report = Report::new(skipped, missing.collect());
+    let monitor = std::env::var(MONITOR).ok().and_then(|name| name.parse().ok());
+    let disabled = (monitor == Some(HostMonitorKind::Disabled)).then_some(MONITOR);
+    report.uncached_by = machine.hmem.cache_off_by().or(disabled);
     for (done, case) in cases.iter().enumerate() {
         progress(done, all, &case.to_string());
         run::case(machine, case, selection, &mut report);

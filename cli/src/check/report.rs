@@ -68,11 +68,15 @@ pub struct Report {
     pub skipped: Vec<Skipped>,
     /// The ifaces that `FI_HMEM` names and that are unavailable, with reasons.
     pub missing: Vec<Skipped>,
+    /// The setting that disables caches or the monitor of host memory.
+    #[serde(skip)]
+    pub uncached_by: Option<&'static str>,
 }
 
 impl Report {
     pub(super) fn new(skipped: Vec<Skipped>, missing: Vec<Skipped>) -> Self {
-        Self { schema: SCHEMA, rows: Vec::new(), stale: Vec::new(), skipped, missing }
+        let (rows, stale) = (Vec::new(), Vec::new());
+        Self { schema: SCHEMA, rows, stale, skipped, missing, uncached_by: None }
     }
 
     /// Returns whether at least one combination was checked, all were verified, and no iface is
@@ -132,9 +136,10 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
         style.heading(out, &nic)?;
         rows(out, report.rows.iter().filter(|row| row.full_nic() == nic), style)?;
     }
+    legend(out, &report.rows, style)?;
     if !report.stale.is_empty() {
         style.heading(out, "Stale registrations")?;
-        stale(out, &report.stale, style)?;
+        stale(out, report, style)?;
     }
     let failed = report.rows.iter().filter(|row| !row.verified).map(|row| {
         let what =
@@ -242,10 +247,25 @@ fn rows<'a>(
     style.print(out, &table)
 }
 
-fn stale(out: &mut dyn Write, rows: &[StaleRow], style: Style) -> io::Result<()> {
+/// Explains words of the tables.
+fn legend(out: &mut dyn Write, rows: &[Row], style: Style) -> io::Result<()> {
+    let refused = rows.iter().any(|row| row.atomic == Atomic::Refused);
+    let borrowed = rows.iter().any(|row| row.memory == "borrowed");
+    if refused {
+        let text = "this path or NIC has no atomics, which is no failure; staged copies have none";
+        style.item(out, "atomics refused:", text)?;
+    }
+    if borrowed {
+        let text = "pages that are registered by their address and that the region does not own";
+        style.item(out, "borrowed:", text)?;
+    }
+    if refused || borrowed { writeln!(out) } else { Ok(()) }
+}
+
+fn stale(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()> {
     let header = ["Memory", "Monitor", "Path", "Rounds", "Reused", "Hits", "Stale", "Verified"];
     let mut table = Table::new(&header).numbers(3..7);
-    for row in rows {
+    for row in &report.stale {
         table.row([
             Cell::new(&row.iface),
             Cell::new(&row.monitor),
@@ -257,5 +277,14 @@ fn stale(out: &mut dyn Write, rows: &[StaleRow], style: Style) -> io::Result<()>
             verdict(row.verified),
         ]);
     }
-    style.print(out, &table)
+    style.print(out, &table)?;
+    let counts = "no stale transfer, a reused address and a cache hit; fewer hits or reuses than \
+                  rounds are normal";
+    style.item(out, "verified:", counts)?;
+    if let Some(setting) = report.uncached_by {
+        let text =
+            format!("{setting} does not apply: each row has a cache and a monitor of its own");
+        style.item(out, "caches:", &text)?;
+    }
+    writeln!(out)
 }

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::{Names, PointerEntry, pointers};
 use crate::{
-    json::{Attempt, SCHEMA, Skipped},
+    json::{Attempt, SCHEMA, Skipped, open_advice},
     machine::Machine,
     table::{Style, Tone, bytes},
     topo::TopoPathEntry,
@@ -125,7 +125,9 @@ impl Report {
 impl Entry {
     pub(super) fn new(machine: &Machine, names: &Names, found: &Explanation) -> Self {
         let named = |text| machine.named(text);
-        let attempts = found.attempts.iter().map(Attempt::from);
+        let path = found.path.map(hmem::Path::name);
+        let attempts = found.attempts.iter().map(|attempt| Attempt::from(attempt).beside(path));
+        let remedies = found.remedies.iter().map(|remedy| open_advice(remedy, path).to_owned());
         Self {
             iface: names.iface.clone(),
             device: found.device,
@@ -135,10 +137,10 @@ impl Entry {
             nic: names.nic.clone(),
             policy: found.policy.name(),
             p2p_disabled: found.p2p_disabled,
-            path: found.path.map(hmem::Path::name),
+            path,
             mapping: found.mapping.map(|mapping| format!("{mapping:?}").to_lowercase()),
             reason: machine.named(found.reason.clone()),
-            remedies: found.remedies.iter().cloned().map(named).collect(),
+            remedies: remedies.map(named).collect(),
             trace: attempts.map(|attempt| attempt.renamed(named)).collect(),
             wiring: Wiring::new(machine, names, found),
         }
@@ -250,11 +252,19 @@ fn one(out: &mut dyn Write, entry: &Entry, style: Style) -> io::Result<()> {
                 if let Some(cause) = &tried.cause {
                     style.detail(out, "probable cause:", cause)?;
                 }
+                if let (Some(chosen), Some(remedy)) = (entry.path, &tried.remedy) {
+                    style.detail(out, &tried.aim(chosen), remedy)?;
+                }
             }
         }
     }
     wiring(out, &entry.wiring, style)?;
-    for remedy in &entry.remedies {
+    // With a path, the advice of each refused path stands beside its attempt.
+    let beside = |remedy: &&String| {
+        entry.path.is_some()
+            && entry.trace.iter().any(|tried| tried.remedy.as_ref() == Some(remedy))
+    };
+    for remedy in entry.remedies.iter().filter(|remedy| !beside(remedy)) {
         style.item(out, "remedy:", remedy)?;
     }
     for finding in &entry.wiring.findings {

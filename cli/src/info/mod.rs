@@ -503,7 +503,7 @@ fn entry(
         remedy,
         trace: trace
             .into_iter()
-            .map(|attempt| attempt.renamed(|text| machine.named(text)))
+            .map(|attempt| attempt.renamed(|text| machine.named(text)).beside(path))
             .collect(),
     }
 }

@@ -10,6 +10,7 @@ use super::{
     NicEntry, P2pEntry,
 };
 use crate::{
+    json::Attempt,
     problem::Problem,
     table::{Cell, Style, Table, Tone, bytes, some},
 };
@@ -222,7 +223,7 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
     style.heading(out, "Paths (a page was registered for each)")?;
     let mut nics: Vec<String> = Vec::new();
     let mut rows: Vec<(String, BTreeMap<String, Cell>)> = Vec::new();
-    let mut reasons: BTreeMap<Problem, Vec<String>> = BTreeMap::new();
+    let mut reasons: BTreeMap<(Problem, Option<Advice>), Vec<String>> = BTreeMap::new();
     let mut unknown: Vec<String> = Vec::new();
     for entry in entries {
         let nic = format!("{}/{}", entry.provider, entry.nic);
@@ -258,10 +259,13 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
         table.row(std::iter::once(Cell::new(memory)).chain(paths));
     }
     style.print(out, &table)?;
-    for (problem, pairs) in &reasons {
+    for ((problem, advice), pairs) in &reasons {
         let pairs = if pairs.is_empty() { String::new() } else { format!(" ({})", some(pairs)) };
         style.item(out, "", &format!("{}{pairs}", problem.headline))?;
         problem.details(out, style)?;
+        if let Some((aim, remedy)) = advice {
+            style.detail(out, aim, remedy)?;
+        }
     }
     if !unknown.is_empty() {
         style.item(out, "no distance:", &some(&unknown))?;
@@ -269,9 +273,12 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
     writeln!(out)
 }
 
-/// Returns the reason for a path, with the refused paths as causes. The JSON contains the full
-/// errors.
-fn reason(entry: &P2pEntry) -> Problem {
+/// The aim of a remedy, and the remedy.
+type Advice = (String, String);
+
+/// Returns the reason for a path with the refused paths beneath, and the advice for a refused one.
+/// The JSON has the whole errors.
+fn reason(entry: &P2pEntry) -> (Problem, Option<Advice>) {
     let headline = format!("{}: {}", entry.path.unwrap_or("none"), entry.reason);
     let refused = entry.trace.iter().filter(|_| entry.path.is_some());
     let refused: Vec<_> = refused.filter(|attempt| attempt.error.is_some()).collect();
@@ -280,7 +287,10 @@ fn reason(entry: &P2pEntry) -> Problem {
         let cause = attempt.cause.as_ref().map(|cause| format!(": {cause}")).unwrap_or_default();
         problem.causes.push(format!("{} refused{cause}", attempt.path));
     }
-    problem.remedy = refused.iter().rev().find_map(|attempt| attempt.remedy.clone());
-    problem.remedy = problem.remedy.or_else(|| entry.remedy.clone());
-    problem
+    problem.remedy.clone_from(&entry.remedy);
+    let advice = entry.path.and_then(|chosen| {
+        let last = |attempt: &&Attempt| Some((attempt.aim(chosen), attempt.remedy.clone()?));
+        refused.iter().rev().find_map(last)
+    });
+    (problem, advice)
 }

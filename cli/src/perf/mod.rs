@@ -129,6 +129,8 @@ struct LiveReport<'a> {
     progress: Progress,
     measurements: usize,
     started: usize,
+    /// The heading, until the first row is printed: a measurement that fails before prints none.
+    heading: Option<(Report, Option<u32>)>,
     /// The write error that ended the measurement.
     unprintable: Option<io::Error>,
 }
@@ -136,7 +138,8 @@ struct LiveReport<'a> {
 impl<'a> LiveReport<'a> {
     fn new(json: bool, measurements: usize, style: Style, out: &'a mut dyn Write) -> Self {
         let progress = Progress::at_once();
-        Self { json, style, out, progress, measurements, started: 0, unprintable: None }
+        let (started, heading, unprintable) = (0, None, None);
+        Self { json, style, out, progress, measurements, started, heading, unprintable }
     }
 
     /// Prints an event or updates the progress bar.
@@ -151,10 +154,18 @@ impl<'a> LiveReport<'a> {
             }
             _ if self.json => return Ok(()),
             Event::Connected { report, depth } => {
-                let report = report.clone().renamed(|text| machine.named(text));
-                self.progress.suspend(|| report::heading(out, &report, depth, style))
+                self.heading = Some((report.clone().renamed(|text| machine.named(text)), depth));
+                return Ok(());
             }
-            Event::Row(row) => self.progress.suspend(|| report::row(out, row, style)),
+            Event::Row(row) => {
+                let heading = self.heading.take();
+                self.progress.suspend(|| {
+                    if let Some((report, depth)) = heading {
+                        report::heading(out, &report, depth, style)?;
+                    }
+                    report::row(out, row, style)
+                })
+            }
         };
         printed.and_then(|()| self.out.flush()).map_err(|error| {
             let ended = Error::os(Errno::of(&error), "print");
@@ -321,16 +332,19 @@ fn end_config<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<EndConfig<'a>
     Ok(EndConfig { hmem: &machine.hmem, nic: nic(machine, args)?, iface, device, ordering })
 }
 
-fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a Fabric, Problem> {
+fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a Fabric, Failure> {
+    let missing = |problem| Failure::Measurement(Box::new(problem));
     if let Some(name) = args.nic.as_deref() {
         if let Some(nic) = machine.nics.iter().find(|nic| nic.answers_to(name)) {
             return Ok(nic);
         }
         let mut absent = machine.absent.iter().filter(|absent| absent.sort != "iface");
         return Err(match absent.find(|absent| absent.name == name) {
-            Some(absent) => Problem::new(format!("the {} {name} is unavailable", absent.sort))
-                .caused_by(absent.why.clone()),
-            None => unknown_nic(name, "--nic", &machine.provider_names()),
+            Some(absent) => missing(
+                Problem::new(format!("the {} {name} is unavailable", absent.sort))
+                    .caused_by(absent.why.clone()),
+            ),
+            None => unknown_nic(name, "--nic", &machine.provider_names()).into(),
         });
     }
     if args.loopback {
@@ -339,17 +353,18 @@ fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a Fabric, Problem>
         let nic =
             software().find(|nic| nic.attr.nic.name == "hardware").or_else(|| software().next());
         return nic.ok_or_else(|| {
-            Problem::new("the software NIC is unavailable").remedy("run `hmem info` for the reason")
+            let none = Problem::new("the software NIC is unavailable");
+            missing(none.remedy("run `hmem info` for the reason"))
         });
     }
     machine.nics.iter().find(|nic| !nic.software).ok_or_else(|| {
         let none = Problem::new("this machine has no RDMA NIC")
             .remedy("run `hmem perf --loopback` to use the software NIC");
         let verbs = machine.absent.iter().find(|absent| absent.name == "verbs");
-        match verbs {
+        missing(match verbs {
             Some(verbs) => none.caused_by(verbs.why.clone()),
             None => none,
-        }
+        })
     })
 }
 

@@ -3,6 +3,7 @@
 use std::{
     io::{self, Write},
     net::SocketAddr,
+    ops::Range,
 };
 
 use serde::Serialize;
@@ -89,14 +90,17 @@ const COLUMNS: [(&str, usize); 10] = [
     ("Size", 8),
     ("GiB/s", 6),
     ("Transfers/s", 11),
-    ("min us", 6),
+    ("min", 6),
     ("50%", 6),
     ("90%", 6),
     ("99%", 6),
     ("99.9%", 6),
-    ("max us", 6),
+    ("max", 6),
     ("Verified", 8),
 ];
+
+/// The columns of latencies.
+const LATENCY: Range<usize> = 3..9;
 
 /// Prints a whole report as readable text instead of JSON.
 ///
@@ -136,6 +140,11 @@ pub(super) fn heading(
     writeln!(out)?;
     let header = line(&COLUMNS.map(|(name, _)| name.to_owned()));
     if header.chars().count() <= style.width() {
+        let before: usize =
+            1 + COLUMNS[..LATENCY.start].iter().map(|(_, width)| width + 1).sum::<usize>();
+        let within: usize = COLUMNS[LATENCY].iter().map(|(_, width)| width + 1).sum();
+        let group = format!("{}{:>within$}", " ".repeat(before), "latency in us (percentiles)");
+        writeln!(out, "{}", style.bold(&group))?;
         let rule = "\u{2500}".repeat(header.chars().count());
         writeln!(out, "{}\n{rule}", style.bold(&header))?;
     }
@@ -167,7 +176,7 @@ pub(super) fn row(out: &mut dyn Write, row: &Row, style: Style) -> io::Result<()
         cells[2] = format!("{:.0}", bandwidth.transfers_per_s);
     }
     if let Some(us) = us {
-        cells[3..9].clone_from_slice(&us);
+        cells[LATENCY].clone_from_slice(&us);
     }
     cells[9] = verified.to_owned();
     let text = line(&cells);
@@ -181,7 +190,7 @@ pub(super) fn row(out: &mut dyn Write, row: &Row, style: Style) -> io::Result<()
     }
     if row.latency.is_some() {
         let names = ["min", "50%", "90%", "99%", "99.9%", "max"];
-        let times = names.iter().zip(&cells[3..9]).map(|(name, us)| format!("{name}\u{a0}{us}"));
+        let times = names.iter().zip(&cells[LATENCY]).map(|(name, us)| format!("{name}\u{a0}{us}"));
         fields.push(format!("latency in us: {}", times.collect::<Vec<_>>().join(", ")));
     }
     style.indented(out, ["  ", "    "], &fields.join("; "))

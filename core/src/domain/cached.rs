@@ -555,8 +555,8 @@ impl Registrations {
         (self.may_grow(&bound) && self.monitor(owner.iface).is_ok()).then_some((grown, bound))
     }
 
-    /// Returns false if a registration in this bound failed to grow, for the next misses in it. Each
-    /// call counts as one of these misses.
+    /// Returns false if a registration in this bound failed to grow, for the next misses in it.
+    /// Each call counts as one of these misses.
     fn may_grow(&self, bound: &GrowthBound) -> bool {
         let mut ungrowable = self.ungrowable.lock();
         match ungrowable.get_mut(bound) {
