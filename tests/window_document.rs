@@ -76,6 +76,6 @@ fn the_document_lists_every_rule() {
         NoRawKeys,
         DriverInvalidatesOnce,
     ] {
-        assert!(text.contains(&format!("\n| `{rule}` |")), "{rule} is missing");
+        assert!(text.contains(&format!("\n- `{rule}`")), "{rule} is missing");
     }
 }
