@@ -100,7 +100,7 @@ impl Place {
         }
     }
 
-    /// Measures beside the UCX of this place, in a child process.
+    /// Compares hmem with the UCX at this place, in a child process, and returns the report.
     ///
     /// # Errors
     /// Unavailable where the child cannot start, fails, or prints no report.

@@ -18,7 +18,8 @@ pub(super) struct Row {
     pub(super) threads: usize,
     /// Nanoseconds an operation.
     pub(super) ours_ns: f64,
-    /// The peer: a UCX version, the system calls, or hmem's own figure under other conditions.
+    /// What hmem is compared with, if anything: a UCX version, the system calls, or hmem under other
+    /// conditions.
     pub(super) peer: Option<String>,
     /// Nanoseconds per operation of the peer library.
     pub(super) peer_ns: Option<f64>,
@@ -50,7 +51,7 @@ pub(super) struct Skipped {
     pub(super) why: String,
 }
 
-/// The document.
+/// The whole report of a run, as written to JSON.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Report {
     /// The schema version of the report: [`SCHEMA`].

@@ -52,7 +52,7 @@ fn block(operation: &mut impl FnMut(), times: u32) -> f64 {
     time(operation, times).as_secs_f64() * 1e9 / f64::from(times)
 }
 
-/// Measures both.
+/// Measures hmem and its peer or limit in turns, and returns their figures.
 pub(crate) fn against(
     what: &'static str,
     target: Target,

@@ -178,7 +178,7 @@ fn after_help(command: &str, width: usize) -> String {
     lines.join("\n")
 }
 
-/// Prints the man page of a command, which is built.
+/// Prints the man page of a command. The caller has called [`Command::build`].
 ///
 /// # Errors
 /// The error of the writer.

@@ -98,7 +98,7 @@ fn changes(cache: &Cache<Nothing>, regions: u64, count: u64) {
     });
 }
 
-/// Creates a cache for up to `regions` entries.
+/// Creates an empty cache with a limit of `regions` entries.
 fn full(regions: u64) -> Cache<Nothing> {
     let limits = Limits { max_count: regions as usize, ..Limits::default() };
     Cache::new(Nothing, limits).expect("a cache")

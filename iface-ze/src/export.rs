@@ -150,7 +150,7 @@ impl Exporter {
     }
 }
 
-/// Returns true if memory of any device can be exported.
+/// Returns true if the memory of at least one device can be exported.
 pub(crate) fn exports_dma_bufs(driver: &Driver) -> bool {
     driver.devices.iter().any(|entry| entry.exports_dma_bufs())
 }

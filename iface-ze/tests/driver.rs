@@ -337,7 +337,7 @@ mod replaced {
         ZeResult,
     };
 
-    /// The file with the number that the fd of the first export had.
+    /// Another file that got the fd number of the first export.
     pub(super) static FILE: Mutex<Option<OwnedFd>> = Mutex::new(None);
     static FIRST: Mutex<Option<i32>> = Mutex::new(None);
 

@@ -457,7 +457,7 @@ impl Behaviour {
     }
 }
 
-/// Number of failing worlds after which a behaviour stops: each may have waited in vain.
+/// Number of failing worlds after which a behaviour stops: each failure may cost a full timeout.
 const ENOUGH: usize = 4;
 
 fn message(panic: &(dyn std::any::Any + Send)) -> &str {

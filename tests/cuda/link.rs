@@ -64,7 +64,7 @@ pub(crate) fn came_back(enough: bool) {
     );
 }
 
-/// Returns the fake driver. Tests that call this are not shown over a GPU.
+/// The fake driver, or `None` over a GPU. A test that uses it does not run over a GPU.
 pub(crate) struct Fake(Option<FakeDriver>);
 
 impl Deref for Fake {

@@ -18,7 +18,7 @@ use hmem_fake_rocr::{FakeRuntime, Live, Profile};
 use crate::model;
 pub(crate) use crate::wire::{REMOTE, Wire, pattern};
 
-/// Returns true if AMD's own runtime is selected.
+/// Returns true if the tests run over AMD's runtime with a model GPU, not over the fake runtime.
 pub(crate) fn is_model() -> bool {
     std::env::var("HMEM_ROCR").is_ok_and(|name| name == "model")
 }

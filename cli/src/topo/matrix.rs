@@ -99,7 +99,7 @@ pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> i
     writeln!(out)
 }
 
-/// The width of an address with a domain of four digits.
+/// The column width of a PCI address such as `0000:3b:00.0`, with a space.
 const DEVICE: usize = 13;
 
 /// Returns the width of the column of a NIC: its name, or the longest distance with its mark.

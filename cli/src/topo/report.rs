@@ -161,9 +161,9 @@ pub struct PortEntry {
 /// The PCIe path between two functions, with its ends.
 #[derive(Debug, Serialize)]
 pub struct PathEntry {
-    /// The PCI address of the accelerator at one end of the path.
+    /// The PCI address of the accelerator at one end of the PCIe route.
     pub from: String,
-    /// The PCI address of the function at the other end of the path.
+    /// The PCI address of the function at the other end of the PCIe route.
     pub to: String,
     /// The names of the RDMA devices at the other end; empty for an accelerator.
     pub nics: Vec<String>,

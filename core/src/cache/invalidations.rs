@@ -75,11 +75,12 @@ impl InvalidationSlot {
 
 /// The ranges that are being invalidated, in a fixed number of slots.
 ///
-/// An invalidation claims an own slot or, if that is claimed, takes a bit for a shared slot.
-/// Without either it counts as an invalidation of all memory.
+/// A thread that invalidates a range claims its preferred slot. If another invalidation has claimed
+/// that slot, the thread takes a shared slot by setting its bit. Without either the invalidation
+/// counts as one of all memory.
 ///
-/// A store releases an own slot. A shared slot needs an exchange, which stalls after a system call.
-/// So invalidations take a shared slot only if their own slot is claimed.
+/// A plain store releases a preferred slot. A shared slot needs an atomic exchange, which stalls
+/// after a system call.
 #[derive(Debug)]
 pub(super) struct ActiveInvalidations {
     own: [InvalidationSlot; OWN],

@@ -52,7 +52,7 @@ pub(crate) struct Allocation {
     pub(crate) len: u64,
     pub(crate) kind: Kind,
     pub(crate) device: u32,
-    /// Decided here: null for VMM and stream-ordered memory.
+    /// The context of the allocation. It is null for VMM and stream-ordered memory.
     pub(crate) context: usize,
     pub(crate) id: u64,
     pub(crate) sync_memops: bool,

@@ -14,8 +14,8 @@ use super::{
 };
 use crate::AddressRange;
 
-/// The number of retired entries for which a miss issues a barrier to detach them. Entries that had
-/// a lease at the last scan do not count.
+/// If at least this many retired entries wait, a miss issues a barrier and detaches them. Entries
+/// that had a lease at the last scan do not count.
 #[cfg(not(loom))]
 const CROWD: usize = 8;
 #[cfg(loom)]
