@@ -18,8 +18,8 @@ pub(super) struct Row {
     pub(super) threads: usize,
     /// Nanoseconds an operation.
     pub(super) ours_ns: f64,
-    /// What hmem is compared with, if anything: a UCX version, the system calls, or hmem under other
-    /// conditions.
+    /// The side that hmem is compared with, if any: a UCX version, the system calls, or hmem under
+    /// other conditions.
     pub(super) peer: Option<String>,
     /// Nanoseconds per operation of the peer library.
     pub(super) peer_ns: Option<f64>,

@@ -202,8 +202,8 @@ impl<S: CacheBackend> CacheCore<S> {
         busy < locked.index.count
     }
 
-    /// Issues the heavy barrier. After the barrier, no lookup leases an entry that was made unusable
-    /// before it. Returns `false` if the kernel refuses the barrier.
+    /// Issues the heavy barrier. After the barrier, no lookup leases an entry that was made
+    /// unusable before it. Returns `false` if the kernel refuses the barrier.
     pub(super) fn heavy_barrier(&self) -> bool {
         let issued = self.leases.barrier.heavy();
         // Without the barrier the cache cannot rule out leases: all regions stay registered, and
