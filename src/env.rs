@@ -85,6 +85,13 @@ pub(crate) fn is_bad_value(error: &Error) -> bool {
 
 /// Adds the variable `name` to an error about the library that the variable selects. Returns other
 /// errors unchanged.
+#[cfg(any(
+    feature = "cuda",
+    feature = "neuron",
+    feature = "rocr",
+    feature = "synapseai",
+    feature = "ze"
+))]
 pub(crate) fn of_library(name: &'static str, error: Error) -> Error {
     let selected = std::env::var_os(name).filter(|path| !path.is_empty());
     let Some(path) = selected.map(|path| path.to_string_lossy().into_owned()) else { return error };
