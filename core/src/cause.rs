@@ -129,17 +129,18 @@ pub struct Facts {
     pub kernel_options: Option<BTreeSet<String>>,
     /// The locked-memory limit of the process in bytes. `u64::MAX` means no limit.
     pub memlock: Option<u64>,
-    /// Set if a seccomp filter restricts the system calls of the process.
+    /// True if a seccomp filter restricts the system calls of the process; `None` if unknown.
     pub seccomp: Option<bool>,
     /// Device nodes that the kernel announces and `/dev` lacks, such as
     /// `/dev/infiniband/uverbs0`.
     pub missing_nodes: BTreeSet<String>,
     /// Device nodes that the process may not read and write.
     pub forbidden_nodes: BTreeSet<String>,
-    /// Set if an IOMMU translates the addresses that the NIC or the device uses.
+    /// True if an IOMMU translates the addresses that the NIC or the device uses; `None` if
+    /// unknown.
     pub iommu_translates: Option<bool>,
-    /// Set if PCI access control (ACS) redirects requests between the NIC and the device through
-    /// the root complex.
+    /// True if PCI access control (ACS) redirects requests between the NIC and the device through
+    /// the root complex; `None` if unknown.
     pub acs_redirects: Option<bool>,
     /// The size of the device's largest BAR in bytes.
     pub bar: Option<u64>,
@@ -227,7 +228,7 @@ pub struct RefusalCause {
     pub mapping: Option<DmaBufMapping>,
     /// The conditions on the error. At least one must hold.
     pub answers: &'static [Answer],
-    /// A fact about the machine that must be true.
+    /// The fact about the machine that must hold for this cause to match; `None` for no condition.
     pub needs: Option<Needs>,
     /// The text of the cause, in one sentence.
     pub cause: &'static str,

@@ -7,7 +7,7 @@ use serde::{Serialize, de::DeserializeOwned};
 
 use crate::{Error, ErrorKind, Result};
 
-/// A serialised form and its version.
+/// A format of serialised values: its magic number, its version, and its errors.
 pub(crate) struct Frame {
     pub(crate) magic: [u8; 4],
     pub(crate) version: u8,

@@ -104,8 +104,8 @@ fn has(object: &Value, fields: &[&str]) {
     }
 }
 
-/// Asserts that a client's JSON matches `docs/perf-schema.md` and is verified. `paths` are the
-/// expected paths of this side and the other side.
+/// Asserts that a client's JSON matches `docs/perf-schema.md` and says that the moved bytes were
+/// verified. `paths` are the expected paths of this side and the other side.
 pub(crate) fn is_as_documented(document: &Value, paths: [&str; 2]) {
     has(
         document,

@@ -79,7 +79,8 @@ impl Barrier {
         self == Self::Fences
     }
 
-    /// Returns the expedited barrier if the kernel has it, and fences otherwise.
+    /// Returns the kind of barrier to use: the expedited `membarrier` if the kernel has it, otherwise
+    /// ordinary fences.
     #[cfg(not(loom))]
     pub(super) fn choose() -> Self {
         use rustix::thread::{MembarrierCommand, membarrier};

@@ -204,7 +204,7 @@ impl Domain {
         self.inner.mode
     }
 
-    /// Returns the attributes of the NIC.
+    /// Returns the attributes that the provider reports for this domain's NIC.
     #[must_use]
     pub fn provider_attr(&self) -> &ProviderAttr {
         &self.inner.provider_attr
