@@ -79,8 +79,8 @@ impl Barrier {
         self == Self::Fences
     }
 
-    /// Returns the kind of barrier to use: the expedited `membarrier` if the kernel has it, otherwise
-    /// ordinary fences.
+    /// Returns the kind of barrier to use: the expedited `membarrier` if the kernel has it,
+    /// otherwise ordinary fences.
     #[cfg(not(loom))]
     pub(super) fn choose() -> Self {
         use rustix::thread::{MembarrierCommand, membarrier};
