@@ -151,7 +151,7 @@ fn device_without_permission_is_listed_with_the_reason() -> Outcome {
     for arguments in [&["--loopback", "--nic", &nic][..], &["127.0.0.1", "--nic", &nic]] {
         refused(
             &nobody("perf", arguments),
-            2,
+            1,
             &[&nic, "ibv_open_device", "EACCES", "/dev/infiniband"],
         );
     }
