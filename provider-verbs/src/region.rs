@@ -94,7 +94,7 @@ pub(super) enum Kind {
     Changing(Arc<Mutex<()>>),
 }
 
-/// How the NIC accesses the local memory of a request.
+/// The access of the NIC to the local memory of a request.
 #[derive(Debug)]
 pub(super) enum Local {
     Plain,
